@@ -1,0 +1,64 @@
+"""Every error that lockstep raises on purpose.
+
+LockstepError                  exit code
+├── RequestError                  2   the request cannot be honoured: what was asked, what was found, what to do
+├── RunError                      1   the run failed while it ran: which rank, where, why
+├── ProofError                    3   a proof failed: replicas differ, samples missing
+└── Stopped                      75   stopped on request; the checkpoint resumes exactly
+
+Each message is one sentence that a person can act on. Traces go to the run's `failures/` folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LockstepError(Exception):
+    """Base of all deliberate errors; `exit_code` is what the command returns."""
+
+    exit_code = 1
+
+
+class RequestError(LockstepError):
+    """The request cannot be honoured as it was made; nothing was trained."""
+
+    exit_code = 2
+
+
+class RunError(LockstepError):
+    """The run started and failed."""
+
+    exit_code = 1
+
+
+class ProofError(LockstepError):
+    """A law was checked and does not hold."""
+
+    exit_code = 3
+
+
+class Stopped(LockstepError):
+    """Stopped by Ctrl-C or SIGTERM after saving; resumable."""
+
+    exit_code = 75
+
+
+def unknown(kind: str, asked: str, known: Iterable[str], hint: str = "") -> RequestError:
+    """Return the error for a name that no table holds, with the nearest names that exist.
+
+    `kind` is the word for the thing ("strategy"), `known` the names there are, `hint` a last clause
+    such as "or give your own as module:attribute".
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(asked.lower(), names, n=3, cutoff=0.4)
+    offer = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}."
+    return RequestError(f"Unknown {kind} {asked!r}: {offer}{' ' + hint if hint else ''}")
+
+
+def choose(kind: str, asked: str, known: Iterable[str]) -> str:
+    """Return `asked` if it is among `known`; raise `unknown(...)` otherwise."""
+    if asked not in (names := list(known)):
+        raise unknown(kind, asked, names)
+    return asked

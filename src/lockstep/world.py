@@ -1,0 +1,118 @@
+"""The live process group, as a value that is passed to whoever communicates.
+
+With one rank every method is the identity, so that no caller asks how many ranks there are. Methods marked
+*collective* must be called by every rank, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .topology import Topology
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that train together: `topology` says who this one is, `device` where it computes."""
+
+    topology: Topology
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    """The process group; None where there is one rank and nothing to exchange."""
+
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> World:
+        """Return the world of this one process."""
+        return cls(Topology(), torch.device(device))
+
+    @classmethod
+    def join(cls, topology: Topology, device: torch.device, store: dist.Store, *, timeout_s: float) -> World:
+        """Form the process group of all ranks over `store` and return it (*collective*).
+
+        NCCL moves CUDA tensors, gloo everything else; both are set up where the device is a GPU. A collective
+        that waits longer than `timeout_s` for a rank raises in the others.
+        """
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=topology.rank,
+            world_size=topology.size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+        return cls(topology, device, dist.group.WORLD)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.topology.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.topology.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0: the one that prints and writes. Never guard a collective with it."""
+        return self.topology.is_main
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the element-wise sum of `tensor` over all ranks; any shape, same on each rank (*collective*)."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Return the element-wise maximum of `tensor` over all ranks (*collective*)."""
+        return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def _reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.group is None:
+            return tensor
+        result = tensor.clone()
+        dist.all_reduce(result, op, group=self.group)
+        return result
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return every rank's `item` (any small object), in the order of the ranks, on all ranks (*collective*)."""
+        if self.group is None:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        """Overwrite `tensors` with rank 0's, in place (*collective*)."""
+        if self.group is not None:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0, group=self.group)
+
+    def barrier(self) -> None:
+        """Return once every rank has come here (*collective*)."""
+        if self.group is not None:
+            # An all-reduce of one CPU number: NCCL's own barrier would pick a device by itself.
+            dist.all_reduce(torch.zeros(1), group=self.group)
+
+    @contextmanager
+    def local_main_first(self) -> Iterator[None]:
+        """Run the block on each node's local rank 0 before the node's others: for downloads (*collective*)."""
+        if self.topology.local_rank != 0:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if self.topology.local_rank == 0:
+                self.barrier()
+
+    def close(self) -> None:
+        """Leave the process group. The world is of no use afterwards."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group()
