@@ -28,9 +28,13 @@ class RequestError(LockstepError):
 
 
 class RunError(LockstepError):
-    """The run started and failed."""
+    """The run started and failed. `trace` is the failing rank's own traceback, where there is one."""
 
     exit_code = 1
+
+    def __init__(self, message: str, *, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
 
 
 class ProofError(LockstepError):

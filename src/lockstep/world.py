@@ -6,6 +6,7 @@ With one rank every method is the identity, so that no caller asks how many rank
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,12 +83,19 @@ class World:
         return result
 
     def gather(self, item: Any) -> list[Any]:
-        """Return every rank's `item` (any small object), in the order of the ranks, on all ranks (*collective*)."""
+        """Return every rank's `item` (small and JSON-able), in the order of the ranks, on all ranks (*collective*)."""
+        # JSON, not all_gather_object: that one unpickles whatever a peer sends.
         if self.group is None:
             return [item]
-        items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item, group=self.group)
-        return items
+        text = torch.frombuffer(bytearray(json.dumps(item).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(text)]), group=self.group)
+        longest = max(int(length) for length in lengths)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=self.group)
+        return [
+            json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)
+        ]
 
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Overwrite `tensors` with rank 0's, in place (*collective*)."""
