@@ -1,0 +1,243 @@
+"""Networks by name. Three kinds of names, tried in this order:
+
+1. `module:attribute`, anything with a colon: the user's own callable that returns an `nn.Module`. It gets those of
+   the keyword arguments `classes`, `in_channels` and `image_size` that its signature accepts. The current folder is
+   importable.
+2. A name of ours: those of `names()`, and every `pyramidnet-DEPTH-ALPHA`, with `-reference` for the variant that
+   leaves out one block a stage. Stems are those for small images.
+3. A torchvision classifier under torchvision's name, such as `mobilenet_v3_small`; with the prefix `torchvision.`
+   also where the plain name is ours: `torchvision.resnet50` is the net with the stem for ImageNet.
+
+Torch is imported only by `build`, torchvision only for names that are not ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import RequestError, unknown
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_PREFIX = "torchvision."
+_PYRAMIDNET = re.compile(r"pyramidnet-(\d+)-(\d+)(-reference)?")
+_HINT = "Or give your own as module:attribute."
+
+# name → module of this package and the callable in it
+_OURS = {
+    "convnet-small": ("small", "ConvNet"),
+    "mlp": ("small", "mlp"),
+    "pyramidnet-20-48": ("pyramidnet", "PyramidNet"),
+    "pyramidnet-110-48": ("pyramidnet", "PyramidNet"),
+    "pyramidnet-110-270": ("pyramidnet", "PyramidNet"),
+    "pyramidnet-110-270-reference": ("pyramidnet", "PyramidNet"),
+    "resnet8": ("resnet", "resnet8"),
+    "resnet18": ("resnet", "resnet18"),
+    "resnet20": ("resnet", "resnet20"),
+    "resnet34": ("resnet", "resnet34"),
+    "resnet50": ("resnet", "resnet50"),
+}
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of our own networks; any `pyramidnet-DEPTH-ALPHA` is one too."""
+    return tuple(_OURS)
+
+
+def preflight(name: str) -> None:
+    """Check that `name` names a network, without building it and without importing torch for one of ours.
+
+    Raises `RequestError` with the nearest names, or where the module of a `module:attribute` cannot be found.
+    """
+    if ":" in name:
+        _check_own(name)
+    elif not _is_ours(name):
+        _torchvision_name(name)
+
+
+def build(name: str, *, classes: int, in_channels: int, image_size: int) -> nn.Module:
+    """Return the network `name`, float32 on the CPU, with weights drawn from torch's global generator.
+
+    It takes images (N, in_channels, image_size, image_size) to logits (N, classes).
+
+    Raises `RequestError` for an unknown name, and where the network cannot take such images.
+    """
+    shape = {"classes": classes, "in_channels": in_channels, "image_size": image_size}
+    if ":" in name:
+        return _build_own(name, shape)
+    if _is_ours(name):
+        return _build_ours(name, shape)
+    return _build_torchvision(_torchvision_name(name), **shape)
+
+
+# --- ours
+
+
+def _is_ours(name: str) -> bool:
+    return name in _OURS or _pyramidnet_arguments(name) is not None
+
+
+def _pyramidnet_arguments(name: str) -> dict[str, int] | None:
+    """Return the constructor's arguments in a `pyramidnet-DEPTH-ALPHA[-reference]`, None for another name."""
+    match = _PYRAMIDNET.fullmatch(name)
+    if match is None:
+        return None
+    depth, alpha, reference = int(match[1]), int(match[2]), bool(match[3])
+    least = 14 if reference else 8
+    if depth < least or (depth - 2) % 6:
+        below = max(least, depth - (depth - 2) % 6)
+        raise RequestError(
+            f"Model {name!r}: PyramidNet has depths 6 × blocks + 2 from {least} on, found {depth}; "
+            f"use {below} or {below + 6}."
+        )
+    return {"depth": depth, "alpha": alpha, "reference": reference}
+
+
+def _build_ours(name: str, shape: dict[str, int]) -> nn.Module:
+    file, attribute = _OURS.get(name, ("pyramidnet", "PyramidNet"))
+    builder = getattr(importlib.import_module(f".{file}", __package__), attribute)
+    model: nn.Module = builder(**_pyramidnet_arguments(name) or {}, **_accepted(builder, shape))
+    return model
+
+
+def _accepted(builder: Callable[..., Any], arguments: dict[str, int]) -> dict[str, int]:
+    """Return those of `arguments` that `builder` has a keyword for; all of them if it takes any."""
+    parameters = inspect.signature(builder).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return arguments
+    by_keyword = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
+    return {key: value for key, value in arguments.items() if key in by_keyword}
+
+
+# --- torchvision's
+
+# These two return auxiliary logits beside the logits unless told otherwise, and warn unless told how to initialise.
+_PLAIN_LOGITS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
+
+
+def _torchvision_names() -> list[str]:
+    """Return the names of torchvision's classifiers: not its detectors, segmenters, or quantised and video nets."""
+    try:
+        from torchvision import models
+    except (ImportError, RuntimeError) as error:
+        raise RequestError(
+            f"torchvision cannot be imported ({error}); install the build that belongs to your torch, "
+            f"or use one of our own models: {', '.join(_OURS)}."
+        ) from error
+    return list(models.list_models(module=models))
+
+
+def _torchvision_name(name: str) -> str:
+    """Return torchvision's own name for `name`; raise with the nearest names if it has none."""
+    plain, theirs = name.removeprefix(_PREFIX), _torchvision_names()
+    if plain in theirs:
+        return plain
+    if name.startswith(_PREFIX):
+        raise unknown("model", name, [_PREFIX + each for each in theirs], _HINT)
+    raise unknown("model", name, {*_OURS, *theirs}, _HINT)
+
+
+def _build_torchvision(name: str, *, classes: int, in_channels: int, image_size: int) -> nn.Module:
+    import torch
+    from torchvision import models
+
+    if in_channels != 3:
+        raise RequestError(
+            f"Model {name!r} of torchvision takes images of 3 channels, the data has {in_channels}; "
+            f"use one of our own models ({', '.join(_OURS)}), which take any, or your own as module:attribute."
+        )
+    options: dict[str, Any] = dict(_PLAIN_LOGITS.get(name, {}))
+    if name.startswith("vit_"):
+        options["image_size"] = image_size
+    if name.startswith("maxvit"):
+        options["input_size"] = (image_size, image_size)
+    try:
+        model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options)
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, in_channels, image_size, image_size))
+    except Exception as error:
+        reason = str(error).split("\n")[0] or type(error).__name__
+        raise RequestError(
+            f"Model {name!r} of torchvision cannot take {image_size}×{image_size} images ({reason}); use --image-size "
+            f"224, for which it is made, or one of our own models ({', '.join(_OURS)}), which take any size."
+        ) from error
+    return model.train()
+
+
+# --- the user's own
+
+
+@contextlib.contextmanager
+def _current_folder_importable() -> Iterator[None]:
+    """Put the current folder first among those that are searched for modules, for the time of the block."""
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _check_own(name: str) -> tuple[str, str]:
+    """Return module and attribute of `module:attribute`; raise where the module cannot be found."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise RequestError(f"Model {name!r}: write module:attribute, such as my_models:Net.")
+    try:
+        with _current_folder_importable():
+            found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        # Its parent package is missing, or it is a relative name.
+        found = False
+    if not found:
+        raise RequestError(
+            f"Model {name!r}: no module {module!r} in {Path.cwd()} or among the installed packages; "
+            f"start in the folder that holds it, or install it."
+        )
+    return module, attribute
+
+
+def _build_own(name: str, shape: dict[str, int]) -> nn.Module:
+    from torch import nn
+
+    module, attribute = _check_own(name)
+    try:
+        with _current_folder_importable():
+            builder: Any = importlib.import_module(module)
+    except Exception as error:
+        raise RequestError(f"Model {name!r}: importing {module} raised {type(error).__name__}: {error}.") from error
+    for part in attribute.split("."):
+        if not hasattr(builder, part):
+            raise RequestError(f"Model {name!r}: {module} has no {attribute!r}; check the name after the colon.")
+        builder = getattr(builder, part)
+    if not callable(builder) or isinstance(builder, nn.Module):
+        raise RequestError(f"Model {name!r} is {_a(builder)}; give a class or function that returns a new nn.Module.")
+    return _call_own(name, builder, shape)
+
+
+def _call_own(name: str, builder: Callable[..., Any], shape: dict[str, int]) -> nn.Module:
+    from torch import nn
+
+    arguments = _accepted(builder, shape)
+    given = ", ".join(f"{key}={value}" for key, value in arguments.items())
+    try:
+        model = builder(**arguments)
+    except Exception as error:
+        raise RequestError(f"Model {name!r}, called with ({given}), raised {type(error).__name__}: {error}.") from error
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"Model {name!r}, called with ({given}), returned {_a(model)}; it must return an nn.Module.")
+    return model
+
+
+def _a(thing: object) -> str:
+    return "None" if thing is None else f"an object of type {type(thing).__name__}"
