@@ -1,0 +1,86 @@
+"""What a run tells the world: events, and whoever records them.
+
+The engine knows one verb, `record(event, **fields)`, and calls it on rank 0; where the events go is decided once,
+by whoever builds the recorder. Fields are plain numbers, strings and lists. The events:
+
+    start       lines (printed once: batch plan, what auto chose, output folder), first_step, total_steps,
+                steps_per_epoch, epochs
+    steps       rows: for each optimizer step since the last `steps` a dict of step, epoch, loss, lr, samples, and
+                grad_norm or skipped where there is one
+    log         once an interval: step, epoch, loss (mean of the interval), lr, images_per_s, step_s, data_wait_s,
+                eta_s, top1 (of the last training batch), and the telemetry
+    eval        step, epoch, top1, top5, loss, samples
+    checkpoint  step, path, kind
+    epoch       epoch, epoch_s
+    warning     text
+    finish      what summary.json says, and output (the run's folder)
+
+The optimizer steps come together, once an interval, because each of them may cost next to nothing: together they cost
+1.8 µs a step, one by one 3.2 µs. Recorders that show things act on `log`. Losses, accuracies and rates are reduced over the world; telemetry is rank 0's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+
+class Recorder(Protocol):
+    """Takes the events of one run."""
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Take one event. Raises OSError where it cannot be written; training goes on all the same."""
+
+    def close(self) -> None:
+        """Write what is still held back, and let go of files. Nothing is recorded afterwards."""
+
+
+class Nothing:
+    """Drops everything: the recorder of the ranks other than 0."""
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Drop the event."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Recorders:
+    """Passes each event to several recorders.
+
+    A full disk stops no training: a recorder that raises OSError misses that event, and the others are told so, once
+    for each recorder, as a `warning`.
+    """
+
+    def __init__(self, recorders: Iterable[Recorder]) -> None:
+        self._recorders = tuple(recorders)
+        self._reported: set[Recorder] = set()
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Pass the event to each recorder."""
+        for recorder in self._recorders:
+            try:
+                recorder.record(event, **fields)
+            except OSError as error:
+                self._report(recorder, error)
+
+    def close(self) -> None:
+        """Close each recorder, the first ones last, so that the console (first) can still tell what failed."""
+        for recorder in reversed(self._recorders):
+            try:
+                recorder.close()
+            except OSError as error:
+                self._report(recorder, error)
+
+    def _report(self, failed: Recorder, error: OSError) -> None:
+        if failed in self._reported:
+            return
+        # Marked before the others are told, so that two recorders that fail cannot report each other for ever.
+        self._reported.add(failed)
+        text = f"{type(failed).__name__} could not write ({error}); training goes on, the record may have gaps."
+        for recorder in self._recorders:
+            if recorder not in self._reported:
+                try:
+                    recorder.record("warning", text=text)
+                except OSError as second:
+                    self._report(recorder, second)

@@ -1,0 +1,97 @@
+"""`steps.jsonl`: every event of the run, one JSON object a line, to the last bit of each float.
+
+Each event is written when it is recorded (optimizer steps come together, once an interval), in one write: a killed
+process loses one interval at most, and only the last line of the file can be cut. Where the disk is full, the lines
+wait in memory and go out with the next event that finds room; what was written of them is taken back, so that the
+file stays whole lines.
+
+JSON has no NaN and no infinities: `files.legal` says how they are written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from .files import legal, write_whole
+
+# JSON escapes control characters inside strings, so this separator can be told from all that a value may hold. One
+# encoder call for a whole interval takes half the time of a call for each line.
+_MARK = "\x1e"
+_ENCODE_FLAT = json.JSONEncoder(allow_nan=False, separators=(_MARK, ": ")).encode
+_ENCODE = json.JSONEncoder(allow_nan=False).encode
+
+
+def encode(rows: list[dict[str, Any]]) -> str:
+    """Return one line of JSON for each row; the values are flat (no lists, no objects)."""
+    if not rows:
+        return ""
+    try:
+        text = _ENCODE_FLAT(rows)
+    except ValueError:
+        return "".join(_ENCODE(legal(row)) + "\n" for row in rows)
+    return text[1:-1].replace(f"}}{_MARK}{{", "}\n{").replace(_MARK, ", ") + "\n"
+
+
+class JsonLines:
+    """Appends events to the file at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        # Unbuffered: what is written is the kernel's, and survives the end of this process.
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write the event as a line; `steps` as a line `step` for each of its rows."""
+        if event == "steps":
+            self._write(encode([{"event": "step", **row} for row in fields["rows"]]))
+        else:
+            self._write(_ENCODE(legal({"event": event, **fields})) + "\n")
+
+    def close(self) -> None:
+        """Write what had found no room so far, and have the disk confirm the file."""
+        with self._file:
+            self._write("")
+            os.fsync(self._file.fileno())
+
+    def _write(self, lines: str) -> None:
+        self._waiting += lines.encode()
+        whole = os.fstat(self._file.fileno()).st_size
+        try:
+            # A nearly full disk takes a part without an error, and refuses the rest at the next try.
+            sent = 0
+            while sent < len(self._waiting):
+                sent += self._file.write(self._waiting[sent:])
+        except OSError:
+            self._file.truncate(whole)
+            raise
+        self._waiting = b""
+
+
+def rewind(path: Path, *, step: int) -> None:
+    """Cut the file back to what had happened by `step`, atomically, so that a resumed run goes on from there.
+
+    Events of a later step go, and those without a step that came after one; so does a last line that a kill cut
+    short. A file that is not there is left so.
+    """
+    if not path.exists():
+        return
+    kept, beyond = [], False
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if not line.endswith(b"\n"):
+            continue
+        at = row.get("step")
+        if at is None:
+            later = beyond
+        else:
+            later = at > step
+            beyond = beyond or later
+        if not later:
+            kept.append(line)
+    write_whole(path, b"".join(kept))
