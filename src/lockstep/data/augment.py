@@ -1,0 +1,112 @@
+"""Variations of training images, for a whole batch at once and on whatever device it lies.
+
+The usual three of small images: a crop of the image padded by an eighth of its side with black (4 pixels of 32),
+a horizontal flip in half of the cases, and cutout (DeVries & Taylor, 2017), which zeroes a square of half the side
+around a random pixel, clipped at the border, after normalisation. Which ones a sample gets is drawn by `counter`
+from (seed, epoch, sample index). Crop and flip only say where each output pixel comes from: both are one gather.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import counter
+from .source import Indices
+
+_PURPOSES = ("crop row", "crop column", "flip", "cutout row", "cutout column")
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What was drawn for n samples: each (n,) int64, all on one device."""
+
+    row: Tensor
+    """First row of the crop, in pixels from the top of the unpadded image: -pad to pad; 0 without crop."""
+    column: Tensor
+    """First column of the crop, likewise."""
+    flip: Tensor
+    """1 where the crop is mirrored, else 0."""
+    cut_row: Tensor
+    """Row of the pixel at the centre of the cut-out square."""
+    cut_column: Tensor
+    """Column of that pixel."""
+
+
+@dataclass(frozen=True)
+class Augment:
+    """The variations `names` (of crop, flip, cutout) of images of `height` × `width` pixels, drawn from `seed`."""
+
+    names: tuple[str, ...]
+    seed: int
+    height: int
+    width: int
+
+    @property
+    def moves(self) -> bool:
+        """Whether pixels move: crop or flip."""
+        return "crop" in self.names or "flip" in self.names
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a square is cut out."""
+        return "cutout" in self.names
+
+    def keys(self, epoch: int) -> counter.UInt64:
+        """Return the keys that `draw` needs for the samples of one epoch."""
+        return np.array([counter.key(self.seed, epoch, purpose) for purpose in range(len(_PURPOSES))], np.uint64)
+
+    def draw(self, keys: counter.UInt64, indices: Indices, device: torch.device) -> Draws:
+        """Return what samples `indices` (n,) get in the epoch of `keys`."""
+        random = counter.bits(keys, indices)
+        drawn = np.zeros((len(_PURPOSES), len(indices)), np.int64)
+        if "crop" in self.names:
+            for row, side in enumerate((self.height, self.width)):
+                pad = side // 8
+                drawn[row] = counter.below(2 * pad + 1, random[row]) - pad
+        if "flip" in self.names:
+            drawn[2] = counter.below(2, random[2])
+        if "cutout" in self.names:
+            drawn[3] = counter.below(self.height, random[3])
+            drawn[4] = counter.below(self.width, random[4])
+        return Draws(*to_device(torch.from_numpy(drawn), device))
+
+    def gather(self, pixels: Tensor, images: Tensor, draws: Draws) -> Tensor:
+        """Return crops and flips (n, H, W, C) of images number `images` (n,) in the table `pixels`.
+
+        `pixels` is (images × H × W + 1, C); the last row is the pixel of the padding.
+        """
+        padding = len(pixels) - 1
+        height, width = self.height, self.width
+        across = torch.arange(width, device=pixels.device)
+        columns = draws.column[:, None] + torch.where(draws.flip[:, None] == 1, width - 1 - across, across)
+        rows = draws.row[:, None] + torch.arange(height, device=pixels.device)
+        starts = (images[:, None] * height + rows) * width
+        # Whatever lies outside gets an index beyond the table, which the clamp turns into the padding's.
+        starts.masked_fill_((rows < 0) | (rows >= height), padding + width)
+        columns.masked_fill_((columns < 0) | (columns >= width), padding + width)
+        index = (starts[:, :, None] + columns[:, None, :]).clamp_(max=padding)
+        return pixels.index_select(0, index.flatten()).view(len(images), height, width, pixels.shape[1])
+
+    def cut(self, x: Tensor, draws: Draws) -> Tensor:
+        """Zero a square in each of the normalised images x (n, H, W, C), in place."""
+        rows = _inside(draws.cut_row, self.height, x.device)
+        columns = _inside(draws.cut_column, self.width, x.device)
+        return x.masked_fill_((rows[:, :, None] & columns[:, None, :])[..., None], 0)
+
+
+def _inside(centre: Tensor, side: int, device: torch.device) -> Tensor:
+    """Return (n, side) bool: the positions within the window of side // 2 around each of centre (n,)."""
+    offset = torch.arange(side, device=device) - centre[:, None] + side // 4
+    return (offset >= 0) & (offset < side // 2)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor on `device`, without making the host wait for the GPU."""
+    if device.type == "cpu":
+        return tensor
+    # A copy from pageable memory may wait for all work queued on the GPU; one from pinned memory never does.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,0 +1,28 @@
+"""1,797 real handwritten digits of 8 × 8 pixels, in the package: data for a first run without a download.
+
+The test part of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak (1998), UCI Machine
+Learning Repository, https://doi.org/10.24432/C50P49, licensed CC BY 4.0, in scikit-learn's selection and order.
+Each pixel counts the dark ones of a 4 × 4 block: 0 to 16. Every fifth image is held out (360), the rest is
+trained on (1,437). The file holds two plain arrays and was made from `sklearn.datasets.load_digits()`.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import numpy as np
+
+from .shared import Array
+
+CLASSES = 10
+SIDE = 8
+MEAN, STD = 4.8834, 6.0211
+"""Of all pixels of the training images."""
+
+
+def read() -> dict[str, tuple[Array, Array]]:
+    """Return {"train" and "test": (images (N, 8, 8, 1) uint8, labels (N,) uint8)}."""
+    with resources.as_file(resources.files(__package__) / "digits.npz") as path, np.load(path) as file:
+        images, labels = file["images"][..., None], file["labels"]
+    held_out = np.arange(len(labels)) % 5 == 0
+    return {"train": (images[~held_out], labels[~held_out]), "test": (images[held_out], labels[held_out])}

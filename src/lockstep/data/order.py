@@ -1,0 +1,83 @@
+"""The order of an epoch: a keyed permutation of range(n), any slice of it, in memory that does not grow with n.
+
+A stored permutation of 10⁹ samples takes 8 GB on every rank. Instead, position p's sample is *computed* by a small
+block cipher: a Feistel network over the b bits of p, 2**b being the smallest power of two that is not below n. Each
+round replaces one half of the bits by its exclusive-or with a hash of the other half, which can be undone, so that
+the whole is a bijection on [0, 2**b) (Luby & Rackoff, 1988). Where a value falls at or above n, the network is
+applied again until it does not: "cycle walking" (Black & Rogaway, 2002) follows the bijection's cycle to its next
+element below n, which is again a bijection. As 2**b < 2n, fewer than two passes are needed on average.
+
+The order is a function of (n, seed, epoch) alone: every rank computes the slices it needs and never talks about it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from . import counter
+
+CHUNK = 65_536
+"""Positions enciphered at a time and kept, so that small consecutive slices are plain slices of an array."""
+ROUNDS = 10
+"""Rounds of the network. With 10, the 24 orders of 4 samples, the hardest case, are equally likely within 0.4%."""
+
+
+class Order:
+    """The order in which an epoch visits `samples` samples.
+
+    Shuffled by (`seed`, `epoch`), or 0, 1, 2, … with `shuffle=False`.
+    """
+
+    def __init__(self, samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> None:
+        assert 0 <= samples <= 2**62, samples
+        self.samples = samples
+        self._shuffle = shuffle
+        bits = max(samples - 1, 0).bit_length()
+        self._low_bits = np.uint64(bits // 2)
+        self._high_mask, self._low_mask = (np.uint64((1 << half) - 1) for half in (bits - bits // 2, bits // 2))
+        self._domain = 1 << bits
+        root = np.array([counter.key(seed, epoch, samples)], np.uint64)
+        self._keys = list(counter.bits(root, np.arange(ROUNDS))[0])
+        self._chunk = np.empty(0, np.int64)
+        self._chunk_start = 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the samples at positions [start, stop), (stop - start,) int64; treat it as read-only."""
+        begin = start - self._chunk_start
+        end = stop - self._chunk_start
+        if begin >= 0 and end <= len(self._chunk):
+            return self._chunk[begin:end]  # the common case, and the only cost of most steps
+        assert 0 <= start <= stop <= self.samples, (start, stop, self.samples)
+        if stop - start >= CHUNK:
+            return self._compute(start, stop)
+        self._chunk = self._compute(start, min(start + CHUNK, self.samples))
+        self._chunk_start = start
+        return self._chunk[: stop - start]
+
+    def _compute(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        if not self._shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        positions = np.arange(start, stop, dtype=np.uint64)
+        # A small domain is enciphered once and then looked up, which makes the walk nearly free.
+        table = self._encipher(np.arange(self._domain, dtype=np.uint64)) if self._domain <= CHUNK else None
+        encipher = self._encipher if table is None else table.__getitem__
+        values = encipher(positions)
+        outside = np.flatnonzero(values >= self.samples)
+        while outside.size:
+            values[outside] = walked = encipher(values[outside])
+            outside = outside[walked >= self.samples]
+        return values.view(np.int64)
+
+    def _encipher(self, values: counter.UInt64) -> counter.UInt64:
+        """Return the network's bijection on [0, 2**b) of `values` (n,)."""
+        high, low = values >> self._low_bits, values & self._low_mask
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                high ^= counter.mix(low + key) & self._high_mask
+            else:
+                low ^= counter.mix(high + key) & self._low_mask
+        return (high << self._low_bits) | low

@@ -1,0 +1,83 @@
+"""The table of data sets: from the name in the config to the two sources that the engine reads.
+
+    digits       1,797 real handwritten digits of 8 × 8 pixels, in the package
+
+Importing this module does not import torch, so that the command can list and check names at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..config import DataConfig
+from ..errors import RequestError, unknown
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..world import World
+    from .source import Splits, Wish
+
+_OWN = "Your own goes with module:attribute."
+
+
+def _no_check(config: DataConfig) -> None:
+    """Nothing can be missing."""
+
+
+def _digits(wish: Wish) -> Splits:
+    from . import digits, resident
+
+    kind = resident.ImageSet(
+        classes=digits.CLASSES, height=digits.SIDE, width=digits.SIDE, mean=(digits.MEAN,), std=(digits.STD,)
+    )
+    return resident.build(wish, kind, digits.read)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """How a data set is built, and what is checked before any process starts."""
+
+    build: Callable[[Wish], Splits]
+    check: Callable[[DataConfig], None] = _no_check
+
+
+def _table() -> dict[str, _Entry]:
+    return {
+        "digits": _Entry(_digits),
+    }
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the data sets."""
+    return tuple(_table())
+
+
+def _entry(config: DataConfig) -> _Entry:
+    table = _table()
+    if config.name not in table:
+        raise unknown("data set", config.name, table, _OWN)
+    return table[config.name]
+
+
+def preflight(config: DataConfig) -> None:
+    """Raise `RequestError` for what can be seen to be impossible before any process starts; imports no torch."""
+    _entry(config).check(config)
+
+
+def build(config: DataConfig, *, seed: int, world: World, dtype: torch.dtype, channels_last: bool) -> Splits:
+    """Return the data set's two sources for this rank (*collective*).
+
+    Batches come in `dtype` on the world's device, images in channels_last memory where asked. Raises
+    `RequestError`, on every rank, where the data is missing, damaged or not what the config says.
+    """
+    from .source import Wish
+
+    entry = _entry(config)
+    if config.on_device == "on" and world.device.type == "cpu":
+        raise RequestError(
+            "--on-device on asks for an accelerator's memory, and this run computes on the CPU; use auto."
+        )
+    return entry.build(Wish(config=config, seed=seed, world=world, dtype=dtype, channels_last=channels_last))
