@@ -1,0 +1,33 @@
+"""No launcher at all: this process is the only rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import RunConfig
+from ..errors import RequestError
+from . import rank
+from .base import Entry
+from .devices import processes
+
+
+class InlineLauncher:
+    """Runs the entry in this process."""
+
+    name = "inline"
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """Return False: no environment asks for it; `auto` takes it where one process is enough."""
+        return False
+
+    def launch(self, entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
+        """Run the entry here, in a world of one rank, and return its value."""
+        wanted = processes(config, env)
+        if wanted > 1 or config.parallel.nodes > 1:
+            raise RequestError(
+                f"--launcher inline is one process, but --strategy {config.parallel.strategy} needs {wanted} "
+                f"on each of {config.parallel.nodes} nodes; take --launcher auto, or --devices 1."
+            )
+        with rank.accounted(0, config):
+            return rank.run_alone(entry, config)

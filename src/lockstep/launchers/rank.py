@@ -1,0 +1,111 @@
+"""What every rank does, however its process came to be: settle on its device, join the world, run, leave.
+
+torch is imported here and nowhere else in the launchers' first steps, so that a command which only looks up a name
+stays quick. These functions run in the rank's own process and may read and set its environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import failures, hardware
+from ..config import RunConfig
+from ..errors import LockstepError, Stopped
+from ..topology import Topology
+from .base import Entry
+from .devices import gpu_index
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
+
+    from ..world import World
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+"""The network interface that stays within the host."""
+_CLOSE_S = 5.0
+
+
+def settle(config: RunConfig, topology: Topology) -> torch.device:
+    """Return the device of this rank, made the current one; share the processors among the node's ranks."""
+    import torch
+
+    # torchrun sets OMP_NUM_THREADS=1 and others leave it to the machine: the number of threads decides the order of
+    # sums on a CPU, so every launcher takes the same, and the same world gives the same bits.
+    torch.set_num_threads(max(1, hardware.cpus() // topology.local_size))
+    if config.parallel.accelerator != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", gpu_index(config.parallel, topology.local_rank))
+    torch.cuda.set_device(device)
+    return device
+
+
+def run_alone(entry: Entry, config: RunConfig) -> Any:
+    """Run the entry in this process as a world of one rank; return its value."""
+    from ..world import World
+
+    return entry(config, World.alone(settle(config, Topology())))
+
+
+def run_joined(entry: Entry, config: RunConfig, topology: Topology, store: Store, *, interface: str | None) -> Any:
+    """Join the world over `store`, run the entry, leave; return this rank's value (*collective*).
+
+    `interface` is the network interface for the ranks' traffic, None where gloo and NCCL shall find one.
+    """
+    from ..world import World
+
+    if interface:
+        bind(interface)
+    world = World.join(topology, settle(config, topology), store, timeout_s=config.parallel.stall_timeout)
+    try:
+        value = entry(config, world)
+    except BaseException:
+        _close_soon(world)
+        raise
+    world.close()
+    return value
+
+
+def bind(interface: str) -> None:
+    """Keep gloo's and NCCL's traffic on one network interface, unless the user chose another."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, interface)
+
+
+def account(error: BaseException, rank: int, config: RunConfig) -> failures.Failure:
+    """Return the failure that `error` is on this rank; its trace is written to the run's folder, if there is one."""
+    failure = failures.describe(error, rank)
+    if config.record.output is not None and not isinstance(error, Stopped):
+        with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
+            failures.write(failure, Path(config.record.output) / "failures")
+    return failure
+
+
+@contextlib.contextmanager
+def accounted(rank: int, config: RunConfig) -> Iterator[None]:
+    """Turn what the block raises into one sentence of this rank, for launchers that run the entry right here."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        failure = account(error, rank, config)
+        if isinstance(error, LockstepError):
+            raise
+        raise failure.error() from error
+
+
+def _close_soon(world: World) -> None:
+    """Leave the world after a failure, which tells the other ranks at once; give up where leaving itself hangs."""
+
+    def close() -> None:
+        with contextlib.suppress(Exception):
+            world.close()
+
+    closing = threading.Thread(target=close, daemon=True)
+    closing.start()
+    closing.join(_CLOSE_S)

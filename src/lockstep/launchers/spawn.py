@@ -1,0 +1,141 @@
+"""Ranks as processes of this host, started and watched by one parent that never imports torch.
+
+The parent binds a free port on the loopback interface and hands the listening socket itself to rank 0: nobody can
+take the port in between. It then waits for what each rank reports (see `supervise.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ..config import RunConfig
+from ..errors import RequestError
+from ..topology import Topology
+from . import lifeline, rank
+from .base import Entry
+from .devices import processes
+from .supervise import Report, Supervisor, Worker
+
+_ADDRESS = "127.0.0.1"
+
+
+class SpawnLauncher:
+    """Starts one process for each device of this host."""
+
+    name = "spawn"
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """Return False: no environment asks for it; `auto` takes it where several processes are needed."""
+        return False
+
+    def launch(self, entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
+        """Start the ranks, wait for all of them, and return rank 0's value.
+
+        Raises the error of the rank that failed first; by then the others have been ended.
+        """
+        if config.parallel.nodes > 1:
+            raise RequestError(
+                f"--launcher spawn starts processes on this host alone, but --nodes {config.parallel.nodes} were "
+                "asked for; start the command on each node with torchrun, or give --init-method."
+            )
+        payload = _packed(entry, config)
+        with Supervisor() as supervisor, _listening() as listener:
+            for topology in _topologies(processes(config, env), listener.getsockname()[1]):
+                supervisor.add(_start(topology, payload, listener))
+            listener.close()
+            return supervisor.wait()
+
+
+def _packed(entry: Entry, config: RunConfig) -> bytes:
+    try:
+        return pickle.dumps((entry, config))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise RequestError(
+            f"{getattr(entry, '__qualname__', entry)!s} cannot be run in other processes ({error}); "
+            "define it at the top level of a module."
+        ) from error
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind((_ADDRESS, 0))
+        listener.listen(socket.SOMAXCONN)
+        yield listener
+
+
+def _topologies(size: int, port: int) -> list[Topology]:
+    return [
+        Topology(rank=index, size=size, local_rank=index, local_size=size, address=_ADDRESS, port=port)
+        for index in range(size)
+    ]
+
+
+def _start(topology: Topology, payload: bytes, listener: socket.socket) -> Worker:
+    context = multiprocessing.get_context("spawn")
+    hear, tell = context.Pipe(duplex=False)
+    held, keep = context.Pipe(duplex=False)
+    handed = listener if topology.is_main else None
+    process = context.Process(
+        target=_serve, args=(topology, payload, tell, held, handed), name=f"lockstep-rank-{topology.rank}"
+    )
+    with _interrupts_held_back():
+        process.start()
+    tell.close()
+    held.close()
+    return Worker(topology.rank, process, hear, keep)
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Start a child with SIGINT blocked: until it leads its own group, the terminal's Ctrl-C would reach it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _serve(
+    topology: Topology, payload: bytes, tell: Connection, held: Connection, listener: socket.socket | None
+) -> None:
+    """Be one rank: run the entry, report its value or its failure to the parent."""
+    lifeline.lead_own_group()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    lifeline.tie_to_parent(held)
+    config = RunConfig()
+    try:
+        entry, config = pickle.loads(payload)  # from our own parent, through a pipe that nobody else holds
+        value = _run(entry, config, topology, listener)
+        report = Report(topology.rank, value=pickle.dumps(value if topology.is_main else None))
+    except BaseException as error:
+        tell.send(Report(topology.rank, failure=rank.account(error, topology.rank, config)))
+        # Nothing that is left may hang: not a collective of a lost world, not a thread of the user's.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    tell.send(report)
+
+
+def _run(entry: Entry, config: RunConfig, topology: Topology, listener: socket.socket | None) -> Any:
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore(
+        topology.address,
+        topology.port,
+        is_master=topology.is_main,
+        master_listen_fd=listener.detach() if listener else None,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=config.parallel.timeout),
+    )
+    return rank.run_joined(entry, config, topology, store, interface=rank.LOOPBACK)

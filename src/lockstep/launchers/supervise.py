@@ -1,0 +1,175 @@
+"""Watching ranks from their parent: pass on signals, find the first cause, leave nobody behind.
+
+A rank reports its value or its failure through a pipe; one that dies without a word is known by its exit status.
+After the first failure the parent listens a moment longer, since the loudest is not always the first, ends the
+other ranks, and raises the first cause as its own error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from types import FrameType, TracebackType
+from typing import Any
+
+from ..errors import LockstepError, RunError, Stopped
+from ..failures import Failure, first_cause
+
+_LOOK_S = 0.05
+_LISTEN_S = 1.0  # for other reports, after the first failure
+_GRACE_S = 2.0  # between SIGTERM and SIGKILL
+_LEAVE_S = 30.0  # for ranks that are done, or are saving because a stop was asked for
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's last word: rank 0's pickled value, or why the rank failed."""
+
+    rank: int
+    value: bytes = b""
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A rank's process, and the parent's ends of the two pipes to it."""
+
+    rank: int
+    process: SpawnProcess
+    reports: Connection
+    lifeline: Connection
+    """Never written to: it closes when the parent ends, whereupon the rank ends too."""
+
+
+class Supervisor:
+    """Owns the ranks' processes: on leaving the `with` block none of them is left, nor anything they started."""
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+        self._reports: dict[int, Report] = {}
+        self._signals = 0
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Supervisor:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def add(self, worker: Worker) -> None:
+        """Take over a rank that was just started."""
+        self._workers.append(worker)
+        if self._signals:
+            _send(worker, signal.SIGTERM)
+
+    def wait(self) -> Any:
+        """Return rank 0's value once all ranks are done; raise the first cause once one has failed."""
+        while not self._failures() and len(self._reports) < len(self._workers):
+            self._look(_LOOK_S)
+        if self._failures():
+            self._listen()
+            raise self._error()
+        self._join(_LEAVE_S)
+        return pickle.loads(self._reports[0].value)  # our own child's
+
+    def _look(self, wait_s: float) -> None:
+        """Take in reports and deaths, for at most `wait_s` seconds."""
+        if self._signals > 1:
+            raise RunError("Killed by a second signal, without saving; the last checkpoint, if there is one, is whole.")
+        silent = [worker for worker in self._workers if worker.rank not in self._reports]
+        dead = [worker for worker in silent if worker.process.exitcode is not None]
+        ready = multiprocessing.connection.wait([worker.reports for worker in silent], 0 if dead else wait_s)
+        for worker in silent:
+            report = _heard(worker) if worker.reports in ready else None
+            if report or worker in dead:
+                self._reports[worker.rank] = report or Report(worker.rank, failure=self._obituary(worker))
+
+    def _listen(self) -> None:
+        """Wait a little for what the other ranks have to say about the failure."""
+        stopping = all(failure.kind == Stopped.__name__ for failure in self._failures())
+        deadline = time.monotonic() + (_LEAVE_S if stopping else _LISTEN_S)
+        while len(self._reports) < len(self._workers) and time.monotonic() < deadline:
+            self._look(_LOOK_S)
+
+    def _failures(self) -> list[Failure]:
+        return [report.failure for report in self._reports.values() if report.failure]
+
+    def _error(self) -> LockstepError:
+        return first_cause(self._failures()).error()
+
+    def _obituary(self, worker: Worker) -> Failure:
+        """Return the failure of a rank that died without a word."""
+        code = worker.process.exitcode or 0
+        if self._signals and code == -signal.SIGTERM:
+            return Failure(
+                worker.rank, Stopped.__name__, "Stopped before training began; there was nothing to save.", ""
+            )
+        if code < 0:
+            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+            return Failure(worker.rank, "", f"Rank {worker.rank} was killed by {signal.Signals(-code).name}{hint}.", "")
+        return Failure(
+            worker.rank,
+            "",
+            f"Rank {worker.rank} exited with code {code} before it was done and without a word; if a script of yours "
+            'started it, is the script\'s start under `if __name__ == "__main__":`?',
+            "",
+        )
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Pass the first signal on as SIGTERM, so that ranks save and stop; at the second, kill."""
+        self._signals += 1
+        for worker in self._workers:
+            _send(worker, signal.SIGTERM if self._signals == 1 else signal.SIGKILL)
+
+    def _join(self, wait_s: float) -> None:
+        deadline = time.monotonic() + wait_s
+        for worker in self._workers:
+            while worker.process.exitcode is None and time.monotonic() < deadline and self._signals < 2:
+                time.sleep(_LOOK_S / 5)
+
+    def _end(self) -> None:
+        """End every rank that is left, politely and then not, with all that it started."""
+        for worker in self._workers:
+            _send(worker, signal.SIGTERM)
+        self._join(_GRACE_S)
+        for worker in self._workers:
+            _kill_group(worker)
+            worker.process.join()
+            worker.reports.close()
+            worker.lifeline.close()
+
+
+def _heard(worker: Worker) -> Report | None:
+    with contextlib.suppress(EOFError, OSError):
+        report: Report = worker.reports.recv()
+        return report
+    return None
+
+
+def _send(worker: Worker, number: signal.Signals) -> None:
+    if worker.process.exitcode is None and worker.process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.process.pid, number)
+
+
+def _kill_group(worker: Worker) -> None:
+    """Kill the rank and its data workers, which are in the process group that it leads."""
+    _send(worker, signal.SIGKILL)
+    if worker.process.pid is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.process.pid, signal.SIGKILL)

@@ -1,0 +1,82 @@
+"""The launchers by name, and which of them a run takes.
+
+`auto` asks, in this order: do flags say where ranks meet (manual)? Has somebody started the ranks already, such as
+torchrun (environment)? Are several processes needed (spawn)? Else this process is enough (inline).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import RunConfig
+from ..errors import RequestError, unknown
+from .base import Entry, Launcher
+from .devices import processes, resolve
+from .inline import InlineLauncher
+from .spawn import SpawnLauncher
+
+__all__ = ["Choice", "choose", "launch", "names", "resolve"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The launcher of a run, and why it is this one, in words."""
+
+    launcher: Launcher
+    name: str
+    why: str
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that --launcher takes besides auto."""
+    return tuple(_table())
+
+
+def choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
+    """Return the launcher that was asked for, or the one that `auto` finds; starts nothing, imports no torch.
+
+    Raises `RequestError` for an unknown name, and for several nodes without a way to meet.
+    """
+    table = _table()
+    config = resolve(config, env)
+    asked = config.parallel.launcher
+    name, why = _auto(config, env, table) if asked == "auto" else (asked, "it was asked for")
+    if name not in table:
+        raise unknown("launcher", name, ["auto", *table])
+    return Choice(table[name], name, why)
+
+
+def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None) -> Any | None:
+    """Run `entry(config, world)` on all ranks of the run; return rank 0's value, None on other ranks.
+
+    `env` is the environment to decide by, by default this process's own.
+    """
+    env = os.environ if env is None else env
+    config = resolve(config, env)
+    return choose(config, env).launcher.launch(entry, config, env)
+
+
+def _table() -> dict[str, Launcher]:
+    launchers: tuple[Launcher, ...] = (InlineLauncher(), SpawnLauncher())
+    return {launcher.name: launcher for launcher in launchers}
+
+
+def _auto(config: RunConfig, env: Mapping[str, str], table: Mapping[str, Launcher]) -> tuple[str, str]:
+    parallel = config.parallel
+    if parallel.init_method or parallel.world_size is not None:
+        return "manual", "--init-method, --rank and --world-size say where ranks meet"
+    for launcher in table.values():
+        if launcher.detect(env):
+            return launcher.name, "another program has started the ranks and set RANK and WORLD_SIZE"
+    if parallel.nodes > 1:
+        raise RequestError(
+            f"--nodes {parallel.nodes}: nothing says how the nodes meet; start the command on each node with "
+            f"torchrun --nnodes {parallel.nodes}, or give --init-method, --rank and --world-size."
+        )
+    wanted = processes(config, env)
+    if wanted > 1:
+        return "spawn", f"--strategy {parallel.strategy} needs {wanted} processes here"
+    return "inline", "one process is enough"

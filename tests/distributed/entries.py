@@ -1,0 +1,87 @@
+"""What ranks run in the launchers' tests; a module of its own, since started processes look it up by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+from lockstep.config import RunConfig
+from lockstep.errors import ProofError, RequestError, Stopped
+from lockstep.world import World
+
+
+def total(config: RunConfig, world: World) -> dict[str, Any]:
+    """Return what every rank can say about the world."""
+    ranks = world.sum(torch.tensor([1.0, float(world.rank)])).tolist()
+    return {
+        "sum": ranks,
+        "ranks": world.gather([world.rank, world.topology.local_rank, world.topology.local_size, os.getpid()]),
+        "threads": world.gather(torch.get_num_threads()),
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+        "seed": config.seed,
+    }
+
+
+def fail(config: RunConfig, world: World) -> None:
+    """Fail on rank 1 in the way that the config's data folder names; rank 0 waits for it in a collective."""
+    world.barrier()
+    if world.rank == 1:
+        _FAILURES[config.data.dir.name]()
+    world.sum(torch.ones(1))
+    time.sleep(60)
+
+
+def _raise() -> None:
+    raise ValueError("labels reach 10")  # the line that the sentence names
+
+
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _refuse() -> None:
+    raise RequestError("The data set has no image.")
+
+
+def _disprove() -> None:
+    raise ProofError("Rank 1 differs in fc.weight.")
+
+
+_FAILURES = {
+    "raise": _raise,
+    "exit": lambda: sys.exit(3),
+    "vanish": lambda: os._exit(7),
+    "killed": _killed,
+    "refuse": _refuse,
+    "disprove": _disprove,
+}
+
+
+def stoppable(config: RunConfig, world: World) -> None:
+    """Say in a file that this rank runs, and stop on SIGTERM as the engine does."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    _note(config, world)
+    while not world.max(torch.tensor(len(asked))):
+        time.sleep(0.02)
+    raise Stopped("Stopped after step 3; resume with --resume auto.")
+
+
+def stubborn(config: RunConfig, world: World) -> None:
+    """Say in a file that this rank runs, with a data worker, and do not stop."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    loader = torch.utils.data.DataLoader(list(range(1000)), num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    next(batches)
+    _note(config, world)
+    time.sleep(120)
+
+
+def _note(config: RunConfig, world: World) -> None:
+    world.barrier()
+    (config.data.dir / f"rank_{world.rank}").write_text(str(os.getpid()))
