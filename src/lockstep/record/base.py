@@ -16,7 +16,8 @@ by whoever builds the recorder. Fields are plain numbers, strings and lists. The
     finish      what summary.json says, and output (the run's folder)
 
 The optimizer steps come together, once an interval, because each of them may cost next to nothing: together they cost
-1.8 µs a step, one by one 3.2 µs. Recorders that show things act on `log`. Losses, accuracies and rates are reduced over the world; telemetry is rank 0's own.
+1.8 µs a step, one by one 3.2 µs. Recorders that show things act on `log`. Losses, accuracies and rates are reduced
+over the world; telemetry is rank 0's own. Accuracies are fractions, 0 to 1; epochs count from 0, steps from 1.
 """
 
 from __future__ import annotations

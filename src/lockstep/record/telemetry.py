@@ -1,0 +1,205 @@
+"""What the hardware does meanwhile: step times, processor, memory.
+
+Nothing here waits for the device. Step times on a GPU are taken between CUDA events, which the GPU stamps as it passes
+them and which are read at the log interval, when the loss is read anyway. All values are this rank's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch
+
+
+class StepClock(Protocol):
+    """Seconds of each optimizer step, on the device where it runs."""
+
+    def start(self) -> None:
+        """Mark the begin of a step that does not follow directly on the one before (after an evaluation)."""
+
+    def tick(self) -> None:
+        """Mark the end of a step, which is the begin of the next."""
+
+    def flush(self) -> list[float]:
+        """Return the seconds of each step that ended since the last call. Waits for the device to finish them."""
+
+    def percentiles(self, *percents: float) -> list[float]:
+        """Return percentiles of all steps flushed so far, in seconds: `p50, p95 = clock.percentiles(50, 95)`."""
+
+
+class _Times:
+    """The seconds of all steps, as 8 bytes each: a million steps are 8 MB."""
+
+    def __init__(self) -> None:
+        self._all_s = array("d")
+
+    def _keep(self, times_s: list[float]) -> list[float]:
+        self._all_s.extend(times_s)
+        return times_s
+
+    def percentiles(self, *percents: float) -> list[float]:
+        """Return percentiles of all steps, by linear interpolation; NaN where there are none."""
+        return percentiles(self._all_s, percents)
+
+
+def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[float]:
+    """Return the percentiles of `values`, interpolated linearly between neighbours; NaN where there are no values."""
+    if not values:
+        return [float("nan")] * len(percents)
+    ranked = sorted(values)
+    found = []
+    for percent in percents:
+        below, part = divmod(percent / 100 * (len(ranked) - 1), 1)
+        low, high = ranked[int(below)], ranked[min(int(below) + 1, len(ranked) - 1)]
+        found.append(low + part * (high - low))
+    return found
+
+
+class HostClock(_Times):
+    """Times steps by the host's clock: right where the host computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begin_s = time.perf_counter()
+        self._new_s: list[float] = []
+
+    def start(self) -> None:
+        """Mark the begin of a step."""
+        self._begin_s = time.perf_counter()
+
+    def tick(self) -> None:
+        """Mark the end of a step."""
+        now_s = time.perf_counter()
+        self._new_s.append(now_s - self._begin_s)
+        self._begin_s = now_s
+
+    def flush(self) -> list[float]:
+        """Return the seconds of each step since the last call."""
+        new_s, self._new_s = self._new_s, []
+        return self._keep(new_s)
+
+
+class CudaClock(_Times):
+    """Times steps by the GPU's own clock, with events in its stream; read events are used again."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._free: list[torch.cuda.Event] = []
+        self._begin = self._mark()
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        """Mark the begin of a step."""
+        if not self._spans or self._spans[-1][1] is not self._begin:
+            self._free.append(self._begin)
+        self._begin = self._mark()
+
+    def tick(self) -> None:
+        """Mark the end of a step."""
+        end = self._mark()
+        self._spans.append((self._begin, end))
+        self._begin = end
+
+    def flush(self) -> list[float]:
+        """Return the seconds of each step since the last call. Waits for the GPU to finish them."""
+        spans, self._spans = self._spans, []
+        if spans:
+            spans[-1][1].synchronize()
+        times_s = [begin.elapsed_time(end) / 1000 for begin, end in spans]
+        events = {id(event): event for span in spans for event in span if event is not self._begin}
+        self._free.extend(events.values())
+        return self._keep(times_s)
+
+    def _mark(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def step_clock(device: torch.device) -> StepClock:
+    """Return the clock for steps on `device`."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+class Telemetry:
+    """Samples this process and its device; `sample` is meant for once a log interval."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._process = psutil.Process()
+        self._process.cpu_percent()  # the first call only sets the point that the next one measures from
+        psutil.cpu_percent()
+        self._gpu = _gpu(device) if device.type == "cuda" else None
+
+    def sample(self) -> dict[str, float | int]:
+        """Return, since the last call where it is a percentage:
+
+        `process_cpu_percent` (100 is one core), `host_cpu_percent` (of all cores, by all processes),
+        `host_memory_bytes` of this process; on a GPU `device_memory_bytes` held by tensors, and where the driver tells,
+        `device_percent` (of the time that a kernel ran) and `device_used_bytes` (by all processes).
+        """
+        found: dict[str, float | int] = {
+            "process_cpu_percent": self._process.cpu_percent(),
+            "host_cpu_percent": psutil.cpu_percent(),
+            "host_memory_bytes": self._process.memory_info().rss,
+        }
+        if self._device.type == "cuda":
+            found["device_memory_bytes"] = torch.cuda.memory_allocated(self._device)
+            if self._gpu is not None:
+                found |= self._gpu.sample()
+        return found
+
+    def peak_memory_bytes(self) -> dict[str, int | None]:
+        """Return the most memory this process has held: `host` in all, `device` by tensors (None without a GPU)."""
+        on_device = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        return {"host": _peak_host_bytes(self._process), "device": on_device}
+
+
+def _peak_host_bytes(process: psutil.Process) -> int:
+    """Return the peak resident memory. Linux's ru_maxrss is not it: a child starts with its parent's."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max(peak, int(process.memory_info().rss))  # elsewhere than on Linux, ru_maxrss is in bytes (macOS)
+
+
+class _Gpu:
+    """One GPU as the driver sees it."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+
+    def sample(self) -> dict[str, float | int]:
+        """Return what the driver tells; nothing where it refuses (a slice of a GPU, some containers)."""
+        try:
+            return {
+                "device_percent": self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu,
+                "device_used_bytes": self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used,
+            }
+        except self._nvml.NVMLError:
+            return {}
+
+
+def _gpu(device: torch.device) -> _Gpu | None:
+    """Return the driver's view of `device`, or None where there is no driver to ask."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        # By its UUID: the driver's numbers know nothing of CUDA_VISIBLE_DEVICES.
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        return _Gpu(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    except pynvml.NVMLError:
+        return None
