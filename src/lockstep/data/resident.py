@@ -158,14 +158,14 @@ class ResidentImages:
         device = self._labels.device
         index = to_device(torch.from_numpy(share), device)
         at = index if self._pixels.device == device else torch.from_numpy(share)
+        draws = self._augment.draw(keys, share)
         if self._augment.moves:
-            draws = self._augment.draw(keys, share, at.device)
-            stored = self._augment.gather(self._pixels, at, draws)
+            stored = self._augment.gather(self._pixels, at, draws.to(at.device))
         else:
             stored = self._images.index_select(0, at)
         x = self._normalise(to_device(stored, device))
         if self._augment.cuts:
-            x = self._augment.cut(x, self._augment.draw(keys, share, device))
+            x = self._augment.cut(x, draws.to(device))
         return channels_first(x, channels_last=self._channels_last), self._labels.index_select(0, index)
 
     def close(self) -> None:

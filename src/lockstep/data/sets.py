@@ -1,6 +1,8 @@
 """The table of data sets: from the name in the config to the two sources that the engine reads.
 
     digits       1,797 real handwritten digits of 8 × 8 pixels, in the package
+    cifar10      60,000 photographs of 32 × 32 pixels in 10 classes; downloaded with checksums
+    cifar100     the same in 100 classes
 
 Importing this module does not import torch, so that the command can list and check names at once.
 """
@@ -36,6 +38,22 @@ def _digits(wish: Wish) -> Splits:
     return resident.build(wish, kind, digits.read)
 
 
+def _cifar(name: str) -> _Entry:
+    from . import cifar
+
+    official = {"cifar10": cifar.CIFAR10, "cifar100": cifar.CIFAR100}[name]
+
+    def build(wish: Wish) -> Splits:
+        from . import resident
+
+        kind = resident.ImageSet(
+            classes=official.classes, height=cifar.SIDE, width=cifar.SIDE, mean=official.mean, std=official.std
+        )
+        return resident.build(wish, kind, lambda: cifar.read(official, wish.config))
+
+    return _Entry(build, lambda config: cifar.check(official, config))
+
+
 @dataclass(frozen=True)
 class _Entry:
     """How a data set is built, and what is checked before any process starts."""
@@ -47,6 +65,8 @@ class _Entry:
 def _table() -> dict[str, _Entry]:
     return {
         "digits": _Entry(_digits),
+        "cifar10": _cifar("cifar10"),
+        "cifar100": _cifar("cifar100"),
     }
 
 
