@@ -11,7 +11,6 @@ micro-batch size of the others; ranks that get no sample of it still take part i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .errors import RequestError
@@ -90,11 +89,6 @@ class BatchPlan:
         count = stop - start
         micros = max(1, -(-count * self.accumulation // self.global_size))
         return [Share(*_cut(*_cut(start, stop, micros, micro), self.ranks, rank)) for micro in range(micros)]
-
-    def shares(self, samples: int, rank: int, *, first: int = 0, drop_last: bool = False) -> Iterator[list[Share]]:
-        """Yield `split` of each step of an epoch, from step `first` on."""
-        for step in range(first, self.steps(samples, drop_last=drop_last)):
-            yield self.split(*self.batch(step, samples), rank)
 
     def __str__(self) -> str:
         """Return the line that is printed once: `global batch 256 = 4 ranks × 2 micro-batches × 32`."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
 from .topology import Topology
 
@@ -35,7 +36,7 @@ class World:
         return cls(Topology(), torch.device(device))
 
     @classmethod
-    def join(cls, topology: Topology, device: torch.device, store: dist.Store, *, timeout_s: float) -> World:
+    def join(cls, topology: Topology, device: torch.device, store: Store, *, timeout_s: float) -> World:
         """Form the process group of all ranks over `store` and return it (*collective*).
 
         NCCL moves CUDA tensors, gloo everything else; both are set up where the device is a GPU. A collective
@@ -93,9 +94,7 @@ class World:
         longest = max(int(length) for length in lengths)
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=self.group)
-        return [
-            json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)
-        ]
+        return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Overwrite `tensors` with rank 0's, in place (*collective*)."""

@@ -1,0 +1,88 @@
+"""From the command line to a `RunConfig`: recipe, then file, then flags. tyro reads the dataclasses; there is no
+other list of flags. What tyro says in a box is said here in a sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from ..config import RunConfig, leaves, read_toml, recipe
+from ..errors import RequestError, unknown
+
+_BOX = re.compile(r"[╭╮╰╯│─]+")
+_OWN = ("config", "help")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Train one model on any number of devices."""
+
+    run: Annotated[RunConfig, tyro.conf.arg(name="")]
+    recipe: tyro.conf.Positional[str | None] = None
+    """A recipe's name (lockstep info lists them); flags and --config beat its values."""
+    config: Path | None = None
+    """A TOML file with options by their flags' names; flags beat it, it beats the recipe."""
+
+
+def parse(given: list[str], *, prog: str) -> RunConfig:
+    """Return the config that the arguments ask for.
+
+    Raises `RequestError`, with the nearest names, for whatever is not a recipe or a flag; exits 0 after --help.
+    """
+    base = RunConfig()
+    if given and not given[0].startswith("-"):
+        base = recipe(given[0])
+    if (path := _value(given, "--config")) is not None:
+        base = read_toml(Path(path), base=base)
+    _check_flags(given)
+    heard = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(heard):
+            arguments = tyro.cli(
+                Arguments,
+                args=given,
+                prog=prog,
+                default=Arguments(run=base),
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
+    except SystemExit as refused:
+        if refused.code in (0, None):
+            raise
+        raise RequestError(_sentence(heard.getvalue())) from None
+    return arguments.run
+
+
+def _value(given: list[str], flag: str) -> str | None:
+    for number, word in enumerate(given):
+        if word == flag and number + 1 < len(given):
+            return given[number + 1]
+        if word.startswith(f"{flag}="):
+            return word.removeprefix(f"{flag}=")
+    return None
+
+
+def _check_flags(given: list[str]) -> None:
+    """Raise for a flag that does not exist; negative numbers are no flags."""
+    known = {leaf.key for leaf in leaves()} | set(_OWN)
+    switches = {leaf.key for leaf in leaves() if leaf.type is bool}
+    known |= {f"no-{key}" for key in switches}
+    for word in given:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("_", "-")
+            if name not in known:
+                near = unknown("flag", name, known)
+                raise RequestError(f"{near} lockstep train --help lists all.")
+
+
+def _sentence(box: str) -> str:
+    """Return tyro's message without its box and its help text, as one line."""
+    lines = [_BOX.sub(" ", line).strip() for line in box.splitlines()]
+    text = " ".join(line for line in lines if line).partition("Argument helptext")[0].partition("For full helptext")[0]
+    return " ".join(text.split()).rstrip(".") + "; lockstep train --help lists the flags and their values."

@@ -1,0 +1,211 @@
+"""Assembly: from a config and a world to all the parts that the loop needs, each whole."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from . import optim
+from .batching import BatchPlan
+from .config import RunConfig
+from .data import sets
+from .data.order import Order
+from .errors import RequestError
+from .models import table as models_table
+from .nn import sync_batchnorm
+from .optim import Optimizers
+from .precision import Precision
+from .randomness import seed_all
+from .strategies import table as strategies
+from .strategies.base import Strategy
+from .world import World
+
+if TYPE_CHECKING:
+    from .data.source import Splits
+
+LossFunction = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimizer step's work on this rank: its share (x, y) of each global micro-batch of `count` samples in all."""
+
+    count: int
+    micros: Iterator[tuple[Tensor, Tensor, bool]]
+    """(x, y, last): x of shape (n, *sample shape), y of shape (n,); n can be 0."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that the training loop needs. `model` is the user's module, `replica` what the strategy made of it."""
+
+    config: RunConfig
+    world: World
+    plan: BatchPlan
+    data: Splits
+    strategy: Strategy
+    precision: Precision
+    model: nn.Module
+    replica: nn.Module
+    optimizer: Optimizers
+    lr: Callable[[int], float]
+    """Learning rate at an optimizer step, counted from 0."""
+    average: AveragedModel | None
+    loss_fn: LossFunction
+    batchnorm: str
+    """sync, local, or none where the model has no batch statistics."""
+
+    @property
+    def samples(self) -> int:
+        """Samples in the training set."""
+        return len(self.data.train)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one epoch."""
+        return self.plan.steps(self.samples, drop_last=self.config.batch.drop_last)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps in the whole run."""
+        whole = self.steps_per_epoch * self.config.epochs
+        return whole if self.config.max_steps is None else min(whole, self.config.max_steps)
+
+    @property
+    def evaluated_model(self) -> nn.Module:
+        """The module that evaluation uses: the averaged weights where there are any."""
+        return self.model if self.average is None else self.average.module
+
+    @property
+    def eval_batch(self) -> int:
+        """Samples that a rank evaluates at once."""
+        parts = self.plan.ranks * self.plan.accumulation
+        return self.config.batch.eval_batch or -(-self.plan.global_size // parts)
+
+    def order(self, epoch: int) -> Order:
+        """Return the order of the training samples in `epoch`."""
+        return Order(self.samples, seed=self.config.seed, epoch=epoch)
+
+    def indices(self, step: int) -> list[np.ndarray]:
+        """Return the sample indices that this rank computes at optimizer step `step`, by global micro-batch."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        order = self.order(epoch)
+        shares = self.plan.split(*self.plan.batch(within, self.samples), self.world.rank)
+        return [order.indices(share.start, share.stop) for share in shares]
+
+    def batches(self, epoch: int, *, first: int = 0) -> Batches:
+        """Return this rank's work for each step of `epoch`, from its step `first` on."""
+        return Batches(self, epoch, first)
+
+
+class Batches:
+    """This rank's work, step by step; `wait_s` is the time that `next` spent waiting for data so far."""
+
+    def __init__(self, job: Job, epoch: int, first: int) -> None:
+        self.wait_s = 0.0
+        self._plan, self._rank = job.plan, job.world.rank
+        self._steps = [job.plan.batch(step, job.samples) for step in range(first, job.steps_per_epoch)]
+        order = job.order(epoch)
+        shares = (share for start, stop in self._steps for share in self._plan.split(start, stop, self._rank))
+        indices = (order.indices(share.start, share.stop) for share in shares)
+        self._stream = job.data.train.stream(indices, epoch=epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield a `Batch` for each step; its micro-batches are fetched as they are asked for."""
+        for start, stop in self._steps:
+            yield Batch(stop - start, self._micros(len(self._plan.split(start, stop, self._rank))))
+
+    def _micros(self, count: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        for number in range(count):
+            begun_s = time.perf_counter()
+            x, y = next(self._stream)
+            self.wait_s += time.perf_counter() - begun_s
+            yield x, y, number == count - 1
+
+
+def assemble(config: RunConfig, world: World, *, accumulation: int | None = None) -> Job:
+    """Return the job that `config` asks for (*collective*).
+
+    `accumulation` is the number of global micro-batches of a run that is being continued: it is part of the model,
+    and stays whatever the world has become. Raises `RequestError` for what cannot be honoured.
+    """
+    asked = config.batch
+    plan = BatchPlan.solve(
+        asked.size,
+        world.size,
+        micro_size=asked.micro_batch if accumulation is None else None,
+        accumulation=asked.accumulate if accumulation is None else accumulation,
+    )
+    if config.precision.deterministic:
+        torch.use_deterministic_algorithms(True)
+    precision = Precision.of(config.precision, world.device)
+    strategy = strategies.build(config.parallel, world)
+    data = sets.build(
+        config.data, seed=config.seed, world=world, dtype=precision.dtype, channels_last=precision.channels_last
+    )
+    if plan.steps(len(data.train), drop_last=asked.drop_last) == 0:
+        raise RequestError(
+            f"--drop-last leaves no step: the training set has {len(data.train)} samples and the global batch is "
+            f"{asked.size}; use --batch {len(data.train)} or less."
+        )
+    model, batchnorm = _model(config, world, strategy, data)
+    model = precision.place(model, world.device)
+    if config.precision.compile:
+        model.compile()
+    average = None
+    if config.optim.ema is not None:
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.optim.ema))  # type: ignore[no-untyped-call]
+    optimizer = optim.build(model, config.optim)
+    replica = strategy.wrap(model)
+    # From here on the generators serve the model's own randomness alone, which each rank draws for itself.
+    seed_all(config.seed, world.rank)
+    peak = optim.peak_lr(config.optim, plan.global_size)
+    steps_per_epoch = plan.steps(len(data.train), drop_last=asked.drop_last)
+    factor = optim.schedule(config.optim, steps_per_epoch=steps_per_epoch, epochs=config.epochs)
+    return Job(
+        config=config,
+        world=world,
+        plan=plan,
+        data=data,
+        strategy=strategy,
+        precision=precision,
+        model=model,
+        replica=replica,
+        optimizer=optimizer,
+        lr=lambda step: peak * factor(step),
+        average=average,
+        loss_fn=functools.partial(nn.functional.cross_entropy, label_smoothing=config.optim.label_smoothing),
+        batchnorm=batchnorm,
+    )
+
+
+def _model(config: RunConfig, world: World, strategy: Strategy, data: Splits) -> tuple[nn.Module, str]:
+    """Return the model with the batch statistics asked for, and which they are."""
+    classes = config.model.classes or data.train.classes
+    if classes < data.train.classes:
+        raise RequestError(
+            f"--classes {classes} is less than the {data.train.classes} classes of {config.data.name}: labels would "
+            f"lie outside the model's outputs; use {data.train.classes} or more."
+        )
+    torch.manual_seed(config.seed)  # every rank draws the same weights
+    shape = data.train.shape
+    model = models_table.build(config.model.name, classes=classes, in_channels=shape[0], image_size=shape[-1])
+    asked = config.parallel.batchnorm
+    if asked == "sync" and not strategy.can_sync_batchnorm:
+        raise RequestError(
+            f"--batchnorm sync cannot work under --strategy {strategy.name}, whose replicas compute their own batch "
+            "statistics in one process; use --batchnorm local, or --strategy ddp."
+        )
+    if not sync_batchnorm.has_batchnorm(model):
+        return model, "none"
+    if asked == "local" or not strategy.can_sync_batchnorm:
+        return model, "local"
+    return sync_batchnorm.convert(model, world), "sync"

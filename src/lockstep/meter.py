@@ -1,0 +1,166 @@
+"""Metrics that stay on the device until they are wanted.
+
+Each step leaves its loss here as a tensor; nothing waits for it. Once an interval (`--log-every` steps, or about
+two seconds of slow ones) all of them are summed over the ranks in one all-reduce, read at once, and recorded step by
+step. The same all-reduce agrees on two things more: whether any rank was asked to stop, and how long the next
+interval is. So that all ranks come to the collective at the same step, rank 0's clock decides.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .record.base import Recorder
+from .record.telemetry import Telemetry, step_clock
+from .world import World
+
+_INTERVAL_S = 2.0
+"""With slow steps an interval ends after about this time: a person who asked to stop waits no longer than that."""
+
+
+@dataclass
+class _Pending:
+    """Steps since the last flush. `losses` are this rank's sums over its own samples."""
+
+    rows: list[tuple[int, int, float, int]] = field(default_factory=list)  # step, epoch, lr, samples
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+
+
+class Meter:
+    """Collects a run's steps on every rank and records them on rank 0."""
+
+    def __init__(self, world: World, recorder: Recorder, *, log_every: int, total_steps: int) -> None:
+        self.clock = step_clock(world.device)
+        self.telemetry = Telemetry(world.device)
+        self.train_s = 0.0
+        self.wait_s = 0.0
+        self.images = 0
+        self._world = world
+        self._recorder = recorder
+        self._log_every = log_every
+        self._total_steps = total_steps
+        self._interval = 1
+        self._pending = _Pending()
+        self._since_s = 0.0
+
+    def start(self) -> None:
+        """Start the clock: at the first step, and again after whatever is not training."""
+        self.clock.start()
+        self._since_s = time.perf_counter()
+
+    def add(self, step: int, epoch: int, lr: float, samples: int, loss: Tensor, norm: Tensor | None) -> None:
+        """Note one step: `loss` is this rank's summed loss (0-dim, detached), `samples` the global batch's size."""
+        self.clock.tick()
+        pending = self._pending
+        pending.rows.append((step, epoch, lr, samples))
+        pending.losses.append(loss)
+        if norm is not None:
+            pending.norms.append(norm)
+
+    def due(self, stop: bool) -> bool:
+        """Whether the interval is over: true on all ranks at the same step."""
+        # One process need not agree with anybody, and stops at once.
+        return len(self._pending.rows) >= self._interval or (stop and self._world.group is None)
+
+    def flush(self, *, stop: bool, wait_s: float = 0.0, last: tuple[Tensor, Tensor] | None = None) -> bool:
+        """Record the steps since the last flush; return whether any rank wants to stop (*collective*).
+
+        `wait_s` is the time since the last flush that this rank waited for data, `last` the last micro-batch's
+        (logits, labels) on this rank, for the training accuracy.
+
+        Raises `NonFiniteLossError` at the first step whose loss is not a finite number.
+        """
+        pending, self._pending = self._pending, _Pending()
+        if not pending.rows:
+            return self._agree(stop)
+        own = torch.stack(pending.losses).double()
+        elapsed_s = self._elapsed(own)
+        hits, seen = _hits(last) if last is not None else (0.0, 0.0)
+        proposal = min(self._log_every, max(1, round(_INTERVAL_S * len(own) / elapsed_s)))
+        extras = [hits, seen, float(stop), float(proposal if self._world.is_main else 0)]
+        told = torch.cat([own, torch.tensor(extras, dtype=torch.float64, device=own.device)])
+        *losses, hits, seen, wants_stop, interval = self._world.sum(told).tolist()
+        self._interval = int(interval)
+        self._account(pending, elapsed_s, wait_s)
+        self._check(pending, losses, own)
+        norms = torch.stack(pending.norms).tolist() if pending.norms else []
+        self._record(pending, losses, norms, elapsed_s, wait_s, hits / seen if seen else None)
+        return bool(wants_stop)
+
+    def _agree(self, stop: bool) -> bool:
+        return bool(self._world.max(torch.tensor(float(stop), device=self._world.device)))
+
+    def _elapsed(self, own: Tensor) -> float:
+        own.sum().item()  # the device has then done all that is timed
+        now_s = time.perf_counter()
+        elapsed_s, self._since_s = now_s - self._since_s, now_s
+        return elapsed_s
+
+    def _account(self, pending: _Pending, elapsed_s: float, wait_s: float) -> None:
+        self.clock.flush()
+        self.train_s += elapsed_s
+        self.wait_s += wait_s
+        self.images += sum(samples for *_, samples in pending.rows)
+
+    def _check(self, pending: _Pending, losses: list[float], own: Tensor) -> None:
+        for number, ((step, *_), loss) in enumerate(zip(pending.rows, losses, strict=True)):
+            if not math.isfinite(loss):
+                finite = self._world.gather(bool(torch.isfinite(own[number])))
+                raise NonFiniteLossError(step, [rank for rank, holds in enumerate(finite) if not holds])
+
+    def _record(
+        self,
+        pending: _Pending,
+        losses: list[float],
+        norms: list[float],
+        elapsed_s: float,
+        wait_s: float,
+        top1: float | None,
+    ) -> None:
+        record = self._recorder.record
+        rows: list[dict[str, Any]] = [
+            {"step": step, "epoch": epoch, "loss": loss / samples, "lr": lr, "samples": samples}
+            for (step, epoch, lr, samples), loss in zip(pending.rows, losses, strict=True)
+        ]
+        for row, norm in zip(rows, norms, strict=False):
+            row["grad_norm"] = norm
+        record("steps", rows=rows)
+        step, epoch, lr, _ = pending.rows[-1]
+        images = sum(samples for *_, samples in pending.rows)
+        step_s = elapsed_s / len(pending.rows)
+        record(
+            "log",
+            step=step,
+            epoch=epoch,
+            loss=sum(losses) / images,
+            lr=lr,
+            top1=top1,
+            images_per_s=images / elapsed_s,
+            step_s=step_s,
+            data_wait_s=wait_s / len(pending.rows),
+            eta_s=step_s * (self._total_steps - step),
+            **(self.telemetry.sample() if self._world.is_main else {}),
+        )
+
+
+class NonFiniteLossError(Exception):
+    """The loss of `step` (from 1) is not a finite number; `ranks` are those on whose own samples it is not."""
+
+    def __init__(self, step: int, ranks: list[int]) -> None:
+        super().__init__(f"the loss of step {step} is not finite on ranks {ranks}")
+        self.step = step
+        self.ranks = ranks
+
+
+def _hits(last: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    logits, y = last
+    if logits.ndim != 2:
+        return 0.0, 0.0
+    return float((logits.argmax(dim=1) == y).sum()), float(len(y))

@@ -1,0 +1,46 @@
+"""What a run came to: the value that `train` returns and `summary.json` holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """An exact evaluation: `top1` and `top5` as shares of `samples`, `loss` as the mean over them."""
+
+    top1: float
+    top5: float
+    loss: float
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """The outcome of a run; the names are those of `summary.json`.
+
+    Accuracies and losses cover the whole test set and all ranks; `images_per_s` counts all ranks' training images;
+    `step_p50_s`, `step_p95_s` and `data_wait_s` are rank 0's; `peak_memory_bytes` is the sum over all ranks of
+    each process's peak resident memory (host) and of its peak allocation (device).
+    """
+
+    top1: float
+    top5: float
+    loss: float
+    best_top1: float
+    samples: int
+    steps: int
+    epoch_s: tuple[float, ...]
+    images_per_s: float
+    step_p50_s: float
+    step_p95_s: float
+    data_wait_s: float
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    output: str = ""
+    exit: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON holds them."""
+        return dataclasses.asdict(self) | {"epoch_s": list(self.epoch_s)}

@@ -1,0 +1,129 @@
+"""One run as a folder: who claims it, what is written into it at the start and at the end.
+
+`run` is what a launcher starts on every rank. Rank 0 alone decides on the folder and writes, and all hear of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+from . import failures, resume
+from .config import RunConfig, to_toml
+from .engine import train
+from .errors import LockstepError, RequestError
+from .record.base import Nothing
+from .record.files import write_json, write_whole
+from .record.table import build as build_recorder
+from .result import RunResult
+from .state import State
+from .world import World
+
+RUNS = Path("runs")
+
+
+def run(config: RunConfig, world: World) -> RunResult:
+    """Train in a folder of its own: claim it, record, and leave a summary (*collective*)."""
+    config, state = _open(config, world)
+    folder = config.record.output
+    assert folder is not None
+    recorder = build_recorder(folder, resume_step=state.meta["step"] if state else 0) if world.is_main else Nothing()
+    try:
+        result = train(config, world, recorder, state=state)
+    except Exception as error:
+        _account(error, world, folder)
+        raise
+    else:
+        if world.is_main:
+            write_json(folder / "summary.json", result.as_json())
+        return result
+    finally:
+        recorder.close()
+
+
+def _open(config: RunConfig, world: World) -> tuple[RunConfig, State | None]:
+    """Return the config with the run's folder in it, and the state to continue from (*collective*)."""
+    told: list[str | None] = [None, None]
+    if world.is_main:
+        try:
+            told[0] = str(_claim(config))
+        except RequestError as error:
+            told[1] = str(error)
+    folder, refused = world.gather(told)[0]
+    if refused is not None:
+        raise RequestError(refused)
+    output = Path(folder)
+    config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=output))
+    state = resume.load(config)
+    if world.is_main:
+        write_whole(output / "config.toml", to_toml(config).encode())
+    world.barrier()
+    return config, state
+
+
+def _claim(config: RunConfig) -> Path:
+    """Return the run's folder, made if it is new."""
+    asked, output = config.checkpoint.resume, config.record.output
+    if output is None and asked:
+        output = _latest(config) if asked == "auto" else _run_of(Path(asked))
+    if output is None:
+        return _fresh(config)
+    if not asked and (output / "steps.jsonl").exists():
+        raise RequestError(
+            f"--output {output} holds a run already: continue it with --resume auto, or give another folder."
+        )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"--output {output} cannot be made: {error.strerror}; give another folder.") from error
+    return output
+
+
+def _names(config: RunConfig) -> Iterator[Path]:
+    """Yield the default folders in the order in which they are taken: runs/NAME, runs/NAME-2, …"""
+    name = f"{config.data.name}-{config.model.name}".replace(":", ".").replace("/", ".")
+    yield RUNS / name
+    for number in count(2):
+        yield RUNS / f"{name}-{number}"
+
+
+def _fresh(config: RunConfig) -> Path:
+    for folder in _names(config):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RequestError(f"{folder} cannot be made: {error.strerror}; give --output FOLDER.") from error
+        return folder
+    raise AssertionError("numbers do not end")
+
+
+def _latest(config: RunConfig) -> Path | None:
+    """Return the newest default folder of this config that exists."""
+    latest = None
+    for folder in _names(config):
+        if not folder.exists():
+            return latest
+        latest = folder
+    return latest
+
+
+def _run_of(path: Path) -> Path | None:
+    """Return the run's folder that a checkpoint lies in, or the path itself if it is one."""
+    for folder in (path, *path.parents):
+        if (folder / "steps.jsonl").exists():
+            return folder
+    return None
+
+
+def _account(error: Exception, world: World, folder: Path) -> None:
+    """Leave the failure's whole trace, and a summary that says how the run ended."""
+    code = error.exit_code if isinstance(error, LockstepError) else 1
+    failure = failures.describe(error, world.rank)
+    if code == 1:
+        failures.write(failure, folder / "failures")
+    if world.is_main:
+        write_json(folder / "summary.json", {"exit": code, "error": failure.sentence})

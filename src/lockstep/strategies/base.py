@@ -1,0 +1,85 @@
+"""What a strategy is: how replicas of one model compute and exchange gradients.
+
+The engine calls these methods and never asks which strategy it has. A new one is a file beside this one and a
+line in `table.py`; the law tests run over the table, so its tests come for free.
+
+`model` is always the user's own module; `replica` is what `wrap` returned for it, and what is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..state import State, load_model, load_optimizer, model_tensors, optimizer_state
+
+
+class Strategy(Protocol):
+    """How replicas compute and exchange gradients. Methods marked *collective* are called by every rank."""
+
+    name: ClassVar[str]
+    can_sync_batchnorm: ClassVar[bool]
+    """Whether batch statistics can be those of the global micro-batch."""
+
+    @property
+    def averages_over(self) -> int:
+        """The number of ranks over which `backward()` averages; the loss is multiplied by it, so that it sums."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the replica: the module to call in place of `model`, which holds the same parameters."""
+
+    def settle(self, model: nn.Module, rehearse: Callable[[], None]) -> None:
+        """Make ready for the first step; `rehearse()` runs one forward and backward pass (*collective*).
+
+        Gradients, buffers and random states are as before when it returns.
+        """
+
+    def sync_on(self, replica: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+        """Return the context for one micro-batch, forward pass included: gradients are exchanged in the last only."""
+
+    def agree_on_buffers(self, model: nn.Module) -> None:
+        """Give every rank rank 0's buffers, so that all evaluate the same model (*collective*)."""
+
+    def full_state(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
+        """Return the whole state of model and optimizers, the same whatever the strategy (*collective*)."""
+
+    def load_state(self, model: nn.Module, optimizers: Iterable[Optimizer], state: State) -> None:
+        """Continue from `state`, in place (*collective*). Raises `RequestError` if it is of another model."""
+
+    def replicated(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        """Yield (name, tensor) for all that must be the same bits on every rank."""
+
+
+class Replicated:
+    """What strategies have in common whose ranks each hold the whole model."""
+
+    def settle(self, model: nn.Module, rehearse: Callable[[], None]) -> None:
+        """Nothing has to be made ready."""
+
+    def sync_on(self, replica: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+        """Nothing is exchanged."""
+        return _NOTHING
+
+    def agree_on_buffers(self, model: nn.Module) -> None:
+        """One process has one set of buffers."""
+
+    def full_state(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
+        """Return this rank's own state, which is every rank's."""
+        optimizer = optimizer_state(model, optimizers)
+        return State(model_tensors(model) | optimizer.tensors, optimizer.meta)
+
+    def load_state(self, model: nn.Module, optimizers: Iterable[Optimizer], state: State) -> None:
+        """Load the whole state on each rank."""
+        load_model(model, state.part("model"))
+        load_optimizer(model, optimizers, state)
+
+    def replicated(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        """Yield every parameter."""
+        return model.named_parameters()
+
+
+_NOTHING = nullcontext()  # stateless, and entered once a micro-batch: worth not making anew

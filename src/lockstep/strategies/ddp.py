@@ -1,0 +1,83 @@
+"""DistributedDataParallel: one process a device, gradients averaged by all-reduce while backward still runs.
+
+torch's DDP puts the parameters into buckets and all-reduces a bucket as soon as its last gradient is there. After
+the first backward pass it forms the buckets anew, in the order in which gradients came. The sum of three or more
+ranks depends in its last bits on an element's place in its bucket, so that a resumed run, whose first pass uses
+the first buckets, would differ from one that was never stopped. `settle` therefore rehearses one pass before the
+first step: the buckets are then static, and the same in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..config import ParallelConfig
+from ..errors import RequestError
+from ..world import World
+from .base import Replicated
+
+
+class DDP(Replicated):
+    """torch's DistributedDataParallel over the ranks of `world`."""
+
+    name: ClassVar[str] = "ddp"
+    can_sync_batchnorm: ClassVar[bool] = True
+
+    def __init__(self, config: ParallelConfig, world: World) -> None:
+        self.world = world
+        self.find_unused = config.find_unused
+
+    @property
+    def averages_over(self) -> int:
+        """DDP divides the summed gradients by the world size."""
+        return self.world.size
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the DDP module (*collective*: rank 0's parameters and buffers are sent to all)."""
+        if self.world.group is None:
+            return model  # one rank that no launcher gave a group: there is nobody to exchange with
+        return DistributedDataParallel(
+            model,
+            device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
+            broadcast_buffers=False,  # synchronised statistics are equal already; local ones follow agree_on_buffers
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self.find_unused,
+        )
+
+    def settle(self, model: nn.Module, rehearse: Callable[[], None]) -> None:
+        """Rehearse one pass, so that DDP's buckets are formed before the first step (*collective*).
+
+        Raises `RequestError` naming the parameters that the loss does not reach, unless find_unused is set.
+        """
+        if self.world.group is None or self.find_unused:
+            return
+        buffers = {name: held.clone() for name, held in model.named_buffers()}
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            rehearse()
+        unused = [name for name, item in model.named_parameters() if item.requires_grad and item.grad is None]
+        if unused:
+            raise RequestError(
+                f"The loss does not reach the parameters {', '.join(unused)}, so that ranks would wait for their "
+                "gradients for ever: freeze them (requires_grad = False), use them, or pass --find-unused."
+            )
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, held in model.named_buffers():
+                held.copy_(buffers[name])
+
+    def sync_on(self, replica: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+        """Exchange gradients in the last micro-batch only."""
+        if last or not isinstance(replica, DistributedDataParallel):
+            return super().sync_on(replica, last=last)
+        return replica.no_sync()
+
+    def agree_on_buffers(self, model: nn.Module) -> None:
+        """Send rank 0's buffers to all: under local BatchNorm each rank's running statistics are its own."""
+        self.world.broadcast(list(model.buffers()))

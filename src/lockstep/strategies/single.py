@@ -1,0 +1,26 @@
+"""One device. What every other strategy has to equal."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from ..config import ParallelConfig
+from ..world import World
+from .base import Replicated
+
+
+class Single(Replicated):
+    """One process, one device, the model as it is."""
+
+    name: ClassVar[str] = "single"
+    can_sync_batchnorm: ClassVar[bool] = True
+    averages_over = 1
+
+    def __init__(self, config: ParallelConfig, world: World) -> None:
+        """Nothing of the config or the world matters to one device."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model itself."""
+        return model
