@@ -2,7 +2,7 @@
 
 On a terminal one line at the bottom moves, and results scroll by above it:
 
-    epoch  2/10  ━━━━━━━━━━╸━━━━━━━━━━  1,176/5,880  loss 0.8123  train 71.9%  5,120 images/s  0:01:32 left
+    epoch  2/10 ━━━━╸━━━━━━━━━━━━━ 392/1,960  loss 1.5541  train 78.4%  5,512 images/s  2 min 52 s left
 
 The bar goes to stderr, results to stdout, so that `lockstep train … > results.txt` keeps the results and still shows
 the bar. Without a terminal there is no bar and no control code, but a line at most every few seconds, and one for the
@@ -26,6 +26,8 @@ PLAIN_EVERY_S = 5.0
 """Least seconds between two lines where there is no terminal: a day's run stays readable."""
 DRAW_EVERY_S = 0.1
 """Least seconds between two drawings of the bar: one takes about a millisecond."""
+LEAST_BAR = 12
+"""Columns that are kept for the bar itself; on a narrow terminal numbers make room for it."""
 
 
 class Screen(Console):
@@ -103,7 +105,6 @@ class Terminal:
             self._bar = Progress(
                 TextColumn("{task.description}", style="bold"),
                 BarColumn(bar_width=None, style="bright_black", complete_style="cyan", finished_style="green"),
-                TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
                 TextColumn("{task.fields[numbers]}"),
                 console=self._err,
                 auto_refresh=False,
@@ -112,7 +113,7 @@ class Terminal:
             )
             first = max(fields.get("first_step", 1) - 1, 0)
             self._task = self._bar.add_task(
-                "starting", total=fields["total_steps"], completed=first, numbers=Text("first steps …", "bright_black")
+                "starting", total=fields["total_steps"], completed=first, numbers="first steps …"
             )
             self._bar.start()
             self._bar.refresh()
@@ -133,10 +134,14 @@ class Terminal:
             return
         epoch = f"epoch {fields['epoch'] + 1:>{len(str(self._epochs))}}/{self._epochs}"
         if self._bar is None:
-            step = Text(f"{epoch}  step {fields['step']:,}  ")
-            self._print(step.append_text(_numbers(fields, lr=True)))
+            parts = _parts(fields)
+            parts.insert(0, f"{epoch}  step {fields['step']:,}")
+            parts.insert(-2 if fields.get("eta_s") is not None else -1, f"lr {fields['lr']:.4g}")
+            self._print(Text("  ".join(parts)))
         else:
-            numbers = _numbers(fields, lr=False)
+            total = self._bar.tasks[0].total or 0
+            count = f"{fields['step']:,}/{total:,.0f}"
+            numbers = _fit(count, _parts(fields), self._err.width - len(epoch) - LEAST_BAR)
             self._bar.update(self._task, completed=fields["step"], description=epoch, numbers=numbers)
             self._bar.refresh()
 
@@ -174,17 +179,27 @@ class Terminal:
             self._print(Text("written to ").append(str(fields["output"]), "cyan"))
 
 
-def _numbers(fields: dict[str, Any], *, lr: bool) -> Text:
-    """Return the measured part of a `log` line."""
-    line = Text(f"loss {fields['loss']:.4f}")
+def _parts(fields: dict[str, Any]) -> list[str]:
+    """Return the measured parts of a `log` line."""
+    parts = [f"loss {fields['loss']:.4f}"]
     if fields.get("top1") is not None:
-        line.append(f"  train {fields['top1']:.1%}")
-    if lr:
-        line.append(f"  lr {fields['lr']:.4g}")
-    line.append(f"  {fields['images_per_s']:,.0f} images/s")
+        parts.append(f"train {fields['top1']:.1%}")
+    parts.append(f"{fields['images_per_s']:,.0f} images/s")
     if fields.get("eta_s") is not None:
-        line.append(f"  {_duration(fields['eta_s'])} left", "bright_black")
-    return line
+        parts.append(f"{_duration(fields['eta_s'])} left")
+    return parts
+
+
+def _fit(count: str, parts: list[str], width: int) -> str:
+    """Return the line of `parts` with the step `count` before it, leaving out what does not fit into `width` columns.
+
+    The count goes first, since the bar says the same; then the loss's neighbours, and the time left last.
+    """
+    for line in ([count, *parts], parts, [parts[0], *parts[2:]], [parts[0], parts[-1]]):
+        text = "  ".join(line)
+        if len(text) <= width:
+            return text
+    return parts[0]
 
 
 def _duration(seconds: float) -> str:

@@ -11,16 +11,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..batching import BatchPlan
 from ..topology import Topology
 from .files import write_json
 
-_PACKAGES = ("lockstep-torch", "torch", "torchvision", "numpy", "safetensors")
+_PACKAGES = ("lockstep-torch", "torchvision", "numpy", "safetensors")
 
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that the numbers depend on; None for one that is missing."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    # torch's own word: the package's metadata lacks the build, such as +cu130.
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+    }
     for name in _PACKAGES:
         try:
             found[name] = version(name)

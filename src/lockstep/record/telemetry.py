@@ -164,14 +164,15 @@ class Telemetry:
 
 def _peak_host_bytes(process: psutil.Process) -> int:
     """Return the peak resident memory. Linux's ru_maxrss is not it: a child starts with its parent's."""
+    now: int = process.memory_info().rss
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+                return max(int(line.split()[1]) * 1024, now)
     import resource
 
     peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return max(peak, int(process.memory_info().rss))  # elsewhere than on Linux, ru_maxrss is in bytes (macOS)
+    return max(peak, now)  # elsewhere than on Linux, ru_maxrss is in bytes (macOS)
 
 
 class _Gpu:
