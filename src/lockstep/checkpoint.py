@@ -251,7 +251,7 @@ def find(path: Path) -> Path | None:
 
     `path` is a run's folder, its `checkpoints`, or one checkpoint. Whether that one is whole is for `load` to say.
     """
-    if (path / _STATE).is_file() and path.is_dir():
+    if _is_checkpoint(path):
         return path
     for folder in (path / "checkpoints", path):
         if (folder / "last").is_symlink() or (folder / "last").is_dir():
@@ -260,6 +260,16 @@ def find(path: Path) -> Path | None:
         if folder.is_dir() and (steps := _steps(folder)):
             return steps[-1][1]
     return None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether the folder is a checkpoint of ours, whole or damaged: either of its two JSON files says so."""
+    if (path / _SUMS).is_file():
+        return True
+    try:
+        return bool(json.loads((path / _STATE).read_bytes())["format"] == FORMAT)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def load(path: Path) -> State:

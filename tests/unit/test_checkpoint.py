@@ -1,0 +1,403 @@
+"""Checkpoints: the same bits come back, no kill breaks `last`, and no damage passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep import checkpoint
+from lockstep.checkpoint import Checkpoints, State, find, load
+from lockstep.errors import RequestError
+
+
+class Ear:
+    """Hears warnings and what was saved."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self.saved: list[int] = []
+
+    def open(self, folder: Path) -> Checkpoints:
+        return Checkpoints(folder, warn=self.warnings.append, saved=lambda step, path: self.saved.append(step))
+
+
+def state_of(step: int) -> State:
+    return State(
+        {"model/weight": torch.full((4, 3), float(step)), "optimizer/0/momentum": torch.full((5,), float(step))},
+        {"step": step, "epoch": 0},
+    )
+
+
+def save_all(run: Path, *saves: tuple[int, bool]) -> Path:
+    """Save (step, best) one after the other and return the folder of checkpoints."""
+    ear = Ear()
+    saver = ear.open(run / "checkpoints")
+    for step, best in saves:
+        saver.save(state_of(step), step=step, best=best)
+    saver.close()
+    assert ear.warnings == []
+    return run / "checkpoints"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*flat)
+
+
+# --- the same comes back ---
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_with_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
+    values = bits.view(dtype)  # any bits: NaNs with payloads, subnormal numbers
+    tensors = {"model/a": values.reshape(2, 3), "model/b.c": values[0], "ema/none": values[:0].reshape(0, 7)}
+    saver = Ear().open(tmp_path / "checkpoints")
+    saver.save(State(tensors, {"step": 1}), step=1, best=False)
+    saver.close()
+    loaded = load(tmp_path).tensors
+    assert loaded.keys() == tensors.keys()
+    assert all(same_bits(loaded[name], tensors[name]) for name in tensors)
+    assert loaded["model/b.c"].shape == ()
+
+
+def test_meta_comes_back(tmp_path: Path) -> None:
+    meta = {"step": 7, "best": -float("inf"), "config": {"lr": 0.1 + 0.2, "text": "é"}, "rng": "AAEC", "none": None}
+    saver = Ear().open(tmp_path)
+    saver.save(State({}, meta), step=7, best=False)
+    saver.close()
+    assert load(tmp_path / "last") == State({}, meta)
+
+
+def test_tied_and_strided_tensors_keep_their_values(tmp_path: Path) -> None:
+    images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    tied = torch.nn.Parameter(torch.randn(3, 3))
+    tensors = {"model/a": tied, "model/b": tied, "model/c": images, "model/d": images.transpose(0, 3)[::2]}
+    saver = Ear().open(tmp_path)
+    saver.save(State(tensors, {}), step=1, best=False)
+    saver.close()
+    loaded = load(tmp_path / "last").tensors
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_training_goes_on_while_the_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved is the state at the call, although the tensors and the dict change before it is written."""
+    may_write = threading.Event()
+    real = checkpoint._publish
+
+    def slow(*args: object, **kwargs: object) -> Path:
+        assert may_write.wait(10)
+        return real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint, "_publish", slow)
+    ear = Ear()
+    saver = ear.open(tmp_path)
+    state = state_of(1)
+    saver.save(state, step=1, best=False)
+    saver.poll()
+    assert ear.saved == []
+    for tensor in state.tensors.values():
+        tensor.zero_()
+    state.meta["step"] = 99
+    may_write.set()
+    saver.wait()
+    assert ear.saved == [1]
+    loaded = load(tmp_path / "last")
+    assert loaded.meta["step"] == 1
+    assert same_bits(loaded.tensors["model/weight"], torch.full((4, 3), 1.0))
+
+
+def test_a_defect_of_ours_is_not_taken_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> Path:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(checkpoint, "_publish", broken)
+    ear = Ear()
+    saver = ear.open(tmp_path)
+    saver.save(state_of(1), step=1, best=False)
+    with pytest.raises(ZeroDivisionError):
+        saver.close()
+    assert ear.warnings == []
+    with pytest.raises(TypeError):
+        saver.save(State({}, {"step": object()}), step=2, best=False)
+
+
+# --- last, best, and what is kept ---
+
+
+def test_last_best_and_the_one_before_are_kept(tmp_path: Path) -> None:
+    folder = save_all(tmp_path, (1, False), (2, True), (3, False), (4, False), (5, False))
+    assert names(folder) == ["best", "last", "step-00000002", "step-00000004", "step-00000005"]
+    assert (folder / "last").readlink() == Path("step-00000005")
+    assert load(folder / "best").meta["step"] == 2
+    assert load(tmp_path).meta["step"] == load(folder).meta["step"] == load(folder / "step-00000005").meta["step"] == 5
+    assert names(folder / "last") == ["checksums.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+def test_a_run_can_be_moved(tmp_path: Path) -> None:
+    save_all(tmp_path / "a", (1, True))
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert load(tmp_path / "b").meta["step"] == 1
+
+
+def test_a_copy_that_made_folders_of_the_links_can_be_continued(tmp_path: Path) -> None:
+    save_all(tmp_path / "a", (1, True), (2, False))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # follows links
+    assert load(tmp_path / "b").meta["step"] == 2
+    folder = save_all(tmp_path / "b", (3, False))
+    assert [load(folder / name).meta["step"] for name in ("last", "best")] == [3, 1]
+    assert (folder / "best").is_symlink()
+
+
+def test_saving_a_step_again_replaces_it_only_once_it_is_whole(tmp_path: Path) -> None:
+    folder = save_all(tmp_path, (4, True), (4, False))
+    assert [load(folder / name).meta["step"] for name in ("last", "best")] == [4, 4]
+    assert (folder / "last").readlink() != (folder / "best").readlink()
+    folder = save_all(tmp_path, (5, True), (6, False))
+    assert names(folder) == ["best", "last", "step-00000005", "step-00000006"]
+
+
+def test_leftovers_of_killed_saves_are_removed_at_the_start(tmp_path: Path) -> None:
+    folder = save_all(tmp_path, (1, True))
+    (folder / ".saving-00000002-77").mkdir()
+    (folder / ".saving-00000002-77" / "model.safetensors").write_bytes(b"half")
+    (folder / ".deleting-step-00000000").mkdir()
+    (folder / ".last-77").symlink_to("step-00000002")
+    (folder / "notes.txt").write_text("mine")
+    Ear().open(folder)
+    assert names(folder) == ["best", "last", "notes.txt", "step-00000001"]
+
+
+def test_find(tmp_path: Path) -> None:
+    assert find(tmp_path) is None
+    assert find(tmp_path / "none") is None
+    Ear().open(tmp_path / "checkpoints")
+    assert find(tmp_path) is None
+    folder = save_all(tmp_path, (1, False), (2, False))
+    assert find(tmp_path) == find(folder) == folder / "last"
+    (folder / "last").unlink()  # killed between a first checkpoint's rename and its link
+    assert find(tmp_path) == folder / "step-00000002"
+    assert load(tmp_path).meta["step"] == 2
+
+
+# --- kills ---
+
+_SAVE_FOR_EVER = """
+import sys, os
+from pathlib import Path
+import torch
+from lockstep.checkpoint import Checkpoints, State
+torch.set_num_threads(1)
+
+def train(folder, pipe):
+    saver = Checkpoints(folder, warn=lambda text: os._exit(3))
+    weight = torch.zeros(100_000)
+    for step in range(1, 1_000_000):
+        weight.fill_(step)
+        saver.save(State({"model/w": weight, "optimizer/m": weight}, {"step": step}), step=step, best=step % 3 == 0)
+        if step == 2:
+            os.write(pipe, b"x")
+
+# One import of torch serves all kills: each line of input starts a child.
+for line in sys.stdin:
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        train(Path(line.strip()), write_end)
+    assert os.read(read_end, 1) == b"x"
+    os.close(read_end); os.close(write_end)
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    print("dead", flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_last_whole(tmp_path: Path) -> None:
+    """Each of 25 children goes on in the same folder, and is killed at a random moment of saving."""
+    seed = random.randrange(2**32)
+    chance = random.Random(seed)
+    steps = []
+    caught_in_the_act = 0
+    with subprocess.Popen(
+        [sys.executable, "-c", _SAVE_FOR_EVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        for _ in range(25):
+            print(tmp_path, file=server.stdin, flush=True)
+            child = int(server.stdout.readline())
+            time.sleep(chance.uniform(0, 0.03))
+            os.kill(child, 9)
+            assert server.stdout.readline() == "dead\n"
+            caught_in_the_act += any(path.name.startswith(".") for path in tmp_path.iterdir())
+            for name in ("last", "best") if (tmp_path / "best").is_symlink() else ("last",):
+                state = load(tmp_path / name)
+                values = {float(value) for tensor in state.tensors.values() for value in tensor.unique()}
+                assert values == {float(state.meta["step"])}, f"seed {seed}"
+            steps.append(load(tmp_path / "last").meta["step"])
+        server.stdin.close()
+    assert min(steps) >= 1
+    assert caught_in_the_act > 0, "no kill came while a checkpoint was written: the test proves nothing"
+    Ear().open(tmp_path)
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+# --- full disks ---
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def _survives(disk: Path, ear: Ear, saver: Checkpoints, big: State) -> None:
+    """Assert that a save that does not fit leaves step 1 as it was, is told once, and that the next save works."""
+    before = names(disk)
+    saver.save(big, step=2, best=True)
+    saver.wait()
+    assert names(disk) == before
+    assert load(disk / "last").meta["step"] == load(disk / "best").meta["step"] == 1
+    assert len(ear.warnings) == 1
+    assert "step 2" in ear.warnings[0]
+    assert "training goes on" in ear.warnings[0]
+
+
+def test_a_full_disk_stops_no_training(tiny_disk: Path) -> None:
+    ear = Ear()
+    saver = ear.open(tiny_disk)
+    saver.save(state_of(1), step=1, best=True)
+    saver.wait()
+    _survives(tiny_disk, ear, saver, State({"model/w": torch.zeros(1_000_000)}, {"step": 2}))
+    assert "No space left" in ear.warnings[0]
+    saver.save(state_of(3), step=3, best=False)
+    saver.close()
+    assert load(tiny_disk / "last").meta["step"] == 3
+    assert ear.saved == [1, 3]
+
+
+def test_a_file_size_limit_stops_no_training(tmp_path: Path) -> None:
+    """The same for those who may not mount: the kernel refuses to write beyond a limit."""
+    ear = Ear()
+    saver = ear.open(tmp_path)
+    saver.save(state_of(1), step=1, best=True)
+    saver.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
+    try:
+        _survives(tmp_path, ear, saver, State({"model/w": torch.zeros(1_000_000)}, {"step": 2}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    saver.save(state_of(3), step=3, best=False)
+    saver.close()
+    assert load(tmp_path / "last").meta["step"] == 3
+
+
+# --- damage ---
+
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "checksums.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_flipped_bit_passes(tmp_path: Path, name: str) -> None:
+    folder = save_all(tmp_path, (1, False), (2, False))
+    path = folder / "step-00000002" / name
+    whole = path.read_bytes()
+    # Every byte of the small files, with one of its bits; a fresh choice each time the test runs.
+    for offset in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[offset] ^= 1 << random.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(RequestError) as refusal:
+            load(tmp_path)
+        assert "Traceback" not in str(refusal.value)
+    path.write_bytes(whole)
+    assert load(tmp_path).meta["step"] == 2
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["cut", "empty", "gone"])
+def test_damage_names_the_file_and_the_newest_good_checkpoint(tmp_path: Path, name: str, damage: str) -> None:
+    folder = save_all(tmp_path, (1, True), (2, False), (3, False))
+    path = folder / "step-00000003" / name
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1] if damage == "cut" else b"")
+    with pytest.raises(RequestError, match=name) as refusal:
+        load(folder / "last")
+    good = folder / "step-00000002"
+    assert str(refusal.value).endswith(f"the last good one is {good}: use --resume {good}.")
+    assert load(good).meta["step"] == 2
+    # With that one damaged too, the next is offered; with none left, it says so.
+    for other, offer in ((2, f"{folder}/step-00000001:"), (1, "no other good one")):
+        (folder / f"step-0000000{other}" / "state.json").write_bytes(b"{}")
+        with pytest.raises(RequestError, match=offer):
+            load(folder / "last")
+
+
+def test_a_link_to_nothing_offers_what_is_there(tmp_path: Path) -> None:
+    folder = save_all(tmp_path, (1, False), (2, False))
+    shutil.rmtree(folder / "step-00000002")
+    with pytest.raises(RequestError, match=r"points to step-00000002, which is not there; the last good one is .*0001"):
+        load(tmp_path)
+
+
+def test_a_newer_format_is_refused_by_its_version(tmp_path: Path) -> None:
+    path = save_all(tmp_path, (1, False)) / "last"
+    state = json.loads((path / "state.json").read_bytes()) | {"version": 9}
+    (path / "state.json").write_text(json.dumps(state))
+    sums = json.loads((path / "checksums.json").read_bytes())
+    (path / "checksums.json").write_text(json.dumps(sums | {"state.json": checkpoint._digest(path / "state.json")}))
+    with pytest.raises(RequestError, match=r"format version 9.*update lockstep-torch"):
+        load(tmp_path)
+
+
+def test_foreign_things_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"There is no checkpoint at .*nowhere"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(RequestError, match="holds no lockstep checkpoint"):
+        load(tmp_path)
+    pickled = tmp_path / "model.pth"
+    torch.save({"a": torch.zeros(1)}, pickled)
+    with pytest.raises(RequestError, match=r"\.pth are never loaded"):
+        load(pickled)
+    (tmp_path / "state.json").write_text('{"who": "someone else"}')
+    with pytest.raises(RequestError, match=r"holds no lockstep checkpoint"):
+        load(tmp_path)
