@@ -17,7 +17,7 @@ from torch import Tensor
 from . import counter
 from .source import Indices
 
-_PURPOSES = ("crop row", "crop column", "flip", "cutout row", "cutout column")
+_DRAWS = 5
 
 
 @dataclass(frozen=True)
@@ -66,24 +66,14 @@ class Augment:
     height: int
     width: int
 
-    @property
-    def moves(self) -> bool:
-        """Whether pixels move: crop or flip."""
-        return "crop" in self.names or "flip" in self.names
-
-    @property
-    def cuts(self) -> bool:
-        """Whether a square is cut out."""
-        return "cutout" in self.names
-
     def keys(self, epoch: int) -> counter.UInt64:
         """Return the keys that `draw` needs for the samples of one epoch."""
-        return np.array([counter.key(self.seed, epoch, purpose) for purpose in range(len(_PURPOSES))], np.uint64)
+        return counter.keys(_DRAWS, self.seed, epoch)
 
     def draw(self, keys: counter.UInt64, indices: Indices) -> Draws:
         """Return what samples `indices` (n,) get in the epoch of `keys`, in host memory."""
         random = counter.bits(keys, indices)
-        drawn = np.zeros((len(_PURPOSES), len(indices)), np.int64)
+        drawn = np.zeros((_DRAWS, len(indices)), np.int64)
         if "crop" in self.names:
             for row, side in enumerate((self.height, self.width)):
                 pad = side // 8
@@ -95,11 +85,28 @@ class Augment:
             drawn[4] = counter.below(self.width, random[4])
         return Draws(torch.from_numpy(drawn))
 
+    @property
+    def moves(self) -> bool:
+        """Whether pixels move: crop or flip."""
+        return "crop" in self.names or "flip" in self.names
+
+    def apply(self, x: Tensor, draws: Draws) -> Tensor:
+        """Return normalised images x (n, H, W, C) varied."""
+        return self.cut(self.move(x, draws), draws)
+
+    def move(self, x: Tensor, draws: Draws) -> Tensor:
+        """Return images x (n, H, W, C) cropped and flipped."""
+        if not self.moves:
+            return x
+        pixels = torch.cat([x.flatten(0, 2), x.new_zeros(1, x.shape[3])])
+        return self.gather(pixels, torch.arange(len(x), device=x.device), draws)
+
     def gather(self, pixels: Tensor, images: Tensor, draws: Draws) -> Tensor:
         """Return crops and flips (n, H, W, C) of images number `images` (n,) in the table `pixels`.
 
         `pixels` is (images × H × W + 1, C); the last row is the pixel of the padding.
         """
+        draws = draws.to(pixels.device)
         padding = len(pixels) - 1
         height, width = self.height, self.width
         across = torch.arange(width, device=pixels.device)
@@ -113,11 +120,14 @@ class Augment:
         return pixels.index_select(0, index.flatten()).view(len(images), height, width, pixels.shape[1])
 
     def cut(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return the normalised images x (n, H, W, C) with a square of each zeroed, in place."""
+        """Return normalised images x (n, H, W, C), a square of each zeroed in place where cutout is asked for."""
+        if "cutout" not in self.names:
+            return x
+        draws = draws.to(x.device)
         rows = _inside(draws.cut_row, self.height)
         # Whole rows of W × C values: a mask that is broadcast over the channels alone was twice as slow on a CPU.
         columns = _inside(draws.cut_column, self.width).repeat_interleave(x.shape[3], dim=1)
-        x.view(len(x), self.height, -1).masked_fill_(rows[:, :, None] & columns[:, None, :], 0)
+        x.view(len(x), self.height, self.width * x.shape[3]).masked_fill_(rows[:, :, None] & columns[:, None, :], 0)
         return x
 
 

@@ -40,6 +40,11 @@ def key(*words: int) -> int:
     return state
 
 
+def keys(count: int, *words: int) -> UInt64:
+    """Return `count` different 64-bit keys (count,) for a tuple of integers."""
+    return bits(np.array([key(*words)], np.uint64), np.arange(count)).reshape(count)
+
+
 def bits(keys: UInt64, indices: npt.NDArray[np.int64]) -> UInt64:
     """Return 64 random bits for each of `keys` (k,) and `indices` (n,), as (k, n)."""
     return mix(keys[:, None] + (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))

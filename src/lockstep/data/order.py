@@ -38,8 +38,7 @@ class Order:
         bits = max(samples - 1, 0).bit_length()
         self._domain = 1 << bits
         self._low_bits, self._high_bits = np.uint64(bits // 2), np.uint64(bits - bits // 2)
-        root = np.array([counter.key(seed, epoch, samples)], np.uint64)
-        self._keys = list(counter.bits(root, np.arange(ROUNDS))[0])
+        self._keys = list(counter.keys(ROUNDS, seed, epoch, samples))
         self._chunk = np.empty(0, np.int64)
         self._chunk_start = 0
 

@@ -160,12 +160,10 @@ class ResidentImages:
         at = index if self._pixels.device == device else torch.from_numpy(share)
         draws = self._augment.draw(keys, share)
         if self._augment.moves:
-            stored = self._augment.gather(self._pixels, at, draws.to(at.device))
+            stored = self._augment.gather(self._pixels, at, draws)
         else:
             stored = self._images.index_select(0, at)
-        x = self._normalise(to_device(stored, device))
-        if self._augment.cuts:
-            x = self._augment.cut(x, draws.to(device))
+        x = self._augment.cut(self._normalise(to_device(stored, device)), draws)
         return channels_first(x, channels_last=self._channels_last), self._labels.index_select(0, index)
 
     def close(self) -> None:

@@ -3,6 +3,9 @@
     digits       1,797 real handwritten digits of 8 × 8 pixels, in the package
     cifar10      60,000 photographs of 32 × 32 pixels in 10 classes; downloaded with checksums
     cifar100     the same in 100 classes
+    imagefolder  your photographs, as ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg; ImageNet's layout
+    fake         synthetic images of any size and number, for measuring
+    module:attribute   your own: a function that returns two data sets of torch
 
 Importing this module does not import torch, so that the command can list and check names at once.
 """
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..config import DataConfig
 from ..errors import RequestError, unknown
+from . import cifar, own, tree
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +43,6 @@ def _digits(wish: Wish) -> Splits:
 
 
 def _cifar(name: str) -> _Entry:
-    from . import cifar
-
     official = {"cifar10": cifar.CIFAR10, "cifar100": cifar.CIFAR100}[name]
 
     def build(wish: Wish) -> Splits:
@@ -52,6 +54,18 @@ def _cifar(name: str) -> _Entry:
         return resident.build(wish, kind, lambda: cifar.read(official, wish.config))
 
     return _Entry(build, lambda config: cifar.check(official, config))
+
+
+def _imagefolder(wish: Wish) -> Splits:
+    from . import folder
+
+    return folder.build(wish)
+
+
+def _fake(wish: Wish) -> Splits:
+    from . import fake
+
+    return fake.build(wish)
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,8 @@ def _table() -> dict[str, _Entry]:
         "digits": _Entry(_digits),
         "cifar10": _cifar("cifar10"),
         "cifar100": _cifar("cifar100"),
+        "imagefolder": _Entry(_imagefolder, tree.check),
+        "fake": _Entry(_fake),
     }
 
 
@@ -76,6 +92,8 @@ def names() -> tuple[str, ...]:
 
 
 def _entry(config: DataConfig) -> _Entry:
+    if ":" in config.name:
+        return _Entry(own.build, own.check)
     table = _table()
     if config.name not in table:
         raise unknown("data set", config.name, table, _OWN)

@@ -15,13 +15,15 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import LockstepError, RequestError
-from ..world import World
+
+if TYPE_CHECKING:
+    from ..world import World
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]

@@ -1,0 +1,193 @@
+"""Folders of photographs, decoded while training goes on.
+
+Training images are cropped at random (8–100% of the area, sides 3:4 to 4:3), resized and mirrored in half of the
+cases: the "Inception" augmentation (Szegedy et al., 2015), with torchvision's RandomResizedCrop as the model for the
+details. What a sample gets is drawn by `counter` from (seed, epoch, sample index). Held-out images are resized so
+that the shorter side is 256/224 of the asked one, and their centre is taken. Workers decode and resize with
+Pillow, as torchvision's data sets do, and hand on bytes; the device turns those into normalised numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..errors import RequestError
+from . import counter, tree
+from .augment import Augment
+from .loader import Streamed
+from .resident import Normalise, channels_first
+from .shared import shared
+from .source import Batch, Indices, Splits, Wish
+
+MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
+STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
+"""ImageNet's, as torchvision's pretrained models expect them, in units of bytes."""
+
+ATTEMPTS = 10
+_DRAWS = 2 * ATTEMPTS + 3
+_PURPOSE = 1
+"""Keeps these draws apart from those of `augment`."""
+
+
+@dataclass(frozen=True)
+class Photographs:
+    """Makes batches (n, size, size, 3) uint8 of the files in `table`; varied from `seed` where one is given."""
+
+    table: tree.FileTable
+    size: int
+    seed: int | None
+
+    def __call__(self, epoch: int, share: Indices) -> Batch:
+        """Return x and y of a share. Raises `RequestError` for a file that cannot be decoded."""
+        x = np.empty((len(share), self.size, self.size, 3), np.uint8)
+        if self.seed is None:
+            for place, index in enumerate(share):
+                x[place] = np.asarray(centre(decode(self.table.path(index)), self.size))
+        else:
+            random = counter.bits(counter.keys(_DRAWS, self.seed, epoch, _PURPOSE), share)
+            for place, index in enumerate(share):
+                x[place] = np.asarray(vary(decode(self.table.path(index)), self.size, random[:, place]))
+        return torch.from_numpy(x), torch.from_numpy(self.table.labels[share])
+
+
+def decode(path: Path) -> Image.Image:
+    """Return the image at `path` in red, green and blue. Raises `RequestError` where it cannot be decoded."""
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, …
+        raise RequestError(
+            f"{path} cannot be decoded ({error}); repair or remove it, or leave such files out with --skip-corrupt."
+        ) from error
+
+
+def centre(image: Image.Image, size: int) -> Image.Image:
+    """Return the central size × size pixels of `image` with its shorter side resized to 256/224 of `size`."""
+    short = size * 256 // 224
+    width, height = image.size
+    if width <= height:
+        resized = image.resize((short, short * height // width), Image.Resampling.BILINEAR)
+    else:
+        resized = image.resize((short * width // height, short), Image.Resampling.BILINEAR)
+    left, top = round((resized.width - size) / 2), round((resized.height - size) / 2)
+    return resized.crop((left, top, left + size, top + size))
+
+
+def vary(image: Image.Image, size: int, random: counter.UInt64) -> Image.Image:
+    """Return a random part of `image`, resized to size × size and mirrored in half of the cases.
+
+    `random` (23,) holds the bits that decide.
+    """
+    box = crop_box(image.width, image.height, random)
+    varied = image.crop(box).resize((size, size), Image.Resampling.BILINEAR)
+    return varied.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if counter.below(2, random[-1:])[0] else varied
+
+
+def crop_box(width: int, height: int, random: counter.UInt64) -> tuple[int, int, int, int]:
+    """Return (left, top, right, bottom) of the part to take: torchvision's RandomResizedCrop.get_params.
+
+    Of ten tries at an area and a ratio of the sides the first that fits is placed at random; if none does, the
+    largest central part of an allowed ratio is taken.
+    """
+    least, most = 3 / 4, 4 / 3
+    fractions = counter.uniform(random[: 2 * ATTEMPTS])
+    for area_fraction, ratio_fraction in zip(fractions[::2], fractions[1::2], strict=True):
+        area = width * height * (0.08 + (1 - 0.08) * area_fraction)
+        ratio = math.exp(math.log(least) + (math.log(most) - math.log(least)) * ratio_fraction)
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left = int(counter.below(width - w + 1, random[-3:-2])[0])
+            top = int(counter.below(height - h + 1, random[-2:-1])[0])
+            return left, top, left + w, top + h
+    w, h = width, height
+    if width / height < least:
+        h = round(width / least)
+    elif width / height > most:
+        w = round(height * most)
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+@dataclass(frozen=True)
+class _Finish:
+    """Turns bytes (n, H, W, 3) on the device into what the engine wants."""
+
+    augment: Augment
+    normalise: Normalise
+    channels_last: bool
+
+    def __call__(self, stored: Tensor, share: Indices, epoch: int) -> Tensor:
+        draws = self.augment.draw(self.augment.keys(epoch), share)
+        x = self.augment.cut(self.normalise(stored), draws)
+        return channels_first(x, channels_last=self.channels_last)
+
+
+def build(wish: Wish) -> Splits:
+    """Return the sources of the image folder at --data-dir (*collective*)."""
+    config, size = wish.config, wish.config.image_size
+    arrays = shared(wish.world, lambda: tree.scan(config))
+    tables = {split: tree.table(arrays, config, split) for split in tree.SPLITS}
+    _same_everywhere(wish, tables)
+    skipped: dict[str, tuple[str, ...]] = dict.fromkeys(tables, ())
+    if config.skip_corrupt:
+        for split, files in tables.items():
+            corrupt = _corrupt(wish, files)
+            skipped[split] = tuple(str(files.path(index)) for index in corrupt)
+            tables[split] = files.without(corrupt) if corrupt else files
+    normalise = Normalise(MEAN, STD, pixels=size * size, dtype=wish.dtype, device=wish.world.device)
+
+    def source(split: str, seed: int | None, variations: tuple[str, ...]) -> Streamed:
+        return Streamed(
+            Photographs(tables[split], size, seed),
+            _Finish(Augment(variations, wish.seed, size, size), normalise, wish.channels_last),
+            samples=len(tables[split]),
+            classes=int(arrays["classes"]),
+            shape=(3, size, size),
+            workers=config.workers,
+            stay=split == "train",
+            device=wish.world.device,
+            skipped=skipped[split],
+        )
+
+    # Crop and flip of photographs are always on, and done by the workers; cutout is left to the device.
+    cutout = tuple(name for name in config.augment if name == "cutout")
+    return Splits(source("train", wish.seed, cutout), source("test", None, ()))
+
+
+def _same_everywhere(wish: Wish, tables: dict[str, tree.FileTable]) -> None:
+    """Raise `RequestError` on every rank where hosts hold different files (*collective*)."""
+    mine = {split: [table.digest(), len(table)] for split, table in tables.items()}
+    answers = wish.world.gather(mine)
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            counts = [" + ".join(f"{count:,}" for _, count in each.values()) for each in (answers[0], answer)]
+            raise RequestError(
+                f"{wish.config.dir} differs between hosts: rank 0 finds {counts[0]} images, rank {rank} {counts[1]} "
+                "or ones of other names; give every host the same files."
+            )
+
+
+def _corrupt(wish: Wish, table: tree.FileTable) -> list[int]:
+    """Return the samples that cannot be decoded; each rank tries its part of them (*collective*)."""
+
+    def is_corrupt(index: int) -> bool:
+        try:
+            decode(table.path(index))
+        except RequestError:
+            return True
+        return False
+
+    mine = range(wish.world.rank, len(table), wish.world.size)
+    # Threads are enough: Pillow decodes without the interpreter's lock.
+    with ThreadPoolExecutor(max(1, wish.config.workers)) as threads:
+        found = [index for index, bad in zip(mine, threads.map(is_corrupt, mine), strict=True) if bad]
+    return sorted(itertools.chain.from_iterable(wish.world.gather(found)))

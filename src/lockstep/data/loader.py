@@ -1,0 +1,157 @@
+"""Data sets that are read sample by sample while training goes on, in worker processes.
+
+The workers are torch's DataLoader's, which is handed the rank's shares themselves as the things to load: one task
+is one share, answers come back in order, and the workers stay from epoch to epoch. A worker gets (epoch, sample
+indices) and nothing else, so that what it makes depends on nothing else. What goes wrong in one travels back as a
+value, and is raised here as one sentence instead of a trace through three processes.
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ..errors import RequestError, RunError
+from .source import Batch, Indices
+
+PREFETCH = 2
+"""Shares that each worker prepares ahead."""
+
+
+class Fetch(Protocol):
+    """What a worker runs; it must be picklable."""
+
+    def __call__(self, epoch: int, share: Indices) -> Batch:
+        """Return samples x (n, …) and labels y (n,) int64 in host memory, n = 0 included."""
+
+
+Finish = Callable[[Tensor, Indices, int], Tensor]
+"""(x on the device, share, epoch) -> x as the engine wants it."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a worker sends instead of a batch."""
+
+    sentence: str
+    trace: str
+    deliberate: bool
+
+
+@dataclass(frozen=True)
+class _Tasks:
+    """The data set that the DataLoader sees: its "index" is (epoch, share), its "sample" that share's batch."""
+
+    fetch: Fetch
+
+    def __getitem__(self, task: tuple[int, Indices]) -> tuple[Indices, Tensor, Tensor] | _Failure:
+        epoch, share = task
+        try:
+            return share, *self.fetch(epoch, share)
+        except RequestError as error:
+            return _Failure(str(error), "", deliberate=True)
+        except Exception as error:
+            return _Failure(f"{type(error).__name__}: {error}", traceback.format_exc(), deliberate=False)
+
+
+class _Queue:
+    """The sampler that the DataLoader sees: the tasks of the epoch that was begun last."""
+
+    def __init__(self) -> None:
+        self._tasks: Iterator[tuple[int, Indices]] = iter(())
+
+    def begin(self, epoch: int, shares: Iterable[Indices]) -> None:
+        self._tasks = ((epoch, share) for share in shares)
+
+    def __iter__(self) -> Iterator[tuple[int, Indices]]:
+        return self._tasks
+
+
+class Streamed:
+    """A source whose samples `fetch` makes in `workers` processes (0: in this one), then `finish` on the device."""
+
+    def __init__(
+        self,
+        fetch: Fetch,
+        finish: Finish,
+        *,
+        samples: int,
+        classes: int,
+        shape: tuple[int, ...],
+        workers: int,
+        stay: bool,
+        device: torch.device,
+        skipped: tuple[str, ...] = (),
+    ) -> None:
+        self.classes = classes
+        self.shape = shape
+        self.skipped = skipped
+        self._samples = samples
+        self._finish = finish
+        self._device = device
+        self._queue = _Queue()
+        self._running: Any = None
+        self._loader: DataLoader[Any] = DataLoader(
+            _Tasks(fetch),  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self._queue,
+            collate_fn=_as_it_is,
+            num_workers=workers,
+            worker_init_fn=_leave_interrupts_to_the_rank,
+            prefetch_factor=PREFETCH if workers else None,
+            persistent_workers=stay and workers > 0,
+            pin_memory=device.type == "cuda",
+        )
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Iterator[Batch]:
+        """Yield x and y for each share. One stream at a time; a new one ends the one before.
+
+        Raises `RequestError` for a sample that cannot be used, `RunError` where a data set's own code or a worker
+        process failed.
+        """
+        self._queue.begin(epoch, shares)
+        self._running = batches = iter(self._loader)
+        while True:
+            try:
+                answer = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                raise RunError(
+                    f"A data worker process died ({str(error).splitlines()[0]}); "
+                    "if the host ran out of memory, use fewer --workers.",
+                    trace=traceback.format_exc(),
+                ) from error
+            if isinstance(answer, _Failure):
+                if answer.deliberate:
+                    raise RequestError(answer.sentence)
+                raise RunError(f"The data set failed: {answer.sentence}", trace=answer.trace)
+            share, x, y = answer
+            x, y = (part.to(self._device, non_blocking=True) for part in (x, y))
+            yield self._finish(x, share, epoch), y
+
+    def close(self) -> None:
+        """End the workers and wait for them."""
+        # The DataLoader has no public way to say this; dropping it would leave the end to the garbage collector.
+        if end := getattr(self._running, "_shutdown_workers", None):
+            end()
+        self._running = self._loader._iterator = None
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer
+
+
+def _leave_interrupts_to_the_rank(worker: int) -> None:
+    # Ctrl-C reaches every process of the terminal; the rank needs its workers to finish the step and save.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

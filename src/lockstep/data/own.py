@@ -1,0 +1,270 @@
+"""The user's own data set, given as module:attribute.
+
+The attribute is a function (of nothing, or of the `DataConfig`) that returns two map-style data sets of torch,
+(train, test), whose samples are (x tensor, label). A `TensorDataset` is kept in memory; any other is read sample by
+sample in worker processes. x of bytes (C, H, W) is taken for an image: scaled to 0–1, and varied by --augment.
+Anything else reaches the model as it is, floating-point numbers in the run's precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import DataConfig
+from ..errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from .augment import Augment
+    from .resident import Normalise
+    from .source import Batch, Indices, Source, Splits, Wish
+
+
+def check(config: DataConfig) -> None:
+    """Raise `RequestError` where the module of `module:attribute` cannot be found; imports only its parents."""
+    module, _, attribute = config.name.partition(":")
+    if not module or not attribute:
+        raise RequestError(f"--data {config.name}: write module:attribute, such as my_data:load.")
+    try:
+        with _current_folder_importable():
+            found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # no parent package; a relative name
+        found = False
+    if not found:
+        raise RequestError(
+            f"--data {config.name}: no module {module!r} in {Path.cwd()} or among the installed packages; "
+            "start in the folder that holds it, or install it."
+        )
+
+
+@contextlib.contextmanager
+def _current_folder_importable() -> Iterator[None]:
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _call(config: DataConfig) -> tuple[Any, Any]:
+    """Return what the user's function returns: (train, test)."""
+    check(config)
+    module, _, attribute = config.name.partition(":")
+    asked = f"--data {config.name}"
+    try:
+        with _current_folder_importable():
+            found: Any = importlib.import_module(module)
+    except Exception as error:
+        raise RequestError(f"{asked}: importing {module} raised {type(error).__name__}: {error}.") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise RequestError(f"{asked}: {module} has no {attribute!r}; check the name after the colon.")
+        found = getattr(found, part)
+    if not callable(found):
+        raise RequestError(f"{asked} is a {type(found).__name__}; give a function that returns (train, test).")
+    try:
+        result = found(config) if inspect.signature(found).parameters else found()
+    except Exception as error:
+        raise RequestError(f"{asked} raised {type(error).__name__}: {error}.") from error
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise RequestError(f"{asked} returned a {type(result).__name__}; it must return two data sets, (train, test).")
+    for split, dataset in zip(("train", "test"), result, strict=True):
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
+            raise RequestError(
+                f"{asked}: its {split} data is a {type(dataset).__name__} of no known length or of none; "
+                "give a map-style data set with __len__ and __getitem__, and at least one sample."
+            )
+    return result
+
+
+def build(wish: Wish) -> Splits:
+    """Return the sources of the user's data sets."""
+    from .source import Splits
+
+    train, test = _call(wish.config)
+    classes = _classes(wish, train)
+    return Splits(
+        _source(wish, train, "train", classes, wish.config.augment),
+        _source(wish, test, "test", classes, ()),
+    )
+
+
+def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
+    """Return samples and labels of a `TensorDataset` of the two."""
+    from torch.utils.data import TensorDataset
+
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+        return dataset.tensors[0], dataset.tensors[1]
+    return None
+
+
+def _classes(wish: Wish, dataset: Any) -> int:
+    """Return the number of classes: the data set's `classes` (a number or a list), else from its label tensor."""
+    given = getattr(dataset, "classes", None)
+    if isinstance(given, int):
+        return given
+    if given is not None and hasattr(given, "__len__"):
+        return len(given)
+    if tensors := _tensors(dataset):
+        return int(tensors[1].max()) + 1
+    raise RequestError(
+        f"--data {wish.config.name} does not say how many classes there are; "
+        "give its training set an attribute `classes`, a number or a list of names."
+    )
+
+
+def _source(wish: Wish, dataset: Any, split: str, classes: int, variations: tuple[str, ...]) -> Source:
+    from .loader import Streamed
+    from .resident import Normalise
+
+    tensors = _tensors(dataset)
+    first = tensors[0][0] if tensors else _sample(wish.config.name, split, dataset, 0, classes)[0]
+    if variations and not _is_image(first):
+        raise RequestError(
+            f"--augment {','.join(variations)} varies images of bytes (C, H, W), and {wish.config.name} gives "
+            f"{first.dtype} {tuple(first.shape)}; give uint8 images, or leave --augment out."
+        )
+    normalise = None
+    if _is_image(first):
+        channels, height, width = first.shape
+        normalise = Normalise(
+            (0.0,) * channels, (255.0,) * channels, pixels=height * width, dtype=wish.dtype, device=wish.world.device
+        )
+    if tensors:
+        _check_labels(wish.config.name, split, tensors[1], classes)
+        return _resident(wish, tensors, classes, variations, normalise)
+    return Streamed(
+        _Samples(wish.config.name, split, dataset, classes, tuple(first.shape), first.dtype),
+        _Finish(wish.dtype, wish.channels_last, normalise, _augment(wish, variations, first)),
+        samples=len(dataset),
+        classes=classes,
+        shape=tuple(first.shape),
+        workers=wish.config.workers,
+        stay=split == "train",
+        device=wish.world.device,
+    )
+
+
+def _is_image(sample: Tensor) -> bool:
+    import torch
+
+    return sample.dtype == torch.uint8 and sample.dim() == 3
+
+
+def _augment(wish: Wish, variations: tuple[str, ...], sample: Tensor) -> Augment:
+    from .augment import Augment
+
+    height, width = (sample.shape[1], sample.shape[2]) if sample.dim() == 3 else (0, 0)
+    return Augment(variations, wish.seed, height, width)
+
+
+def _resident(
+    wish: Wish, tensors: tuple[Tensor, Tensor], classes: int, variations: tuple[str, ...], normalise: Normalise | None
+) -> Source:
+    import torch
+
+    from .resident import ResidentImages, ResidentTensors
+
+    device = wish.world.device
+    samples, labels = tensors[0], tensors[1].to(device, torch.int64)
+    if normalise is None:
+        kept = samples.to(device, wish.dtype) if samples.is_floating_point() else samples.to(device)
+        return ResidentTensors(kept, labels, classes=classes, channels_last=wish.channels_last)
+    pixels = samples.permute(0, 2, 3, 1).reshape(-1, samples.shape[1])
+    return ResidentImages(
+        torch.cat([pixels, torch.zeros_like(pixels[:1])]).to(device),
+        labels,
+        classes=classes,
+        augment=_augment(wish, variations, samples[0]),
+        normalise=normalise,
+        channels_last=wish.channels_last,
+    )
+
+
+def _check_labels(name: str, split: str, labels: Tensor, classes: int) -> None:
+    outside = ((labels < 0) | (labels >= classes)).nonzero()
+    if len(outside):
+        index = int(outside[0])
+        raise _outside(name, split, index, int(labels[index]), classes)
+
+
+def _outside(name: str, split: str, index: int, label: int, classes: int) -> RequestError:
+    return RequestError(
+        f"--data {name}: {split} sample {index} has label {label}, but there are {classes} classes, 0 to {classes - 1}."
+    )
+
+
+def _sample(name: str, split: str, dataset: Any, index: int, classes: int) -> tuple[Tensor, int]:
+    """Return one sample, checked. Raises `RequestError` where it is not an (x tensor, label) of the classes."""
+    import torch
+
+    sample = dataset[index]
+    if not isinstance(sample, tuple | list) or len(sample) != 2 or not isinstance(sample[0], torch.Tensor):
+        raise RequestError(f"--data {name}: {split} sample {index} is not an (x tensor, label) pair.")
+    label = int(sample[1])
+    if not 0 <= label < classes:
+        raise _outside(name, split, index, label, classes)
+    return sample[0], label
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """What a worker runs: makes batches of a map-style data set's samples."""
+
+    name: str
+    split: str
+    dataset: Any
+    classes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self, epoch: int, share: Indices) -> Batch:
+        """Return x (n, *shape) and y (n,)."""
+        import torch
+
+        x = torch.empty((len(share), *self.shape), dtype=self.dtype)
+        y = torch.empty(len(share), dtype=torch.int64)
+        for place, index in enumerate(share.tolist()):
+            sample, label = _sample(self.name, self.split, self.dataset, index, self.classes)
+            if sample.shape != self.shape or sample.dtype != self.dtype:
+                raise RequestError(
+                    f"--data {self.name}: {self.split} sample {index} is {sample.dtype} {tuple(sample.shape)}, "
+                    f"sample 0 is {self.dtype} {self.shape}; all must be alike."
+                )
+            x[place], y[place] = sample, label
+        return x, y
+
+
+@dataclass(frozen=True)
+class _Finish:
+    """Turns a worker's batch (n, *shape) on the device into what the engine wants."""
+
+    dtype: torch.dtype
+    channels_last: bool
+    normalise: Normalise | None
+    augment: Augment
+
+    def __call__(self, x: Tensor, share: Indices, epoch: int) -> Tensor:
+        import torch
+
+        from .resident import channels_first
+
+        if self.normalise is None:
+            turned = self.channels_last and x.dim() == 4
+            order = torch.channels_last if turned else torch.preserve_format
+            return x.to(dtype=self.dtype if x.is_floating_point() else x.dtype, memory_format=order)
+        draws = self.augment.draw(self.augment.keys(epoch), share)
+        moved = self.augment.move(x.permute(0, 2, 3, 1).contiguous(), draws)
+        return channels_first(self.augment.cut(self.normalise(moved), draws), channels_last=self.channels_last)
