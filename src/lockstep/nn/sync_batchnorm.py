@@ -202,6 +202,8 @@ def _replace(module: nn.Module, world: World, made: dict[nn.Module, SyncBatchNor
         if module not in made:
             made[module] = SyncBatchNorm.of(module, world)
         return made[module]
-    for name, child in module.named_children():
-        setattr(module, name, _replace(child, world, made))
+    # Not named_children(), which names a layer that the module holds twice only once.
+    for name, child in module._modules.items():
+        if child is not None:
+            setattr(module, name, _replace(child, world, made))
     return module
