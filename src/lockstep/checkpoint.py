@@ -25,7 +25,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from torch import Tensor
 
 from .errors import RequestError
 from .record.files import sync_folder
+from .state import State
 
 FORMAT = "lockstep checkpoint"
 VERSION = 1
@@ -45,18 +45,6 @@ _STATE = "state.json"
 _SUMS = "checksums.json"
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _HIDDEN = re.compile(r"\.(saving|deleting|last|best)-.*")
-
-
-@dataclass(frozen=True)
-class State:
-    """All that a run needs to go on.
-
-    `tensors` are named `group/name` (`model/conv1.weight`); `meta` is what JSON can hold, and comes back as JSON gives
-    it (tuples as lists). NaN and infinities are allowed in it.
-    """
-
-    tensors: dict[str, Tensor]
-    meta: dict[str, Any]
 
 
 class Checkpoints:
@@ -82,8 +70,9 @@ class Checkpoints:
     def save(self, state: State, *, step: int, best: bool) -> None:
         """Copy the state, have it written in the background, and return.
 
-        Waits for the save before this one, if that is still being written. Raises TypeError where `meta` is not
-        what JSON can hold.
+        Tensors are named `group/name` (`model/conv1.weight`). `meta` comes back as JSON gives it (tuples as lists);
+        NaN and infinities are allowed in it. Waits for the save before this one, if that is still being written.
+        Raises TypeError where `meta` is not what JSON can hold.
         """
         self.wait()
         groups = _snapshot(state.tensors)

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint import Checkpoints, State, find, load
+from lockstep.checkpoint import Checkpoints, find, load
 from lockstep.errors import RequestError
+from lockstep.state import State
 
 
 class Ear:
@@ -216,7 +217,8 @@ _SAVE_FOR_EVER = """
 import sys, os
 from pathlib import Path
 import torch
-from lockstep.checkpoint import Checkpoints, State
+from lockstep.checkpoint import Checkpoints
+from lockstep.state import State
 torch.set_num_threads(1)
 
 def train(folder, pipe):

@@ -3,17 +3,17 @@
 The engine knows one verb, `record(event, **fields)`, and calls it on rank 0; where the events go is decided once,
 by whoever builds the recorder. Fields are plain numbers, strings and lists. The events:
 
-    start       lines (printed once: batch plan, what auto chose, output folder), first_step, total_steps,
-                steps_per_epoch, epochs
+    start       lines (printed once: batch plan, what auto chose, output folder), first_step (how many were done
+                before), total_steps, steps_per_epoch, epochs
     steps       rows: for each optimizer step since the last `steps` a dict of step, epoch, loss, lr, samples, and
                 grad_norm or skipped where there is one
     log         once an interval: step, epoch, loss (mean of the interval), lr, images_per_s, step_s, data_wait_s,
                 eta_s, top1 (of the last training batch), and the telemetry
     eval        step, epoch, top1, top5, loss, samples
-    checkpoint  step, path, kind
-    epoch       epoch, epoch_s
+    checkpoint  step, path: of one that is safely on the disk
+    epoch       step, epoch, epoch_s
     warning     text
-    finish      what summary.json says, and output (the run's folder)
+    finish      what summary.json says
 
 The optimizer steps come together, once an interval, because each of them may cost next to nothing: together they cost
 1.8 µs a step, one by one 3.2 µs. Recorders that show things act on `log`. Losses, accuracies and rates are reduced

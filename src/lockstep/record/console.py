@@ -111,9 +111,8 @@ class Terminal:
                 expand=True,
                 redirect_stdout=self._out is self._err,
             )
-            first = max(fields.get("first_step", 1) - 1, 0)
             self._task = self._bar.add_task(
-                "starting", total=fields["total_steps"], completed=first, numbers="first steps …"
+                "starting", total=fields["total_steps"], completed=fields.get("first_step", 0), numbers="first steps …"
             )
             self._bar.start()
             self._bar.refresh()
