@@ -1,0 +1,71 @@
+"""lockstep trains one PyTorch model on any number of devices, and it is still the same model.
+
+The names below are the public ones. They are looked up when they are used, so that importing lockstep, and with it
+the command, does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .batching import BatchPlan
+    from .config import RunConfig, override, recipe
+    from .engine import train
+    from .errors import LockstepError, ProofError, RequestError, RunError, Stopped
+    from .evaluation import evaluate
+    from .launchers.table import launch
+    from .precision import Precision
+    from .result import RunResult, Scores
+    from .runs import run
+    from .topology import Topology
+    from .world import World
+
+_HOMES = {
+    "BatchPlan": "batching",
+    "LockstepError": "errors",
+    "Precision": "precision",
+    "ProofError": "errors",
+    "RequestError": "errors",
+    "RunConfig": "config",
+    "RunError": "errors",
+    "RunResult": "result",
+    "Scores": "result",
+    "Stopped": "errors",
+    "Topology": "topology",
+    "World": "world",
+    "evaluate": "evaluation",
+    "launch": "launchers.table",
+    "override": "config",
+    "recipe": "config",
+    "run": "runs",
+    "train": "engine",
+}
+
+__all__ = [
+    "BatchPlan",
+    "LockstepError",
+    "Precision",
+    "ProofError",
+    "RequestError",
+    "RunConfig",
+    "RunError",
+    "RunResult",
+    "Scores",
+    "Stopped",
+    "Topology",
+    "World",
+    "evaluate",
+    "launch",
+    "override",
+    "recipe",
+    "run",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

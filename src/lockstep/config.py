@@ -145,7 +145,8 @@ class OptimConfig:
         if self.schedule == "step":
             _require(
                 len(self.milestones) == 1 and self.milestones[0] > 0,
-                f"--schedule step needs one --milestones value, the epochs between cuts; found {list(self.milestones)}.",
+                f"--schedule step needs one --milestones value, the epochs between cuts; found "
+                f"{list(self.milestones)}.",
             )
 
 

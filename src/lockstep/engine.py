@@ -86,9 +86,20 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     except NonFiniteLossError as bad:
         raise _explain(bad, job) from bad
     finally:
-        job.data.train.close()
-        job.data.test.close()
+        job.data.close()
     return _result(job, progress, meter, recorder)
+
+
+def evaluate_checkpoint(config: RunConfig, world: World) -> Scores:
+    """Return the exact scores of the checkpoint that `config.checkpoint.resume` names (*collective*)."""
+    loaded = resume.load(config)
+    assert loaded is not None, "the command names a checkpoint"
+    job = assemble(config, world, accumulation=loaded.meta["accumulation"])
+    try:
+        _restore(job, loaded, config)
+        return _evaluate(job)
+    finally:
+        job.data.close()
 
 
 def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, saver: _Saver) -> None:

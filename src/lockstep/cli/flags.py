@@ -31,12 +31,12 @@ class Arguments:
     """A TOML file with options by their flags' names; flags beat it, it beats the recipe."""
 
 
-def parse(given: list[str], *, prog: str) -> RunConfig:
-    """Return the config that the arguments ask for.
+def parse(given: list[str], *, prog: str, base: RunConfig | None = None) -> RunConfig:
+    """Return the config that the arguments ask for, over `base`.
 
     Raises `RequestError`, with the nearest names, for whatever is not a recipe or a flag; exits 0 after --help.
     """
-    base = RunConfig()
+    base = base or RunConfig()
     if given and not given[0].startswith("-"):
         base = recipe(given[0])
     if (path := _value(given, "--config")) is not None:

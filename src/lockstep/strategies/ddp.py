@@ -9,6 +9,7 @@ first step: the buckets are then static, and the same in every run.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -21,6 +22,10 @@ from ..config import ParallelConfig
 from ..errors import RequestError
 from ..world import World
 from .base import Replicated
+
+# torch renamed the argument in 2.15 and warns of the old name.
+_PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
 
 
 class DDP(Replicated):
@@ -45,7 +50,8 @@ class DDP(Replicated):
         return DistributedDataParallel(
             model,
             device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
-            broadcast_buffers=False,  # synchronised statistics are equal already; local ones follow agree_on_buffers
+            # Synchronised statistics are equal already; local ones follow agree_on_buffers.
+            **{_SYNC_BUFFERS: False},
             gradient_as_bucket_view=True,
             find_unused_parameters=self.find_unused,
         )

@@ -1,0 +1,60 @@
+"""`lockstep info`: what this installation and this machine have. Imports no torch."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from rich.console import Console
+from rich.table import Table
+
+from .. import hardware
+from ..config import recipes
+from ..data import sets
+from ..errors import RequestError
+from ..launchers import table as launchers
+from ..models import table as models
+from ..strategies import table as strategies
+
+_PACKAGES = ("lockstep-torch", "torch", "torchvision", "numpy")
+
+
+def main(given: list[str]) -> int:
+    """Print what there is, and return the exit code."""
+    if given and given[0] not in ("-h", "--help"):
+        raise RequestError(f"lockstep info takes no arguments, found {' '.join(given)}.")
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _rows():
+        table.add_row(name, text)
+    Console(highlight=False).print(table)
+    return 0
+
+
+def _rows() -> list[tuple[str, str]]:
+    # CUDA_VISIBLE_DEVICES decides what "this machine" means to a process, so it is asked for here too.
+    found = hardware.survey(launchers.visible_gpus())
+    gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in found.gpus) or "none"
+    bf16 = "with" if found.has_bf16_units else "without"
+    return [
+        ("python", f"{platform.python_version()} on {platform.platform()}"),
+        *[(name, _version(name)) for name in _PACKAGES],
+        ("cpu", f"{found.cpu_name}, {found.cpus} processors here, {bf16} bf16 units"),
+        ("memory", f"{found.memory_bytes / 2**30:.1f} GiB"),
+        ("gpus", gpus + (f", driver {found.driver}" if found.driver else "")),
+        ("recipes", ", ".join(recipes())),
+        ("models", ", ".join(models.names()) + ", torchvision's classifiers, module:attribute"),
+        ("data sets", ", ".join(sets.names()) + ", module:attribute"),
+        ("strategies", "\n".join(f"{name}: {entry.phrase}" for name, entry in strategies.TABLE.items())),
+        ("launchers", ", ".join(launchers.names())),
+    ]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+

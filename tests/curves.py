@@ -1,0 +1,77 @@
+"""Runs whose losses and weights tests compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lockstep import checkpoint
+from lockstep.config import RunConfig, override
+from lockstep.engine import train
+from lockstep.world import World
+
+from .pool import RankPool
+
+_FLOOR = 1e-6
+Weights = dict[str, npt.NDArray[Any]]
+Curve = tuple[dict[int, float], Weights]
+
+
+class Losses:
+    """A recorder that keeps each step's loss."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, float] = {}
+
+    def record(self, event: str, **fields: Any) -> None:
+        for row in fields.get("rows", []):
+            self.by_step[row["step"]] = row["loss"]
+
+    def close(self) -> None:
+        pass
+
+
+def _train(world: World, values: dict[str, Any]) -> dict[int, float]:
+    torch.set_num_threads(1)
+    losses = Losses()
+    train(override(RunConfig(), **values), world, losses)
+    return losses.by_step
+
+
+def curve(pool: RankPool, folder: Path, ranks: int, **values: Any) -> Curve:
+    """Return ({step: loss}, weights) of a run on `ranks` ranks, in float64 unless `values` say otherwise."""
+    asked = {"precision": "fp64", "strategy": "ddp" if ranks > 1 else "single", "epochs": 1000} | values
+    losses = pool.run(ranks, _train, asked | {"output": folder})[0]
+    state = checkpoint.load(folder)
+    return losses, {name: tensor.numpy() for name, tensor in state.tensors.items()}
+
+
+def apart(ours: Curve, theirs: Curve) -> float:
+    """Return the largest relative difference of losses and weights, each against its tensor's largest value.
+
+    Tensors that mathematics makes zero hold rounding noise, about 1e-17, which differs freely; hence the floor.
+    """
+    assert ours[0].keys() == theirs[0].keys()
+    assert ours[1].keys() == theirs[1].keys()
+    losses = [abs(ours[0][step] - theirs[0][step]) / abs(theirs[0][step]) for step in ours[0]]
+    weights = [
+        float(np.abs(ours[1][name] - held).max() / max(float(np.abs(held).max()), _FLOOR))
+        for name, held in theirs[1].items()
+        if held.size
+    ]
+    return max([*losses, *weights])
+
+
+def same_bits(ours: Curve, theirs: Curve) -> bool:
+    """Whether losses (of the steps that both have) and all tensors are the same bits."""
+    steps = ours[0].keys() & theirs[0].keys()
+    return (
+        bool(steps)
+        and all(ours[0][step] == theirs[0][step] for step in steps)
+        and ours[1].keys() == theirs[1].keys()
+        and all(held.tobytes() == theirs[1][name].tobytes() for name, held in ours[1].items())
+    )

@@ -1,0 +1,83 @@
+"""The architecture: imports point down only, siblings do not know each other, the lowest layer has no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+SOURCE = Path(lockstep.__file__).parent
+
+# Lower knows nothing of higher. Packages count as one room, whose files may import each other.
+LAYERS: list[list[str]] = [
+    ["errors", "config", "topology", "batching", "result", "failures", "hardware", "interrupts"],
+    ["world", "state"],
+    ["randomness", "data", "models", "nn", "precision", "optim", "strategies", "launchers", "record"],
+    ["checkpoint", "resume", "meter", "evaluation"],
+    ["job", "engine", "runs"],
+    ["cli"],
+    ["__main__", "__init__"],
+]
+SIBLINGS = LAYERS[2]
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+
+def _files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def _room(file: Path) -> str:
+    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """Yield the rooms that a file imports from, wherever in it the import stands."""
+    package = ["lockstep", *file.relative_to(SOURCE).parts[:-1]]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = [*base, *(node.module.split(".") if node.module else [])]
+            names = [[*module, alias.name] for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name[0] == "lockstep" and len(name) > 1 and name[1] in LEVEL:
+                yield name[1]
+
+
+def test_every_file_has_a_layer() -> None:
+    assert {_room(file) for file in _files()} == set(LEVEL)
+
+
+@pytest.mark.parametrize("file", _files(), ids=lambda file: str(file.relative_to(SOURCE)))
+def test_imports_point_down(file: Path) -> None:
+    room = _room(file)
+    upward = {name for name in _imported(file) if name != room and LEVEL[name] > LEVEL[room]}
+    assert not upward
+    if room in SIBLINGS:
+        assert not {name for name in _imported(file) if name in SIBLINGS and name != room}
+
+
+@pytest.mark.parametrize("module", ["lockstep", "lockstep.cli.main", "lockstep.cli.train", "lockstep.cli.info"])
+def test_the_command_starts_without_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_environment_is_read_in_the_launchers_alone() -> None:
+    readers = {_room(file) for file in _files() if "os.environ" in file.read_text() or "getenv" in file.read_text()}
+    assert readers <= {"launchers"}
+
+
+def test_the_engine_names_no_strategy() -> None:
+    for name in ("engine.py", "job.py", "meter.py", "evaluation.py"):
+        text = (SOURCE / name).read_text(encoding="utf-8")
+        assert not [word for word in ('"ddp"', '"dp"', '"single"', "DistributedDataParallel") if word in text], name
