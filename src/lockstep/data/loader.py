@@ -108,6 +108,8 @@ class Streamed:
             prefetch_factor=PREFETCH if workers else None,
             persistent_workers=stay and workers > 0,
             pin_memory=device.type == "cuda",
+            # Unused, but without one of its own each epoch would advance torch's generator, and with it dropout.
+            generator=torch.Generator(),
         )
 
     def __len__(self) -> int:
