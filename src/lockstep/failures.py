@@ -59,8 +59,10 @@ def describe(error: BaseException, rank: int) -> Failure:
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, LockstepError):
         return Failure(rank, type(error).__name__, str(error), getattr(error, "trace", "") or trace)
-    sentence = f"Rank {rank} failed{_place(error)}: {_reason(error)}"
-    return Failure(rank, type(error).__name__, sentence, trace, is_echo=_is_echo(error))
+    is_echo = _is_echo(error)
+    verb = "lost another rank" if is_echo else "failed"
+    sentence = f"Rank {rank} {verb}{_place(error)}: {_reason(error)}"
+    return Failure(rank, type(error).__name__, sentence, trace, is_echo=is_echo)
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import failures, hardware
 from ..config import RunConfig
-from ..errors import LockstepError, Stopped
+from ..errors import LockstepError, RequestError, Stopped
 from ..topology import Topology
+from . import rendezvous, stores
 from .base import Entry
-from .devices import gpu_index
+from .devices import gpu_ids, gpu_index
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from ..world import World
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-"""The network interface that stays within the host."""
 _CLOSE_S = 5.0
 
 
@@ -53,15 +51,50 @@ def run_alone(entry: Entry, config: RunConfig) -> Any:
     return entry(config, World.alone(settle(config, Topology())))
 
 
-def run_joined(entry: Entry, config: RunConfig, topology: Topology, store: Store, *, interface: str | None) -> Any:
-    """Join the world over `store`, run the entry, leave; return this rank's value (*collective*).
+def run_met(
+    entry: Entry,
+    config: RunConfig,
+    env: Mapping[str, str],
+    opens: Callable[[], stores.Meeting],
+    *,
+    index: int,
+    size: int,
+    known: Topology | None = None,
+) -> Any | None:
+    """Meet the other ranks at the store that `opens()` gives, run the entry among them, leave (*collective*).
 
-    `interface` is the network interface for the ranks' traffic, None where gloo and NCCL shall find one.
+    Returns the entry's value on rank 0, None on the others. `index` is this process's rank of `size`; `known` is its
+    topology where whoever started it has said; otherwise nodes and local ranks follow from the ranks' hosts.
     """
+    if size == 1:
+        return run_alone(entry, config)
+    parallel = config.parallel
+    meeting = opens()
+    mine = rendezvous.Claim(
+        rank=index,
+        size=size,
+        accelerator=parallel.accelerator,
+        gpus=gpu_ids(parallel, env),
+        address=rendezvous.local_address(meeting.host or rendezvous.ANYWHERE),
+    )
+    call = rendezvous.RollCall(meeting, mine)
+    claims = call.take(parallel.timeout)
+    topology = known or rendezvous.place(claims, mine)
+    try:
+        _check_node(config, topology)
+        bind(rendezvous.interface(claims, mine))
+        value = run_joined(entry, config, topology, call.group_store(claims))
+    except BaseException:
+        call.leave(clean=False)
+        raise
+    call.leave(clean=True)
+    return value if topology.is_main else None
+
+
+def run_joined(entry: Entry, config: RunConfig, topology: Topology, store: Store) -> Any:
+    """Join the world over `store`, run the entry, leave; return this rank's value (*collective*)."""
     from ..world import World
 
-    if interface:
-        bind(interface)
     world = World.join(topology, settle(config, topology), store, timeout_s=config.parallel.stall_timeout)
     try:
         value = entry(config, world)
@@ -72,10 +105,25 @@ def run_joined(entry: Entry, config: RunConfig, topology: Topology, store: Store
     return value
 
 
-def bind(interface: str) -> None:
-    """Keep gloo's and NCCL's traffic on one network interface, unless the user chose another."""
+def bind(interface: str | None) -> None:
+    """Keep gloo's and NCCL's traffic on one network interface, unless the user chose another, or none is known."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, interface)
+        if interface:
+            os.environ.setdefault(variable, interface)
+
+
+def _check_node(config: RunConfig, topology: Topology) -> None:
+    """Raise where the ranks that came stand on other nodes than the flags say."""
+    parallel = config.parallel
+    for flag, asked, found in (
+        ("--devices", parallel.devices, topology.local_size),
+        ("--nodes", parallel.nodes if parallel.nodes > 1 else None, topology.nodes),
+    ):
+        if asked is not None and asked != found:
+            raise RequestError(
+                f"{flag} {asked} disagrees with the ranks that came: node {topology.node} of {topology.nodes} has "
+                f"{topology.local_size} of them; drop {flag}, or start the ranks accordingly."
+            )
 
 
 def account(error: BaseException, rank: int, config: RunConfig) -> failures.Failure:

@@ -14,19 +14,16 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ..config import RunConfig
 from ..errors import RequestError
 from ..topology import Topology
-from . import lifeline, rank
+from . import lifeline, rank, stores
 from .base import Entry
 from .devices import processes
 from .supervise import Report, Supervisor, Worker
-
-_ADDRESS = "127.0.0.1"
 
 
 class SpawnLauncher:
@@ -49,8 +46,8 @@ class SpawnLauncher:
                 "asked for; start the command on each node with torchrun, or give --init-method."
             )
         payload = _packed(entry, config)
-        with Supervisor() as supervisor, _listening() as listener:
-            for topology in _topologies(processes(config, env), listener.getsockname()[1]):
+        with Supervisor() as supervisor, stores.listening_on_loopback() as listener:
+            for topology in _topologies(processes(config, env), *listener.getsockname()):
                 supervisor.add(_start(topology, payload, listener))
             listener.close()
             return supervisor.wait()
@@ -66,17 +63,9 @@ def _packed(entry: Entry, config: RunConfig) -> bytes:
         ) from error
 
 
-@contextlib.contextmanager
-def _listening() -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind((_ADDRESS, 0))
-        listener.listen(socket.SOMAXCONN)
-        yield listener
-
-
-def _topologies(size: int, port: int) -> list[Topology]:
+def _topologies(size: int, address: str, port: int) -> list[Topology]:
     return [
-        Topology(rank=index, size=size, local_rank=index, local_size=size, address=_ADDRESS, port=port)
+        Topology(rank=index, size=size, local_rank=index, local_size=size, address=address, port=port)
         for index in range(size)
     ]
 
@@ -116,8 +105,16 @@ def _serve(
     config = RunConfig()
     try:
         entry, config = pickle.loads(payload)  # from our own parent, through a pipe that nobody else holds
-        value = _run(entry, config, topology, listener)
-        report = Report(topology.rank, value=pickle.dumps(value if topology.is_main else None))
+        value = rank.run_met(
+            entry,
+            config,
+            os.environ,
+            lambda: _open(topology, listener, config.parallel.timeout),
+            index=topology.rank,
+            size=topology.size,
+            known=topology,
+        )
+        report = Report(topology.rank, value=pickle.dumps(value))
     except BaseException as error:
         tell.send(Report(topology.rank, failure=rank.account(error, topology.rank, config)))
         # Nothing that is left may hang: not a collective of a lost world, not a thread of the user's.
@@ -127,15 +124,7 @@ def _serve(
     tell.send(report)
 
 
-def _run(entry: Entry, config: RunConfig, topology: Topology, listener: socket.socket | None) -> Any:
-    from torch._C._distributed_c10d import TCPStore
-
-    store = TCPStore(
-        topology.address,
-        topology.port,
-        is_master=topology.is_main,
-        master_listen_fd=listener.detach() if listener else None,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=config.parallel.timeout),
-    )
-    return rank.run_joined(entry, config, topology, store, interface=rank.LOOPBACK)
+def _open(topology: Topology, listener: socket.socket | None, timeout_s: float) -> stores.Meeting:
+    if listener:
+        return stores.adopt(listener, stores.address_of(topology.address, topology.port))
+    return stores.connect(topology.address, topology.port, timeout_s)

@@ -15,7 +15,9 @@ from ..config import RunConfig
 from ..errors import RequestError, unknown
 from .base import Entry, Launcher
 from .devices import processes, resolve
+from .environment import EnvironmentLauncher
 from .inline import InlineLauncher
+from .manual import ManualLauncher
 from .spawn import SpawnLauncher
 
 __all__ = ["Choice", "choose", "launch", "names", "resolve"]
@@ -60,17 +62,20 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None
 
 
 def _table() -> dict[str, Launcher]:
-    launchers: tuple[Launcher, ...] = (InlineLauncher(), SpawnLauncher())
+    launchers: tuple[Launcher, ...] = (InlineLauncher(), SpawnLauncher(), EnvironmentLauncher(), ManualLauncher())
     return {launcher.name: launcher for launcher in launchers}
 
 
 def _auto(config: RunConfig, env: Mapping[str, str], table: Mapping[str, Launcher]) -> tuple[str, str]:
     parallel = config.parallel
-    if parallel.init_method or parallel.world_size is not None:
-        return "manual", "--init-method, --rank and --world-size say where ranks meet"
+    by_hand = "manual", "--init-method, --rank and --world-size say where ranks meet"
+    if parallel.init_method not in ("", "env://"):
+        return by_hand
     for launcher in table.values():
         if launcher.detect(env):
-            return launcher.name, "another program has started the ranks and set RANK and WORLD_SIZE"
+            return launcher.name, "another program, such as torchrun, has started the ranks and set their variables"
+    if parallel.init_method or parallel.world_size is not None:
+        return by_hand
     if parallel.nodes > 1:
         raise RequestError(
             f"--nodes {parallel.nodes}: nothing says how the nodes meet; start the command on each node with "

@@ -1,0 +1,100 @@
+"""Ranks that people start by hand, one command each, which meet at a place that all of them name.
+
+    --init-method tcp://HOST:PORT --world-size 2 --rank 0      rank 0 listens at HOST, an address of its machine
+    --init-method file:///PATH --world-size 2 --rank 0         a file on a disk that all ranks share; it must not exist
+    --init-method env://                                       MASTER_ADDR and MASTER_PORT say the address
+
+Which ranks share a node is found out at the roll call, from the hosts that they run on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from ..config import ParallelConfig, RunConfig
+from ..errors import RequestError
+from . import rank, stores
+from .base import Entry
+
+_EXAMPLES = "give tcp://HOST:PORT, file:///PATH, or env://"
+
+
+class ManualLauncher:
+    """Joins the ranks that meet at --init-method."""
+
+    name = "manual"
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """Return False: flags ask for it, never the environment."""
+        return False
+
+    def launch(self, entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
+        """Run the entry as --rank of --world-size; return its value on rank 0, else None."""
+        index, size = _who(config.parallel, env)
+        url = _url(config.parallel, env)
+        with rank.accounted(index, config):
+            opens = _door(url, index, config.parallel.timeout)
+            return rank.run_met(entry, config, env, opens, index=index, size=size)
+
+
+def _who(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[int, int]:
+    told = env if parallel.init_method.startswith("env:") else {}
+    index = _number("--rank", parallel.rank, told.get("RANK"))
+    size = _number("--world-size", parallel.world_size, told.get("WORLD_SIZE"))
+    if not index < size:
+        raise RequestError(f"--rank {index} lies outside the world of {size}; ranks go from 0 to {size - 1}.")
+    return index, size
+
+
+def _number(flag: str, given: int | None, told: str | None) -> int:
+    if given is not None:
+        return given
+    if told is None or not told.isdecimal():
+        raise RequestError(
+            f"--launcher manual needs {flag}: each rank is started with its own --rank, and the same --world-size."
+        )
+    return int(told)
+
+
+def _url(parallel: ParallelConfig, env: Mapping[str, str]) -> str:
+    url = parallel.init_method
+    if not url:
+        raise RequestError(f"--rank and --world-size need --init-method, the place where ranks meet: {_EXAMPLES}.")
+    if url.rstrip("/") != "env:":
+        return url
+    for variable in ("MASTER_ADDR", "MASTER_PORT"):
+        if not env.get(variable):
+            raise RequestError(f"--init-method env:// needs {variable} in the environment; set it on every rank.")
+    host = env["MASTER_ADDR"]
+    return f"tcp://[{host}]:{env['MASTER_PORT']}" if ":" in host else f"tcp://{host}:{env['MASTER_PORT']}"
+
+
+def _door(url: str, index: int, timeout_s: float) -> Callable[[], stores.Meeting]:
+    """Return what opens the meeting place that a URL names, for the rank of this index."""
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        if parts.netloc or not parts.path.startswith("/"):
+            raise RequestError(f"--init-method {url}: the path starts at the root, with three slashes: file:///PATH.")
+        path = Path(unquote(parts.path))
+        return lambda: stores.open_file(path)
+    if parts.scheme == "tcp":
+        host, port = _host_and_port(url)
+        opens = stores.serve if index == 0 else stores.connect
+        return lambda: opens(host, port, timeout_s)
+    raise RequestError(f"--init-method {url} names no meeting place that is known; {_EXAMPLES}.")
+
+
+def _host_and_port(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port or parts.path.strip("/") or parts.query:
+        raise RequestError(
+            f"--init-method {url}: give an address and a port from 1 to 65535, such as tcp://10.0.0.1:29500."
+        )
+    return host, port

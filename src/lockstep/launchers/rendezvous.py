@@ -1,0 +1,348 @@
+"""The roll call: every rank says who it is, and knows all the others, before a process group is formed.
+
+1. Each process *claims* its rank in the store: host, process, world size, GPUs, and a nonce of its own. A claim can
+   be made once, so two processes with one rank find out about each other.
+2. Once all claims are there, each rank *confirms* by writing a digest of all nonces. Only processes that live now
+   can confirm the nonces of now: a store that a killed run left behind never passes for a world.
+3. The process group then uses keys under that digest, which no other world shares.
+
+A process that finds a fault writes it under the nonce of each rank that it knows of, so that they all fail with one
+sentence, and none waits for its time-out. A process that leaves takes its claim back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import psutil
+
+from ..errors import RequestError
+from ..topology import Topology
+from .stores import Meeting
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+ANYWHERE = "192.0.2.1"
+"""An address that belongs to nobody (RFC 5737): the route to it is the route to the world at large."""
+_LOOK_S = 0.05
+_LIVENESS_S = 1.0  # between looks at whether the processes that we can see are alive
+_HEAR_S = 5.0  # for a process on another host to answer that it lives
+_LEAVE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a process says of itself at the roll call."""
+
+    rank: int
+    size: int
+    accelerator: str
+    gpus: tuple[str, ...] = ()
+    """Identities of the GPUs that the process may take, by local rank; a single one is taken by whoever names it."""
+    address: str = ""
+    """An address of this host that other hosts can reach."""
+    host: str = field(default_factory=socket.gethostname)
+    network: str = field(default_factory=lambda: _namespace("net"))
+    processes: str = field(default_factory=lambda: _namespace("pid"))
+    boot: str = field(default_factory=lambda: _boot())
+    pid: int = field(default_factory=os.getpid)
+    started: float = field(default_factory=lambda: psutil.Process().create_time())
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def who(self) -> str:
+        """The process in words."""
+        return f"process {self.pid} on {self.host}"
+
+    @property
+    def node(self) -> tuple[str, str, str]:
+        """What ranks share that reach one another without leaving the host."""
+        return self.host, self.boot, self.network
+
+    def is_dead(self) -> bool | None:
+        """Return whether the process has ended; None where that cannot be seen from here."""
+        if (self.boot, self.processes) != (_boot(), _namespace("pid")):
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            # Ticks since the boot, turned into a time of day: another reader may round it differently.
+            return bool(process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - self.started) > 2)
+        except psutil.NoSuchProcess:
+            return True
+
+    def to_json(self) -> str:
+        """Return the claim as `from_json` reads it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Claim:
+        """Return the claim in `text`."""
+        values = json.loads(text)
+        return cls(**{**values, "gpus": tuple(values["gpus"])})
+
+
+class RollCall:
+    """One process's part in the roll call over an open store."""
+
+    def __init__(self, meeting: Meeting, claim: Claim) -> None:
+        self._meeting = meeting
+        self._store = meeting.store
+        self._mine = claim
+        self._claimed = False
+
+    def take(self, timeout_s: float) -> tuple[Claim, ...]:
+        """Return the claims of all ranks, in their order, once all have confirmed them (*collective*).
+
+        Raises `RequestError`, on every rank that can know, if a rank is missing after `timeout_s` seconds, claimed
+        twice, or dead, or if ranks were started with different world sizes, accelerators, or the same GPU.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._claim()
+            claims = self._wait(deadline, timeout_s)
+            _check_together(claims)
+            return claims
+        except RequestError as error:
+            self._spread(str(error))
+            self.leave(clean=False)
+            if self._meeting.hosted:
+                _until(lambda: not self._claims(), _HEAR_S)  # the others hear of it before their store goes
+            raise
+        except RuntimeError as error:  # the store's own: its server has gone
+            raise RequestError(
+                f"{self._meeting.where}: the store went away during the roll call ({_brief(error)}); "
+                "rank 0, or the agent that serves it, has ended: its own message tells why."
+            ) from error
+
+    def group_store(self, claims: Sequence[Claim]) -> Store:
+        """Return the store for the process group of these claims, apart from any other world's keys."""
+        from torch._C._distributed_c10d import PrefixStore
+
+        return PrefixStore(f"world/{_digest(claims)}", self._store)
+
+    def leave(self, *, clean: bool) -> None:
+        """Take this rank's claim back; the last one to leave removes a file.
+
+        After a clean end, whoever serves the store stays until all have left, and those who met at a file until it
+        is gone, so that the next run may follow at the same place. After a failure nobody waits.
+        """
+        with contextlib.suppress(RuntimeError, OSError):
+            if not self._claimed:
+                return
+            self._claimed = False
+            # Emptied, not deleted: torch's stores wait for a key that is not there.
+            self._store.set(f"claim/{self._mine.rank}", "")
+            file = self._meeting.file
+            if file and not self._claims():
+                file.unlink(missing_ok=True)
+            elif file and clean:
+                _until(lambda: not file.exists(), _LEAVE_S)
+            elif self._meeting.hosted and clean:
+                _until(lambda: not self._claims(), _LEAVE_S)
+
+    def _claim(self) -> None:
+        mine, where = self._mine, self._meeting.where
+        first = Claim.from_json(self._store.compare_set("size", "", mine.to_json()))
+        if first.size != mine.size:
+            self._refuse(
+                first,
+                f"{where}: the ranks disagree on the world size: rank {first.rank} ({first.who}) says {first.size}, "
+                f"rank {mine.rank} ({mine.who}) says {mine.size}; give every rank the same --world-size.",
+            )
+        holder = Claim.from_json(self._store.compare_set(f"claim/{mine.rank}", "", mine.to_json()))
+        if holder.nonce != mine.nonce:
+            self._refuse(
+                holder,
+                f"{where}: rank {mine.rank} is claimed twice, by {holder.who} and by {mine.who}; "
+                "give each process its own --rank, and each run its own meeting place.",
+            )
+        self._claimed = True
+
+    def _refuse(self, holder: Claim, sentence: str) -> NoReturn:
+        """Raise: `holder` lives, and contradicts this process as `sentence` says; or it is left from a dead run."""
+        self._store.set(f"fault/{holder.nonce}", sentence)
+        dead = holder.is_dead()
+        if dead is None:  # on another host: see whether it hears
+            dead = not _until(lambda: self._store.check([f"heard/{holder.nonce}"]), _HEAR_S)
+        raise RequestError(self._remains(holder) if dead else sentence)
+
+    def _remains(self, holder: Claim) -> str:
+        remedy = f"remove {self._meeting.file}" if self._meeting.file else "start all ranks anew, or on another port"
+        return (
+            f"{self._meeting.where} is left over from another run: {holder.who} was its rank {holder.rank} of "
+            f"{holder.size} and is no more, or does not answer; if that run has ended, {remedy} and start again."
+        )
+
+    def _wait(self, deadline: float, timeout_s: float) -> tuple[Claim, ...]:
+        size = self._mine.size
+        present = [f"claim/{rank}" for rank in range(size)]
+        confirmed: list[str] = []
+        claims: tuple[Claim, ...] = ()
+        next_look = time.monotonic()
+        while True:
+            self._heed()
+            if not confirmed and self._store.check(present):
+                claims = self._claims()
+                if len(claims) == size:
+                    confirmed = [f"ready/{_digest(claims)}/{rank}" for rank in range(size)]
+                    self._store.set(confirmed[self._mine.rank], self._mine.nonce)
+            if confirmed and self._store.check(confirmed):
+                return claims
+            if time.monotonic() >= next_look:
+                self._look_for_dead()
+                next_look = time.monotonic() + _LIVENESS_S
+            if time.monotonic() >= deadline:
+                raise RequestError(self._absent(confirmed, timeout_s))
+            time.sleep(_LOOK_S)
+
+    def _heed(self) -> None:
+        """Raise the fault that another rank has told this one."""
+        fault = f"fault/{self._mine.nonce}"
+        if self._store.check([fault]):
+            self._store.set(f"heard/{self._mine.nonce}", "")
+            raise RequestError(self._store.get(fault).decode())
+
+    def _look_for_dead(self) -> None:
+        for claim in self._claims():
+            if claim.is_dead():
+                raise RequestError(self._remains(claim))
+
+    def _absent(self, confirmed: Sequence[str], timeout_s: float) -> str:
+        size = self._mine.size
+        here = {claim.rank for claim in self._claims()}
+        if confirmed:
+            silent = [rank for rank, key in enumerate(confirmed) if not self._store.check([key])]
+            came, verb = size - len(silent), "confirmed the roll call"
+        else:
+            silent = [rank for rank in range(size) if rank not in here]
+            came, verb = len(here), "came"
+        names = ", ".join(map(str, silent[:16])) + (" …" if len(silent) > 16 else "")
+        remedy = f", or remove {self._meeting.file} if an earlier run has left it" if self._meeting.file else ""
+        return (
+            f"{self._meeting.where}: {came} of {size} ranks {verb} within --timeout {timeout_s:g} s; missing: "
+            f"rank {names}; start every rank, raise --timeout{remedy}."
+        )
+
+    def _spread(self, sentence: str) -> None:
+        """Tell every rank that has come."""
+        with contextlib.suppress(RuntimeError):
+            for claim in self._claims():
+                if claim.nonce != self._mine.nonce:
+                    self._store.set(f"fault/{claim.nonce}", sentence)
+
+    def _claims(self) -> tuple[Claim, ...]:
+        keys = [f"claim/{rank}" for rank in range(self._mine.size)]
+        texts = [self._store.get(key) for key in keys if self._store.check([key])]
+        return tuple(Claim.from_json(text) for text in texts if text)
+
+
+def place(claims: Sequence[Claim], mine: Claim, *, address: str = "", port: int = 0) -> Topology:
+    """Return this rank's topology, with nodes and local ranks from the hosts that the claims name."""
+    nodes = list(dict.fromkeys(claim.node for claim in claims))
+    here = [claim.rank for claim in claims if claim.node == mine.node]
+    return Topology(
+        rank=mine.rank,
+        size=mine.size,
+        local_rank=here.index(mine.rank),
+        local_size=len(here),
+        node=nodes.index(mine.node),
+        nodes=len(nodes),
+        address=address,
+        port=port,
+    )
+
+
+def interface(claims: Sequence[Claim], mine: Claim) -> str | None:
+    """Return the network interface for this rank's traffic: loopback if no rank is on another host."""
+    elsewhere = [claim.address for claim in claims if claim.node != mine.node]
+    if not elsewhere:
+        return "lo0" if sys.platform == "darwin" else "lo"
+    own = local_address(elsewhere[0]) if elsewhere[0] else ""
+    for name, addresses in psutil.net_if_addrs().items():
+        if own and any(address.address == own for address in addresses):
+            return str(name)
+    return None
+
+
+def local_address(towards: str) -> str:
+    """Return this host's address on the route to another, empty if there is no route; nothing is sent."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def _check_together(claims: Sequence[Claim]) -> None:
+    """Raise if ranks that are each right by themselves cannot be one world."""
+    kinds = {claim.accelerator: claim for claim in claims}
+    if len(kinds) > 1:
+        words = " and ".join(f"{kind} (rank {claim.rank}, {claim.who})" for kind, claim in sorted(kinds.items()))
+        raise RequestError(f"The ranks compute on different accelerators, {words}; give --accelerator on every rank.")
+    users: dict[tuple[str, str], Claim] = {}
+    seen: Counter[tuple[str, str, str]] = Counter()
+    for claim in claims:
+        local_rank = seen[claim.node]
+        seen[claim.node] += 1
+        if not claim.gpus:
+            continue
+        if len(claim.gpus) > 1 and local_rank >= len(claim.gpus):
+            raise RequestError(
+                f"Rank {claim.rank} ({claim.who}) is number {local_rank} of its node, which shows "
+                f"{len(claim.gpus)} GPUs; start at most as many ranks on a node as it has GPUs."
+            )
+        gpu = claim.gpus[0] if len(claim.gpus) == 1 else claim.gpus[local_rank]
+        other = users.setdefault((claim.boot, gpu), claim)
+        if other is not claim:
+            raise RequestError(
+                f"Ranks {other.rank} and {claim.rank} on {claim.host} would share one GPU ({gpu}); "
+                "give each its own with --gpus, or start fewer ranks on this node."
+            )
+
+
+def _digest(claims: Sequence[Claim]) -> str:
+    return hashlib.sha256("".join(claim.nonce for claim in claims).encode()).hexdigest()[:16]
+
+
+def _until(holds: Callable[[], bool], limit_s: float) -> bool:
+    """Return True as soon as `holds()`, False if it does not within `limit_s` seconds."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _brief(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+
+
+def _namespace(kind: str) -> str:
+    """Return the identity of this process's network or process namespace; empty where there is no such thing."""
+    try:
+        return str(Path(f"/proc/self/ns/{kind}").readlink())
+    except OSError:
+        return ""
+
+
+def _boot() -> str:
+    """Return what tells this start of this machine from every other."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return f"{socket.gethostname()}-{psutil.boot_time():.0f}"
