@@ -176,7 +176,7 @@ def _digest(path: Path) -> str:
 
 
 def _render(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def _free_name(folder: Path, step: int) -> Path:
@@ -240,7 +240,8 @@ def find(path: Path) -> Path | None:
 
     `path` is a run's folder, its `checkpoints`, or one checkpoint. Whether that one is whole is for `load` to say.
     """
-    if _is_checkpoint(path):
+    points_nowhere = path.is_symlink() and not path.exists()
+    if points_nowhere or _is_checkpoint(path):
         return path
     for folder in (path / "checkpoints", path):
         if (folder / "last").is_symlink() or (folder / "last").is_dir():

@@ -93,7 +93,13 @@ def test_every_dtype_comes_back_with_the_same_bits(tmp_path: Path, dtype: torch.
 
 
 def test_meta_comes_back(tmp_path: Path) -> None:
-    meta = {"step": 7, "best": -float("inf"), "config": {"lr": 0.1 + 0.2, "text": "é"}, "rng": "AAEC", "none": None}
+    meta = {
+        "step": 7,
+        "best": -float("inf"),
+        "config": {"lr": 0.1 + 0.2, "text": "é\udc80"},
+        "rng": "AAEC",
+        "none": None,
+    }
     saver = Ear().open(tmp_path)
     saver.save(State({}, meta), step=7, best=False)
     saver.close()
@@ -379,6 +385,8 @@ def test_a_link_to_nothing_offers_what_is_there(tmp_path: Path) -> None:
     shutil.rmtree(folder / "step-00000002")
     with pytest.raises(RequestError, match=r"points to step-00000002, which is not there; the last good one is .*0001"):
         load(tmp_path)
+    with pytest.raises(RequestError, match="the last good one is"):
+        load(folder / "last")
 
 
 def test_a_newer_format_is_refused_by_its_version(tmp_path: Path) -> None:

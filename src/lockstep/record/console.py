@@ -135,7 +135,7 @@ class Terminal:
         if self._bar is None:
             parts = _parts(fields)
             parts.insert(0, f"{epoch}  step {fields['step']:,}")
-            parts.insert(-2 if fields.get("eta_s") is not None else -1, f"lr {fields['lr']:.4g}")
+            parts.append(f"lr {fields['lr']:.4g}")
             self._print(Text("  ".join(parts)))
         else:
             total = self._bar.tasks[0].total or 0
@@ -184,7 +184,7 @@ def _parts(fields: dict[str, Any]) -> list[str]:
     if fields.get("top1") is not None:
         parts.append(f"train {fields['top1']:.1%}")
     parts.append(f"{fields['images_per_s']:,.0f} images/s")
-    if fields.get("eta_s") is not None:
+    if fields.get("eta_s"):  # nothing at the last step
         parts.append(f"{_duration(fields['eta_s'])} left")
     return parts
 

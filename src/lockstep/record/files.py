@@ -59,4 +59,5 @@ def legal(value: Any) -> Any:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` to `path` as indented JSON, atomically; numbers that JSON lacks follow the rule of `legal`."""
     text = json.dumps(legal(value), indent=2, ensure_ascii=False, allow_nan=False, default=str)
-    write_whole(path, (text + "\n").encode())
+    # A file name that is not UTF-8 comes as lone surrogates, which are escaped as JSON does it.
+    write_whole(path, (text + "\n").encode(errors="backslashreplace"))
