@@ -16,7 +16,7 @@ from lockstep.world import World
 
 from .pool import RankPool
 
-_FLOOR = 1e-6
+_FLOOR = 1e-3
 Weights = dict[str, npt.NDArray[Any]]
 Curve = tuple[dict[int, float], Weights]
 
@@ -53,7 +53,8 @@ def curve(pool: RankPool, folder: Path, ranks: int, **values: Any) -> Curve:
 def apart(ours: Curve, theirs: Curve) -> float:
     """Return the largest relative difference of losses and weights, each against its tensor's largest value.
 
-    Tensors that mathematics makes zero hold rounding noise, about 1e-17, which differs freely; hence the floor.
+    Tensors that mathematics makes zero hold rounding noise, which differs freely; below the floor, differences count
+    as absolute ones of 1e-12.
     """
     assert ours[0].keys() == theirs[0].keys()
     assert ours[1].keys() == theirs[1].keys()

@@ -62,6 +62,17 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             value.copy_(tensors[name])
 
 
+def _laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return `tensor` in the parameter's memory order, where it has its shape.
+
+    torch's fused optimizers on a CPU walk through the memory of both side by side: state of another order, such as
+    contiguous beside channels_last, is silently given to the wrong weights.
+    """
+    if tensor.shape != parameter.shape:
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def _few(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -87,10 +98,11 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
 
 def load_optimizer(model: nn.Module, optimizers: Iterable[Optimizer], state: State) -> None:
     """Give the optimizers the state that `optimizer_state` returned, on each parameter's own device."""
+    parameters = dict(model.named_parameters())
     entries: dict[str, dict[str, Any]] = {}
     for path, tensor in state.part("optimizer").items():
         name, key = path.rsplit("/", 1)
-        entries.setdefault(name, {})[key] = tensor
+        entries.setdefault(name, {})[key] = _laid_out_as(parameters[name], tensor)
     for path, number in state.meta.get("optimizer", {}).items():
         name, key = path.rsplit("/", 1)
         entries.setdefault(name, {})[key] = number
