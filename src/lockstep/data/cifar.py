@@ -137,7 +137,8 @@ def read_batch(path: Path, md5: str, label_key: str) -> tuple[Array, Array]:
             labels.append(argument)
         if 0 < len(images) == len(labels):
             break  # what follows is the files' names, two thirds of the opcodes
-    assert len(images) == len(labels) > 0, (path, len(images), len(labels))
+    if not 0 < len(images) == len(labels):
+        raise RequestError(f"{path} holds {len(images)} images and {len(labels)} labels, which no CIFAR file does.")
     planes = images.reshape(-1, 3, SIDE, SIDE)
     return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), np.array(labels, np.uint8)
 

@@ -128,7 +128,7 @@ class Streamed:
                 answer = next(batches)
             except StopIteration:
                 return
-            except RuntimeError as error:
+            except (RuntimeError, OSError, EOFError) as error:  # by when it died: noticed, or in the midst of sending
                 raise RunError(
                     f"A data worker process died ({str(error).splitlines()[0]}); "
                     "if the host ran out of memory, use fewer --workers.",

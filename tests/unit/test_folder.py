@@ -1,0 +1,267 @@
+"""Image folders: torchvision's crops, one sentence for each damage, and no worker left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from lockstep.config import DataConfig
+from lockstep.data import counter, folder, tree
+from lockstep.data.sets import build
+from lockstep.data.source import Splits
+from lockstep.errors import RequestError, RunError
+from lockstep.world import World
+
+from .real_data import photographs
+
+
+def made(root: Path, **options) -> Splits:
+    options = {"image_size": 64, "workers": 0} | options
+    config = DataConfig(name="imagefolder", dir=root, **options)
+    return build(config, seed=0, world=World.alone(), dtype=torch.float32, channels_last=True)
+
+
+def fetch(source, *shares, epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    batches = list(source.stream([np.array(share, np.int64) for share in shares], epoch=epoch))
+    assert all(x.is_contiguous(memory_format=torch.channels_last) for x, _ in batches)
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder of 3 + 3 training and 2 + 2 held-out photographs that a test may damage."""
+    for split, count in (("train", 3), ("val", 2)):
+        for name in ("ants", "bees"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for path in sorted((photographs() / split / name).iterdir())[:count]:
+                shutil.copyfile(path, tmp_path / split / name / path.name)
+    return tmp_path
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+# --- the same images
+
+
+def test_classes_and_files_are_numbered_by_name() -> None:
+    splits = made(photographs())
+    assert (len(splits.train), len(splits.test), splits.train.classes) == (120, 80, 2)
+    assert splits.train.shape == (3, 64, 64)
+    assert fetch(splits.test, range(0, 80, 8))[1].tolist() == [0] * 5 + [1] * 5
+    arrays = tree.scan(DataConfig(name="imagefolder", dir=photographs()))
+    listed = tree.table(arrays, DataConfig(name="imagefolder", dir=photographs()), "test")
+    expected = [path for name in ("ants", "bees") for path in sorted((photographs() / "val" / name).iterdir())]
+    assert [listed.path(index) for index in range(80)] == expected
+
+
+@pytest.mark.parametrize("size", [64, 224])
+def test_held_out_images_are_torchvisions(size: int) -> None:
+    transform = v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
+    for path in sorted((photographs() / "val" / "bees").iterdir())[:6]:
+        image = folder.decode(path)
+        for shaped in (image, image.rotate(90, expand=True)):
+            assert np.array_equal(np.asarray(folder.centre(shaped, size)), np.asarray(transform(shaped)))
+
+
+def test_training_images_are_torchvisions_crops() -> None:
+    image = folder.decode(next((photographs() / "train" / "ants").iterdir()))
+    mirrored = 0
+    for seed in range(12):
+        random = counter.bits(counter.keys(23, seed), np.arange(1))[:, 0]
+        left, top, right, bottom = folder.crop_box(image.width, image.height, random)
+        expected = v2.functional.resized_crop(image, top, left, bottom - top, right - left, [64, 64])
+        found = np.asarray(folder.vary(image, 64, random))
+        flipped = np.asarray(v2.functional.horizontal_flip(expected))
+        assert np.array_equal(found, np.asarray(expected)) or np.array_equal(found, flipped)
+        mirrored += np.array_equal(found, flipped)
+    assert 1 <= mirrored <= 11
+
+
+def test_crop_boxes_are_distributed_as_torchvisions() -> None:
+    from torchvision.transforms import RandomResizedCrop
+
+    torch.manual_seed(0)
+    random = counter.bits(counter.keys(23, 0), np.arange(4000))
+    ours, theirs = [], []
+    blank = torch.empty(3, 300, 500)
+    for index in range(4000):
+        left, top, right, bottom = folder.crop_box(500, 300, random[:, index])
+        assert 0 <= left < right <= 500
+        assert 0 <= top < bottom <= 300
+        ours.append((left, top, right - left, bottom - top))
+        top, left, height, width = RandomResizedCrop.get_params(blank, [0.08, 1.0], [3 / 4, 4 / 3])
+        theirs.append((left, top, width, height))
+    a, b = np.array(ours, float), np.array(theirs, float)
+    error = ((a.var(0) + b.var(0)) / 4000) ** 0.5
+    assert (np.abs(a.mean(0) - b.mean(0)) < 4.5 * error).all()
+    assert (np.abs(a.std(0) / b.std(0) - 1) < 0.06).all()
+
+
+@pytest.mark.parametrize(("width", "height"), [(10, 1000), (1000, 10)])
+def test_where_no_crop_fits_the_centre_is_taken(width: int, height: int) -> None:
+    random = counter.bits(counter.keys(23, 0), np.arange(50))
+    boxes = {folder.crop_box(width, height, random[:, index]) for index in range(50)}
+    short = 10 if width < height else 13
+    long = 13
+    expected = (0, (1000 - long) // 2, 10, (1000 - long) // 2 + long)
+    if width > height:
+        expected = ((1000 - short) // 2, 0, (1000 - short) // 2 + short, 10)
+    assert expected in boxes
+
+
+@pytest.mark.parametrize("augment", [(), ("cutout",)], ids=["plain", "cutout"])
+def test_a_sample_does_not_depend_on_its_batch_or_worker(augment: tuple[str, ...]) -> None:
+    here, workers = made(photographs(), augment=augment), made(photographs(), workers=2, augment=augment)
+    x, y = fetch(here.train, [7, 100, 3, 64, 7], epoch=4)
+    fetch(workers.train, [1, 2], [3], epoch=0)
+    again, labels = fetch(workers.train, [7, 100], [], [3], [64, 7], epoch=4)
+    assert torch.equal(x, again)
+    assert torch.equal(y, labels)
+    assert torch.equal(x[0], x[4])
+    assert not torch.equal(fetch(here.train, [7], epoch=5)[0], x[:1])
+    assert torch.equal(fetch(here.test, [7], epoch=5)[0], fetch(workers.test, [7], epoch=6)[0])
+    workers.close()
+
+
+def test_cutout_comes_after_normalisation() -> None:
+    x, _ = fetch(made(photographs(), augment=("cutout",)).train, range(4))
+    plain, _ = fetch(made(photographs()).train, range(4))
+    changed = x != plain
+    assert changed.flatten(1).any(1).all()
+    assert (x[changed] == 0).all()
+
+
+def test_reading_draws_nothing_from_torchs_generator() -> None:
+    splits = made(photographs(), workers=1)
+    before = torch.get_rng_state()
+    fetch(splits.train, [0])
+    fetch(splits.test, [0])
+    assert torch.equal(torch.get_rng_state(), before)
+    splits.close()
+
+
+# --- damage
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_image_is_named(small: Path, workers: int) -> None:
+    path = sorted((small / "train" / "bees").iterdir())[1]
+    truncate(path)
+    splits = made(small, workers=workers)
+    with pytest.raises(RequestError, match="--skip-corrupt") as caught:
+        fetch(splits.train, [0, 1], [2, 4])
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    splits.close()
+
+
+def test_damaged_images_are_left_out_and_counted_where_asked(small: Path) -> None:
+    bees = sorted((small / "train" / "bees").iterdir())
+    truncate(bees[1])
+    (small / "val" / "ants" / "note.jpg").write_text("not an image")
+    splits = made(small, skip_corrupt=True)
+    assert splits.train.skipped == (str(bees[1]),)
+    assert splits.test.skipped == (str(small / "val" / "ants" / "note.jpg"),)
+    assert (len(splits.train), len(splits.test)) == (5, 4)
+    x, y = fetch(splits.train, range(5))
+    assert y.tolist() == [0, 0, 0, 1, 1]
+    whole = made(small)
+    assert torch.equal(x[:3], fetch(whole.train, range(3))[0])
+
+
+def test_an_empty_class_is_refused(small: Path) -> None:
+    (small / "train" / "wasps").mkdir()
+    (small / "train" / "wasps" / "readme.txt").write_text("soon")
+    with pytest.raises(RequestError, match=r"train/wasps holds no images"):
+        made(small)
+
+
+def test_other_classes_in_val_are_refused(small: Path) -> None:
+    (small / "val" / "bees").rename(small / "val" / "beees")
+    with pytest.raises(RequestError, match=r"differ: beees, bees \(2 in all\); beees is in val only"):
+        made(small)
+
+
+def test_a_folder_without_train_and_val_is_refused(small: Path) -> None:
+    with pytest.raises(RequestError, match="train is not there"):
+        made(small / "train")
+    shutil.rmtree(small / "val")
+    with pytest.raises(RequestError, match="val is not there"):
+        made(small)
+
+
+def test_hidden_folders_are_no_classes(small: Path) -> None:
+    (small / "train" / ".cache").mkdir()
+    assert made(small).train.classes == 2
+
+
+def test_images_of_any_mode_are_read(small: Path) -> None:
+    for number, mode in enumerate(("L", "CMYK", "RGBA", "P")):
+        Image.new(mode, (30, 20), 1).save(small / "val" / "ants" / f"{number}.{'jpg' if number < 2 else 'png'}")
+    assert fetch(made(small).test, range(8))[0].shape == (8, 3, 64, 64)
+
+
+# --- workers
+
+
+def workers_of_this_process() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_workers_stay_between_epochs_and_end_at_close() -> None:
+    before = set(workers_of_this_process())
+    splits = made(photographs(), workers=2)
+    fetch(splits.train, [0], [1], epoch=0)
+    first = set(workers_of_this_process()) - before
+    fetch(splits.train, [0], [1], epoch=1)
+    fetch(splits.test, [0])
+    assert set(workers_of_this_process()) - before == first
+    assert len(first) == 2
+    unfinished = splits.train.stream([np.array([index]) for index in range(50)], epoch=2)
+    next(unfinished)
+    splits.close()
+    assert set(psutil.Process().children()) <= before
+
+
+def test_an_unfinished_epoch_leaves_nothing_in_the_next() -> None:
+    splits = made(photographs(), workers=2)
+    unfinished = splits.train.stream([np.array([index]) for index in range(50)], epoch=0)
+    next(unfinished)
+    x, y = fetch(splits.train, [110], [5], epoch=1)
+    assert y.tolist() == [1, 0]
+    assert torch.equal(x, fetch(made(photographs()).train, [110, 5], epoch=1)[0])
+    splits.close()
+
+
+def test_workers_leave_interrupts_to_the_rank_and_a_dead_one_is_one_sentence() -> None:
+    before = set(workers_of_this_process())
+    splits = made(photographs(), workers=2, image_size=224)
+    stream = splits.train.stream([np.arange(index, index + 4) for index in range(100)], epoch=0)
+    next(stream)
+    workers = sorted(set(workers_of_this_process()) - before, key=lambda process: process.pid)
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGINT)
+    for _ in range(10):
+        next(stream)
+
+    def go_on() -> None:
+        os.kill(workers[0].pid, signal.SIGKILL)
+        list(stream)
+
+    # torch notices by SIGCHLD too, and then raises in whatever the rank is doing: a RuntimeError, outside the stream.
+    with pytest.raises((RunError, RuntimeError), match=r"[wW]orker .*(died|killed)") as caught:
+        go_on()
+    assert "\n" not in str(caught.value)
+    splits.close()
+    assert set(psutil.Process().children()) <= before
