@@ -31,6 +31,8 @@ def fail(config: RunConfig, world: World) -> None:
     """Fail on rank 1 in the way that the config's data folder names; rank 0 waits for it in a collective."""
     world.barrier()
     if world.rank == 1:
+        assert config.record.output is not None
+        (config.record.output / "failing_since").write_text(str(time.time()))
         _FAILURES[config.data.dir.name]()
     world.sum(torch.ones(1))
     time.sleep(60)

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ParallelConfig, RunConfig
-from ..errors import LockstepError, RequestError
+from ..errors import RequestError
+from ..failures import Failure
 from ..topology import Topology
 from . import rank, stores
 from .base import Entry
+
+_ECHO_WAITS_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -47,22 +50,17 @@ class EnvironmentLauncher:
         """Run the entry as the rank that the environment names; return its value on rank 0, else None."""
         place = read(env)
         topology = place.topology
-        try:
-            with rank.accounted(topology.rank, config):
-                _check_agrees(config.parallel, topology)
-                return rank.run_met(
-                    entry,
-                    config,
-                    env,
-                    lambda: _open(place, config.parallel.timeout),
-                    index=topology.rank,
-                    size=topology.size,
-                    known=topology,
-                )
-        except LockstepError as error:
-            if place.error_file:
-                _leave_word(error, place.error_file)
-            raise
+        with rank.accounted(topology.rank, config, lambda failure: _leave_word(failure, place.error_file)):
+            _check_agrees(config.parallel, topology)
+            return rank.run_met(
+                entry,
+                config,
+                env,
+                lambda: _open(place, config.parallel.timeout),
+                index=topology.rank,
+                size=topology.size,
+                known=topology,
+            )
 
 
 def read(env: Mapping[str, str]) -> Place:
@@ -163,10 +161,12 @@ def _open(place: Place, timeout_s: float) -> stores.Meeting:
     return opens(topology.address, topology.port, timeout_s)
 
 
-def _leave_word(error: LockstepError, path: Path) -> None:
+def _leave_word(failure: Failure, path: Path | None) -> None:
     """Write the reason where torchrun looks for it, as torch's `record` decorator would."""
-    word = {
-        "message": str(error),
-        "extraInfo": {"py_callstack": getattr(error, "trace", ""), "timestamp": str(int(time.time()))},
-    }
-    path.write_text(json.dumps({"message": word}), encoding="utf-8")
+    if path is None:
+        return
+    if failure.is_echo:
+        # torchrun takes the earliest report, in whole seconds, for the root cause, and then ends the other ranks.
+        time.sleep(_ECHO_WAITS_S)
+    about = {"py_callstack": failure.trace, "timestamp": str(int(time.time()))}
+    path.write_text(json.dumps({"message": {"message": failure.sentence, "extraInfo": about}}), encoding="utf-8")

@@ -136,12 +136,18 @@ def account(error: BaseException, rank: int, config: RunConfig) -> failures.Fail
 
 
 @contextlib.contextmanager
-def accounted(rank: int, config: RunConfig) -> Iterator[None]:
-    """Turn what the block raises into one sentence of this rank, for launchers that run the entry right here."""
+def accounted(
+    rank: int, config: RunConfig, tell: Callable[[failures.Failure], None] = lambda failure: None
+) -> Iterator[None]:
+    """Turn what the block raises into one sentence of this rank, for launchers that run the entry right here.
+
+    `tell` hears of the failure before it is raised.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:
         failure = account(error, rank, config)
+        tell(failure)
         if isinstance(error, LockstepError):
             raise
         raise failure.error() from error

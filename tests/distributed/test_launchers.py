@@ -1,0 +1,325 @@
+"""Launchers with real processes: who meets, who fails, who is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep.config import RunConfig, override
+from lockstep.errors import LockstepError, ProofError, RequestError, RunError
+from lockstep.launchers import stores
+from lockstep.launchers.rendezvous import Claim, RollCall
+from lockstep.launchers.table import launch
+
+from . import entries
+
+ROOT = Path(__file__).parents[2]
+STARTED_S = 60.0  # torch may take long to import on a busy machine
+
+
+def _config(**values: Any) -> RunConfig:
+    return override(RunConfig(), accelerator="cpu", **values)
+
+
+def _start(entry: str, *, through: Sequence[str] = (), **values: Any) -> subprocess.Popen[str]:
+    options = json.dumps({"accelerator": "cpu", **values})
+    return subprocess.Popen(
+        [sys.executable, *through, "-m", "tests.distributed.run_entry", entry, options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=STARTED_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def _until(holds: Callable[[], bool], limit_s: float) -> float:
+    """Return the seconds until `holds()`; fail if it does not within the limit."""
+    start = time.monotonic()
+    while not holds():
+        assert time.monotonic() - start < limit_s, f"not within {limit_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+# ---- spawn
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_spawned_ranks_form_one_world(size: int) -> None:
+    told = launch(entries.total, _config(devices=size, seed=7), {})
+    assert told is not None
+    assert told["sum"] == [size, sum(range(size))]
+    assert [rank[:3] for rank in told["ranks"]] == [[rank, rank, size] for rank in range(size)]
+    assert len({os.getpid(), *(rank[3] for rank in told["ranks"])}) == size + 1
+    assert told["threads"] == [max(1, len(os.sched_getaffinity(0)) // size)] * size
+    assert told["interface"] == "lo"
+    assert told["seed"] == 7
+    assert not any(psutil.pid_exists(rank[3]) for rank in told["ranks"])
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "words"),
+    [
+        ("raise", RunError, r"^Rank 1 failed at .*entries\.py:\d+: ValueError: labels reach 10$"),
+        ("exit", RunError, r"^Rank 1 failed at .*entries\.py:\d+: it called sys\.exit\(3\)"),
+        ("vanish", RunError, r"^Rank 1 exited with code 7 before it was done"),
+        ("killed", RunError, r"^Rank 1 was killed by SIGKILL"),
+        ("refuse", RequestError, r"^The data set has no image\.$"),
+        ("disprove", ProofError, r"^Rank 1 differs in fc\.weight\.$"),
+    ],
+)
+def test_the_first_failing_rank_is_named_and_nobody_is_left(
+    way: str, kind: type[LockstepError], words: str, tmp_path: Path
+) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(kind, match=words) as caught:
+        launch(entries.fail, _config(devices=2, data_dir=way, output=tmp_path), {})
+    failed_after_s = time.time() - float((tmp_path / "failing_since").read_text())
+    assert failed_after_s < 5 + 2  # two seconds for what the clock of a busy machine adds
+    ranks = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    assert not [child for child in ranks if "resource_tracker" not in " ".join(child.cmdline())]
+    if way == "raise":
+        assert isinstance(caught.value, RunError)
+        assert 'raise ValueError("labels reach 10")' in caught.value.trace
+        assert "labels reach 10" in (tmp_path / "failures" / "rank_1.txt").read_text()
+
+
+def _noted(folder: Path, size: int) -> list[psutil.Process]:
+    """Return the processes of the ranks, and of their data workers, once all have said that they run."""
+    notes = [folder / f"rank_{rank}" for rank in range(size)]
+    _until(lambda: all(note.exists() and note.read_text() for note in notes), STARTED_S)
+    ranks = [psutil.Process(int(note.read_text())) for note in notes]
+    return [process for rank in ranks for process in (rank, *rank.children(recursive=True))]
+
+
+def _gone(processes: Sequence[psutil.Process]) -> bool:
+    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+def test_a_stop_reaches_every_rank_and_comes_back_as_one(tmp_path: Path) -> None:
+    command = _start("stoppable", devices=2, data_dir=str(tmp_path))
+    ranks = _noted(tmp_path, 2)
+    assert {os.getsid(rank.pid) for rank in ranks}.isdisjoint({os.getsid(command.pid)})
+    command.send_signal(signal.SIGINT)
+    code, _, err = _end(command)
+    assert (code, err.strip()) == (75, "Stopped: Stopped after step 3; resume with --resume auto.")
+    assert _gone(ranks)
+
+
+def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
+    command = _start("stubborn", devices=2, data_dir=str(tmp_path))
+    processes = _noted(tmp_path, 2)
+    assert len(processes) == 4
+    command.terminate()
+    time.sleep(0.5)
+    assert not _gone(processes)
+    command.terminate()
+    code, _, err = _end(command)
+    assert (code, "second signal" in err) == (1, True), err
+    _until(lambda: _gone(processes), 2)
+
+
+def test_no_orphan_outlives_a_killed_parent(tmp_path: Path) -> None:
+    command = _start("stubborn", devices=2, data_dir=str(tmp_path))
+    processes = _noted(tmp_path, 2)
+    command.kill()
+    command.communicate()
+    _until(lambda: _gone(processes), 10)  # data workers look for their parent every 5 s
+
+
+# ---- environment
+
+
+def test_torchrun_starts_the_same_world() -> None:
+    code, out, err = _end(_start("total", through=["-m", "torch.distributed.run", "--nproc-per-node", "2"]))
+    assert code == 0, err
+    told = json.loads(out)
+    assert told["sum"] == [2, 1]
+    assert told["threads"] == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
+    assert told["interface"] == "lo"
+
+
+def test_torchrun_shows_the_root_cause(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    code, _, err = _end(_start("fail", through=torchrun, data_dir="raise", output=str(tmp_path)))
+    assert code != 0
+    assert "RunError: Rank 1 failed at" in err
+    root_cause = err[err.index("Root Cause") :]
+    assert "labels reach 10" in root_cause
+
+
+# ---- manual
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_ranks_started_by_hand_meet_and_leave_nothing(scheme: str, tmp_path: Path) -> None:
+    meeting = tmp_path / "meeting"
+    url = f"file://{meeting}" if scheme == "file" else f"tcp://127.0.0.1:{_free_port()}"
+    for _ in range(2 if scheme == "file" else 1):  # a second run at the same place follows at once
+        late = _start("total", init_method=url, rank=1, world_size=2)
+        time.sleep(0.5)
+        first = _start("total", init_method=url, rank=0, world_size=2)
+        (code, out, err), (late_code, late_out, late_err) = _end(first), _end(late)
+        assert (code, late_code) == (0, 0), err + late_err
+        told = json.loads(out)
+        assert late_out == ""
+        assert told["sum"] == [2, 1]
+        assert [rank[:3] for rank in told["ranks"]] == [[0, 0, 2], [1, 1, 2]]
+        assert told["interface"] == "lo"
+        assert not meeting.exists()
+
+
+def test_a_file_left_by_a_killed_run_is_explained(tmp_path: Path) -> None:
+    meeting, notes = tmp_path / "meeting", tmp_path / "notes"
+    notes.mkdir()
+    url = f"file://{meeting}"
+    killed = [_start("stubborn", init_method=url, rank=r, world_size=2, data_dir=str(notes)) for r in range(2)]
+    processes = _noted(notes, 2)
+    for process in killed:
+        process.kill()
+        process.communicate()
+    for size in (2, 3):
+        with pytest.raises(RequestError, match=f"left over from another run: process .* remove {meeting}"):
+            launch(entries.total, _config(init_method=url, rank=0, world_size=size, timeout=20), {})
+    assert meeting.exists()
+    _until(lambda: _gone(processes), 10)
+    meeting.unlink()
+
+
+def _call(opens: Callable[[], stores.Meeting], claim: Claim, timeout_s: float, answers: list[str]) -> None:
+    try:
+        call = RollCall(opens(), claim)
+        answers.append(f"{len(call.take(timeout_s))} ranks")
+        call.leave(clean=True)
+    except RequestError as error:
+        answers.append(str(error))
+
+
+def _roll_call(
+    opens: Sequence[Callable[[], stores.Meeting]], claims: Sequence[Claim], timeout_s: float = 20
+) -> list[str]:
+    """Hold a roll call among threads; return what each heard."""
+    answers: list[list[str]] = [[] for _ in claims]
+    threads = [
+        threading.Thread(target=_call, args=(door, claim, timeout_s, answer))
+        for door, claim, answer in zip(opens, claims, answers, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join(timeout_s + 20)
+    return [answer[0] for answer in answers]
+
+
+def _claim(rank: int, size: int, **values: Any) -> Claim:
+    return Claim(**{"rank": rank, "size": size, "accelerator": "cpu", **values})
+
+
+def _doors(scheme: str, folder: Path, ranks: Sequence[int]) -> list[Callable[[], stores.Meeting]]:
+    if scheme == "file":
+        return [lambda: stores.open_file(folder / "meeting") for _ in ranks]
+    port = _free_port()
+    return [
+        lambda rank=rank: (stores.connect if rank else stores.serve)("127.0.0.1", port, 20)  # type: ignore[misc]
+        for rank in ranks
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
+    def hear(claims: Sequence[Claim], timeout_s: float = 20) -> list[str]:
+        answers = _roll_call(_doors(scheme, tmp_path, [claim.rank for claim in claims]), claims, timeout_s)
+        assert not (tmp_path / "meeting").exists()
+        return answers
+
+    assert hear([_claim(0, 3), _claim(1, 3), _claim(2, 3)]) == ["3 ranks"] * 3
+    twice = hear([_claim(0, 3), _claim(1, 3, host="ann"), _claim(1, 3, host="bob")])
+    assert len(set(twice)) == 1
+    assert "rank 1 is claimed twice, by process" in twice[0]
+    assert "on ann and by process" in twice[0]
+    assert "on bob" in twice[0]
+    twice = hear([_claim(0, 2), _claim(0, 2)])
+    assert len(set(twice)) == 1
+    assert "rank 0 is claimed twice" in twice[0]
+    sizes = hear([_claim(0, 2), _claim(1, 3)])
+    assert len(set(sizes)) == 1
+    assert "disagree on the world size: rank 0" in sizes[0]
+    missing = hear([_claim(0, 4), _claim(2, 4)], timeout_s=1.5)
+    assert "2 of 4 ranks came within --timeout 1.5 s; missing: rank 1, 3" in missing[0]
+    assert len(set(missing)) == 1
+    kinds = hear([_claim(0, 2), _claim(1, 2, accelerator="cuda", gpus=("g",))])
+    assert [answer.startswith("The ranks compute on different accelerators") for answer in kinds] == [True] * 2
+    shared = hear([_claim(r, 2, accelerator="cuda", gpus=("GPU-1",)) for r in range(2)])
+    assert [answer.startswith("Ranks 0 and 1 on") for answer in shared] == [True] * 2
+
+
+def test_a_dead_world_on_another_host_is_never_joined(tmp_path: Path) -> None:
+    """The claims of a run that was killed elsewhere: nobody can see that process, and it answers nothing."""
+    doors = _doors("file", tmp_path, [0, 1])
+    old = [_claim(rank, 2, host="gone", boot="another") for rank in range(2)]
+    for door, claim in zip(doors, old, strict=True):
+        door().store.compare_set(f"claim/{claim.rank}", "", claim.to_json())
+    start = time.monotonic()
+    assert "left over from another run" in _roll_call(doors[:1], [_claim(0, 2)])[0]
+    doors[0]().store.set("claim/0", "")
+    assert "1 of 2 ranks confirmed" in _roll_call(doors[:1], [_claim(0, 2)], timeout_s=2)[0]
+    assert time.monotonic() - start < 15
+
+
+def test_a_place_where_nobody_can_meet_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("not ours\n")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        taken = silent.getsockname()[1]
+        start = time.monotonic()
+        for door, words in (
+            (lambda: stores.connect("127.0.0.1", _free_port(), 1), "nothing answers there within --timeout 1 s"),
+            (lambda: stores.connect("no-such-host.invalid", 29500, 1), "does not resolve"),
+            (lambda: stores.connect("127.0.0.1", taken, 1), "not the store of a rank 0"),
+            (lambda: stores.serve("127.0.0.1", taken, 1), "another program uses the port"),
+            (lambda: stores.serve("192.0.2.7", 29500, 1), "not one of this machine"),
+            (lambda: stores.serve("no-such-host.invalid", 29500, 1), "does not resolve"),
+            (lambda: stores.open_file(tmp_path / "no" / "folder"), "cannot be opened"),
+            (lambda: stores.open_file(tmp_path), "not a plain file"),
+            (lambda: stores.open_file(tmp_path / "notes.txt"), "not a meeting place"),
+        ):
+            with pytest.raises(RequestError, match=words):
+                door()
+        assert time.monotonic() - start < 25
+    assert (tmp_path / "notes.txt").read_text() == "not ours\n"
+
+
+def test_a_store_listens_on_its_address_alone() -> None:
+    port = _free_port()
+    meeting = stores.serve("127.0.0.1", port, 5)
+    listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
+    assert meeting.hosted
