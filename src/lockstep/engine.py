@@ -8,6 +8,7 @@ to read the metrics, evaluate, save and stop. Whatever talks to other ranks is c
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -269,7 +270,10 @@ def _restore(job: Job, loaded: State, config: RunConfig) -> Progress:
 def _announce(job: Job, progress: Progress, recorder: Recorder) -> None:
     recorder.record(
         "start",
-        lines=[str(job.plan), *_chosen(job)],
+        lines=[str(job.plan), _said(job)],
+        plan=dataclasses.asdict(job.plan),
+        chosen=_chosen(job),
+        output=str(job.config.record.output or ""),
         first_step=progress.step,
         total_steps=job.total_steps,
         steps_per_epoch=job.steps_per_epoch,
@@ -277,8 +281,23 @@ def _announce(job: Job, progress: Progress, recorder: Recorder) -> None:
     )
 
 
-def _chosen(job: Job) -> list[str]:
-    """Return what auto chose, in words."""
+def _chosen(job: Job) -> dict[str, Any]:
+    """Return what each `auto` came to, by option."""
+    parallel = job.config.parallel
+    return {
+        "strategy": job.strategy.name,
+        "launcher": parallel.launcher,
+        "accelerator": job.world.device.type,
+        "devices": job.world.size if parallel.devices is None else parallel.devices,
+        "precision": job.precision.name,
+        "channels-last": job.precision.channels_last,
+        "batchnorm": job.batchnorm,
+        "accumulate": job.plan.accumulation,
+    }
+
+
+def _said(job: Job) -> str:
+    """Return the same in words, for the line that is printed once."""
     said = {
         "sync": "batch statistics of the global micro-batch",
         "local": "batch statistics of each replica: the model depends on how many there are",
@@ -286,10 +305,10 @@ def _chosen(job: Job) -> list[str]:
     }
     world = job.world
     order = "channels_last" if job.precision.channels_last else "contiguous"
-    return [
-        f"strategy {job.strategy.name} on {world.size} × {world.device.type}, "
-        f"precision {job.precision.name}, {order}; {said[job.batchnorm]}"
-    ]
+    return (
+        f"strategy {job.strategy.name}, launcher {job.config.parallel.launcher}, "
+        f"{world.size} × {world.device.type}, precision {job.precision.name}, {order}; {said[job.batchnorm]}"
+    )
 
 
 def _explain(bad: NonFiniteLossError, job: Job) -> RunError:

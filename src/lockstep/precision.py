@@ -48,7 +48,7 @@ class Precision:
         if device.type == "cuda":
             products = "tf32" if name == "tf32" else "ieee"
             torch.backends.cuda.matmul.fp32_precision = products
-            torch.backends.cudnn.conv.fp32_precision = products
+            torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         return cls(
             name=name,

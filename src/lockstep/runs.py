@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from . import failures, resume
+from . import failures, hardware, resume
 from .config import RunConfig, to_toml
 from .engine import train
 from .errors import LockstepError, RequestError
-from .record.base import Nothing
-from .record.files import write_json, write_whole
+from .record.base import Nothing, Recorder
+from .record.files import write_whole
 from .record.table import build as build_recorder
 from .result import RunResult
 from .state import State
@@ -29,16 +29,16 @@ def run(config: RunConfig, world: World) -> RunResult:
     config, state = _open(config, world)
     folder = config.record.output
     assert folder is not None
-    recorder = build_recorder(folder, resume_step=state.meta["step"] if state else 0) if world.is_main else Nothing()
+    recorder: Recorder = Nothing()
+    if world.is_main:
+        facts = dataclasses.asdict(hardware.survey(None))
+        resume_step = state.meta["step"] if state else 0
+        recorder = build_recorder(folder, topology=world.topology, hardware=facts, resume_step=resume_step)
     try:
-        result = train(config, world, recorder, state=state)
+        return train(config, world, recorder, state=state)
     except Exception as error:
-        _account(error, world, folder)
+        _account(error, world, folder, recorder)
         raise
-    else:
-        if world.is_main:
-            write_json(folder / "summary.json", result.as_json())
-        return result
     finally:
         recorder.close()
 
@@ -119,11 +119,10 @@ def _run_of(path: Path) -> Path | None:
     return None
 
 
-def _account(error: Exception, world: World, folder: Path) -> None:
+def _account(error: Exception, world: World, folder: Path, recorder: Recorder) -> None:
     """Leave the failure's whole trace, and a summary that says how the run ended."""
     code = error.exit_code if isinstance(error, LockstepError) else 1
     failure = failures.describe(error, world.rank)
     if code == 1:
         failures.write(failure, folder / "failures")
-    if world.is_main:
-        write_json(folder / "summary.json", {"exit": code, "error": failure.sentence})
+    recorder.record("failed", exit=code, error=failure.sentence)

@@ -3,8 +3,8 @@
 The engine knows one verb, `record(event, **fields)`, and calls it on rank 0; where the events go is decided once,
 by whoever builds the recorder. Fields are plain numbers, strings and lists. The events:
 
-    start       lines (printed once: batch plan, what auto chose, output folder), first_step (how many were done
-                before), total_steps, steps_per_epoch, epochs
+    start       lines (printed once: batch plan, what auto chose), plan, chosen (by option), first_step, total_steps,
+                steps_per_epoch, epochs, output (the run's folder)
     steps       rows: for each optimizer step since the last `steps` a dict of step, epoch, loss, lr, samples, and
                 grad_norm or skipped where there is one
     log         once an interval: step, epoch, loss (mean of the interval), lr, images_per_s, step_s, data_wait_s,

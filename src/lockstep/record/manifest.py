@@ -1,4 +1,4 @@
-"""`manifest.json`: what has to be known to run the same again, written before the first step."""
+"""`manifest.json`: what has to be known to run the same again; `summary.json`: how the run ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ..batching import BatchPlan
 from ..topology import Topology
 from .files import write_json
 
@@ -46,28 +45,35 @@ def git_commit(folder: Path) -> str | None:
     return done.stdout.strip() or None
 
 
-def write(
-    folder: Path,
-    *,
-    topology: Topology,
-    plan: BatchPlan,
-    hardware: Mapping[str, Any],
-    chosen: Mapping[str, Any],
-) -> None:
-    """Write `manifest.json` into the run's `folder`, atomically. Raises OSError.
+class Manifest:
+    """Writes `manifest.json` when the run starts: versions and hardware, and what the `start` event decided."""
 
-    `hardware` are facts about this machine's devices; `chosen` is what each `auto` came to, by option.
-    """
-    write_json(
-        folder / "manifest.json",
-        {
-            "versions": versions(),
-            "platform": platform.platform(),
-            "command": sys.argv,
-            "git_commit": git_commit(Path.cwd()),
-            "hardware": dict(hardware),
-            "topology": asdict(topology),
-            "batch_plan": {**asdict(plan), "text": str(plan)},
-            "chosen": dict(chosen),
-        },
-    )
+    def __init__(self, folder: Path, *, topology: Topology, hardware: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._facts = {"topology": asdict(topology), "hardware": dict(hardware)}
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write the manifest at `start`, atomically; other events are none of its business."""
+        if event == "start":
+            decided = {"batch_plan": fields["plan"], "chosen": fields["chosen"], "first_step": fields["first_step"]}
+            about = {"versions": versions(), "platform": platform.platform(), "command": sys.argv}
+            commit = {"git_commit": git_commit(Path.cwd())}
+            write_json(self._folder / "manifest.json", about | commit | self._facts | decided)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Summary:
+    """Writes `summary.json` when the run ends: the result's fields, or the exit code and the sentence."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write the summary at `finish` or `failed`, atomically."""
+        if event in ("finish", "failed"):
+            write_json(self._folder / "summary.json", fields)
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from ..topology import Topology
 from .base import Recorder, Recorders
 from .console import Terminal
 from .jsonl import JsonLines, rewind
+from .manifest import Manifest, Summary
 from .tensorboard import TensorBoard
 
 
-def build(folder: Path, *, resume_step: int | None = None, console: Recorder | None = None) -> Recorder:
+def build(
+    folder: Path,
+    *,
+    topology: Topology,
+    hardware: Mapping[str, Any],
+    resume_step: int | None = None,
+    console: Recorder | None = None,
+) -> Recorder:
     """Return rank 0's recorder, which writes to the run's `folder` and shows the run to whoever started it.
 
-    `resume_step` is the step after which a resumed run goes on: what was recorded of later ones is cut off. `console`
-    replaces what this process's own terminal or log file would show. Raises OSError where `folder` is not writable.
+    `hardware` are facts about this machine, for the manifest. `resume_step` is the step after which a resumed run
+    goes on: what was recorded of later ones is cut off. `console` replaces what this process's own terminal or log
+    file would show. Raises OSError where `folder` is not writable.
     """
     if resume_step is not None:
         rewind(folder / "steps.jsonl", step=resume_step)
@@ -23,5 +35,7 @@ def build(folder: Path, *, resume_step: int | None = None, console: Recorder | N
             console or Terminal.detect(),
             JsonLines(folder / "steps.jsonl"),
             TensorBoard(folder, resume_step=resume_step),
+            Manifest(folder, topology=topology, hardware=hardware),
+            Summary(folder),
         ]
     )

@@ -24,8 +24,10 @@ from ..world import World
 from .base import Replicated
 
 # torch renamed the argument in 2.15 and warns of the old name.
-_PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
+_NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
+_KEEP_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers": False
+}
 
 
 class DDP(Replicated):
@@ -51,7 +53,7 @@ class DDP(Replicated):
             model,
             device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
             # Synchronised statistics are equal already; local ones follow agree_on_buffers.
-            **{_SYNC_BUFFERS: False},
+            **_KEEP_BUFFERS,
             gradient_as_bucket_view=True,
             find_unused_parameters=self.find_unused,
         )
