@@ -333,9 +333,10 @@ def test_a_bad_sample_of_an_own_set_is_named(workers: int, index: int, kind: typ
         (own("absent"), r"has no 'absent'"),
         (own("SMALL"), r"is a Cifar; give a function"),
         (own("vectors", augment=("crop",)), r"--augment crop varies images of bytes"),
+        (DataConfig(name="fake", image_size=7, augment=("crop",)), r"crop needs images of 8 × 8 pixels or more"),
     ],
     ids=lambda value: value.name.rpartition(":")[2] if isinstance(value, DataConfig) else "",
 )
-def test_an_unusable_own_set_is_refused(config: DataConfig, sentence: str) -> None:
+def test_an_unusable_set_is_refused(config: DataConfig, sentence: str) -> None:
     with pytest.raises(RequestError, match=sentence):
         made(config)

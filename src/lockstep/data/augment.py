@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import RequestError
 from . import counter
 from .source import Indices
 
@@ -72,8 +73,10 @@ class Augment:
 
     def draw(self, keys: counter.UInt64, indices: Indices) -> Draws:
         """Return what samples `indices` (n,) get in the epoch of `keys`, in host memory."""
-        random = counter.bits(keys, indices)
         drawn = np.zeros((_DRAWS, len(indices)), np.int64)
+        if not self.names:
+            return Draws(torch.from_numpy(drawn))
+        random = counter.bits(keys, indices)
         if "crop" in self.names:
             for row, side in enumerate((self.height, self.width)):
                 pad = side // 8
@@ -84,6 +87,14 @@ class Augment:
             drawn[3] = counter.below(self.height, random[3])
             drawn[4] = counter.below(self.width, random[4])
         return Draws(torch.from_numpy(drawn))
+
+    def __post_init__(self) -> None:
+        for name, least in (("crop", 8), ("cutout", 2)):
+            if name in self.names and min(self.height, self.width) < least:
+                raise RequestError(
+                    f"--augment {name} needs images of {least} × {least} pixels or more, and these have "
+                    f"{self.height} × {self.width}; leave it out."
+                )
 
     @property
     def moves(self) -> bool:
@@ -138,8 +149,8 @@ def _inside(centre: Tensor, side: int) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a host tensor on `device`, without making the host wait for the GPU."""
-    if device.type == "cpu":
+    """Return `tensor` on `device`, without making the host wait for the GPU."""
+    if tensor.device.type == device.type:
         return tensor
     # A copy from pageable memory may wait for all work queued on the GPU; one from pinned memory never does.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -175,16 +175,18 @@ def _resident(
 ) -> Source:
     import torch
 
-    from .resident import ResidentImages, ResidentTensors
+    from .resident import ResidentImages, ResidentTensors, belongs_on_device
 
     device = wish.world.device
     samples, labels = tensors[0], tensors[1].to(device, torch.int64)
     if normalise is None:
-        kept = samples.to(device, wish.dtype) if samples.is_floating_point() else samples.to(device)
+        kept = samples.to(wish.dtype) if samples.is_floating_point() else samples
+        kept = kept.to(device) if belongs_on_device(wish, kept.nbytes) else kept
         return ResidentTensors(kept, labels, classes=classes, channels_last=wish.channels_last)
     pixels = samples.permute(0, 2, 3, 1).reshape(-1, samples.shape[1])
+    pixels = torch.cat([pixels, torch.zeros_like(pixels[:1])])
     return ResidentImages(
-        torch.cat([pixels, torch.zeros_like(pixels[:1])]).to(device),
+        pixels.to(device) if belongs_on_device(wish, pixels.nbytes) else pixels,
         labels,
         classes=classes,
         augment=_augment(wish, variations, samples[0]),

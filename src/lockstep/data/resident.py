@@ -70,14 +70,14 @@ def _source(wish: Wish, kind: ImageSet, pixels: Tensor, labels: Tensor, variatio
         images = pixels[:-1].view(-1, kind.height, kind.width, pixels.shape[1]).to(device)
         ready = channels_first(normalise(images), channels_last=wish.channels_last)
         return ResidentTensors(ready, labels, classes=kind.classes, channels_last=wish.channels_last)
-    if _belongs_on_device(wish, pixels.numel()):
+    if belongs_on_device(wish, pixels.nbytes):
         pixels = pixels.to(device)
     return ResidentImages(
         pixels, labels, classes=kind.classes, augment=augment, normalise=normalise, channels_last=wish.channels_last
     )
 
 
-def _belongs_on_device(wish: Wish, size_bytes: int) -> bool:
+def belongs_on_device(wish: Wish, size_bytes: int) -> bool:
     """Return whether the set goes to the accelerator's memory: asked for, or less than a quarter of what is free."""
     mode, device = wish.config.on_device, wish.world.device
     if mode == "off" or device.type != "cuda":
@@ -171,7 +171,10 @@ class ResidentImages:
 
 
 class ResidentTensors:
-    """Samples (N, *shape) that need nothing done to them, on the device with their labels (N,) int64."""
+    """Samples (N, *shape) that need nothing done to them, in host memory or on the device.
+
+    `labels` (N,) int64 lies on the device.
+    """
 
     skipped: tuple[str, ...] = ()
 
@@ -188,9 +191,11 @@ class ResidentTensors:
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Iterator[Batch]:
         """Yield x (n, *shape) and y (n,) for each share; the same in each epoch."""
+        device = self._labels.device
         for share in shares:
-            index = to_device(torch.from_numpy(share), self._labels.device)
-            x = self._samples.index_select(0, index)
+            index = to_device(torch.from_numpy(share), device)
+            at = index if self._samples.device == device else torch.from_numpy(share)
+            x = to_device(self._samples.index_select(0, at), device)
             yield x.permute(0, 3, 1, 2) if self._turned else x, self._labels.index_select(0, index)
 
     def close(self) -> None:
