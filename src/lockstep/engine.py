@@ -131,6 +131,7 @@ def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, 
             stopping = meter.flush(stop=stop.asked, wait_s=batches.wait_s - read_s, last=last)
             read_s = batches.wait_s
             progress.partial_s = meter.train_s - train_s
+            saver.poll()
             if save or stopping:
                 saver.save(job, progress)
                 meter.start()
@@ -190,6 +191,11 @@ class _Saver:
         state = _state(job, progress)
         if self._checkpoints is not None:
             self._checkpoints.save(state, step=progress.step, best=best)
+
+    def poll(self) -> None:
+        """Tell how the save in the background ended, if it has."""
+        if self._checkpoints is not None:
+            self._checkpoints.poll()
 
     def finish(self) -> None:
         """Return once the last checkpoint is on the disk."""

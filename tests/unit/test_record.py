@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -227,14 +228,24 @@ def test_json_files_hold_no_token_that_json_lacks(tmp_path: Path) -> None:
 
 
 def test_manifest_says_what_is_needed_to_run_again(tmp_path: Path) -> None:
-    plan = BatchPlan.solve(10, 4)
-    manifest.write(
-        tmp_path, topology=Topology(), plan=plan, hardware={"cores": 2}, chosen={"strategy": "ddp", "dir": Path("x")}
-    )
+    plan = asdict(BatchPlan.solve(10, 4))
+    recorder = manifest.Manifest(tmp_path, topology=Topology(rank=1, size=2), hardware={"cores": 2})
+    recorder.record("start", lines=[], plan=plan, chosen={"strategy": "ddp", "dir": Path("x")}, first_step=3)
     written = json.loads((tmp_path / "manifest.json").read_text())
     assert written["versions"]["torch"] == torch.__version__
-    assert written["batch_plan"]["text"] == str(plan)
+    assert written["batch_plan"] == plan
+    assert written["topology"]["size"] == 2
+    assert written["hardware"] == {"cores": 2}
     assert written["chosen"] == {"strategy": "ddp", "dir": "x"}
+
+
+@pytest.mark.parametrize(("event", "fields"), [("finish", {"top1": 0.5, "exit": 0}), ("failed", {"exit": 1})])
+def test_summary_says_how_the_run_ended(tmp_path: Path, event: str, fields: dict[str, Any]) -> None:
+    recorder = manifest.Summary(tmp_path)
+    recorder.record("eval", top1=0.4)
+    assert not list(tmp_path.iterdir())
+    recorder.record(event, **fields)
+    assert json.loads((tmp_path / "summary.json").read_text()) == fields
 
 
 def test_git_commit_of_a_folder(tmp_path: Path) -> None:
@@ -438,11 +449,11 @@ def test_telemetry_sees_memory_and_work() -> None:
 
 def test_the_recorder_of_a_run_writes_all_its_files(tmp_path: Path) -> None:
     memory = Memory()
-    first = build(tmp_path, console=memory)
+    first = build(tmp_path, topology=Topology(), hardware={}, console=memory)
     first.record("steps", rows=[step_row(s) for s in range(1, 4)])
     first.record("log", step=3, epoch=0, loss=0.5, lr=0.1, images_per_s=3.0)
     first.close()
-    second = build(tmp_path, resume_step=2, console=memory)
+    second = build(tmp_path, topology=Topology(), hardware={}, resume_step=2, console=memory)
     second.record("steps", rows=[step_row(3)])
     second.close()
     assert [row["step"] for row in read(tmp_path / "steps.jsonl")] == [1, 2, 3]
