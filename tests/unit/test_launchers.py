@@ -205,3 +205,24 @@ def test_the_first_cause_is_not_the_loudest() -> None:
     assert echo.is_echo
     assert not cause.is_echo
     assert failures.first_cause([echo, cause]) is cause
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "answer"),
+    [
+        ({}, 0, "cpu"),
+        ({}, 2, "cuda"),
+        ({"accelerator": "cpu", "devices": 4}, 0, "cpu"),
+        ({"devices": 2}, 2, "cuda"),
+        ({"devices": 3}, 2, "--devices 3: this machine shows 2 GPUs; ask for at most that many"),
+        ({"gpus": "0,2"}, 2, "--gpus 0,2: there is no GPU 2; this machine shows 2 GPUs, with indices 0 to 1."),
+        ({"gpus": "1"}, 1, "there is no GPU 1; this machine shows 1 GPU"),
+    ],
+)
+def test_devices_are_checked_against_what_there_is(options: dict[str, Any], gpus: int, answer: str) -> None:
+    parallel = override(RunConfig(), **options).parallel
+    try:
+        told = devices._accelerator(parallel, gpus)
+    except RequestError as error:
+        told = str(error)
+    assert answer in told

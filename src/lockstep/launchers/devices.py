@@ -19,7 +19,7 @@ def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
     Raises `RequestError` for devices that this machine lacks, and for strategies that cannot use what was asked.
     """
     asked = config.parallel
-    accelerator = _accelerator(asked, _count_gpus(env))
+    accelerator = _accelerator(asked, 0 if asked.accelerator == "cpu" else _count_gpus(env))
     parallel = dataclasses.replace(asked, accelerator=accelerator)
     if asked.strategy == "auto":
         several = devices_here(parallel, env) > 1 or _ranks_elsewhere(parallel, env) > 1

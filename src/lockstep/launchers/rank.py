@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..world import World
 
-_CLOSE_S = 5.0
+_CLOSE_S = 1.0  # for leaving a world that failed, before the failure is told without having left
 
 
 def settle(config: RunConfig, topology: Topology) -> torch.device:
@@ -39,6 +39,11 @@ def settle(config: RunConfig, topology: Topology) -> torch.device:
     torch.set_num_threads(max(1, hardware.cpus() // topology.local_size))
     if config.parallel.accelerator != "cuda":
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RequestError(
+            f"--accelerator cuda: the driver shows GPUs, but torch {torch.__version__} cannot use them; "
+            "install a CUDA build of torch that fits the driver, or take --accelerator cpu."
+        )
     device = torch.device("cuda", gpu_index(config.parallel, topology.local_rank))
     torch.cuda.set_device(device)
     return device

@@ -116,9 +116,7 @@ class Supervisor:
         """Return the failure of a rank that died without a word."""
         code = worker.process.exitcode or 0
         if self._signals and code == -signal.SIGTERM:
-            return Failure(
-                worker.rank, Stopped.__name__, "Stopped before training began; there was nothing to save.", ""
-            )
+            return Failure(worker.rank, Stopped.__name__, "Stopped outside of training; there was nothing to save.", "")
         if code < 0:
             hint = " (out of memory?)" if code == -signal.SIGKILL else ""
             return Failure(worker.rank, "", f"Rank {worker.rank} was killed by {signal.Signals(-code).name}{hint}.", "")

@@ -42,13 +42,7 @@ def choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
 
     Raises `RequestError` for an unknown name, and for several nodes without a way to meet.
     """
-    table = _table()
-    config = resolve(config, env)
-    asked = config.parallel.launcher
-    name, why = _auto(config, env, table) if asked == "auto" else (asked, "it was asked for")
-    if name not in table:
-        raise unknown("launcher", name, ["auto", *table])
-    return Choice(table[name], name, why)
+    return _choose(resolve(config, env), env)
 
 
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None) -> Any | None:
@@ -58,7 +52,16 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None
     """
     env = os.environ if env is None else env
     config = resolve(config, env)
-    return choose(config, env).launcher.launch(entry, config, env)
+    return _choose(config, env).launcher.launch(entry, config, env)
+
+
+def _choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
+    table = _table()
+    asked = config.parallel.launcher
+    name, why = _auto(config, env, table) if asked == "auto" else (asked, "it was asked for")
+    if name not in table:
+        raise unknown("launcher", name, ["auto", *table])
+    return Choice(table[name], name, why)
 
 
 def _table() -> dict[str, Launcher]:
