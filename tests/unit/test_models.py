@@ -1,0 +1,224 @@
+"""Networks by name: their sizes, their names in checkpoints, and what they say to requests they cannot honour."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import RequestError
+from lockstep.models import table
+from lockstep.models.pyramidnet import widths
+
+# Parameters for 10 classes and 32×32 images of 3 channels, and a digest of the state's keys in their order, which
+# checkpoints depend on.
+FROZEN = {
+    "convnet-small": (242_474, "86fa729dd64cc215"),
+    "mlp": (394_634, "c2ad79eb1b125701"),
+    "pyramidnet-20-48": (310_845, "27fd2783433aa8d3"),
+    "pyramidnet-110-48": (1_772_706, "ac2628968993b9d9"),
+    "pyramidnet-110-270": (28_485_477, "e052a239df9c8b46"),
+    "pyramidnet-110-270-reference": (24_253_410, "6593f0dbde38c5ab"),
+    "resnet8": (78_042, "49994dc60630eccc"),
+    "resnet18": (11_173_962, "e65b4f40261754b2"),
+    "resnet20": (272_474, "ace8a67dd7abe1b6"),
+    "resnet34": (21_282_122, "f391b25383cebed4"),
+    "resnet50": (23_520_842, "d8e077e0f0cdeb98"),
+}
+LIGHT = ["convnet-small", "mlp", "pyramidnet-20-48", "resnet8", "resnet18", "resnet20"]
+
+
+def _build(name: str, classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Module:
+    return table.build(name, classes=classes, in_channels=in_channels, image_size=image_size)
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_the_names_are_frozen() -> None:
+    assert sorted(table.names()) == sorted(FROZEN)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_sizes_and_state_keys_are_frozen(name: str) -> None:
+    with torch.device("meta"):
+        model = _build(name)
+    keys = "\n".join(f"{key} {tuple(value.shape)}" for key, value in model.state_dict().items())
+    assert (_parameters(model), hashlib.sha256(keys.encode()).hexdigest()[:16]) == FROZEN[name]
+
+
+def test_resnet18_for_100_classes() -> None:
+    assert _parameters(_build("resnet18", classes=100)) == 11_220_132
+
+
+def test_pyramidnet_widens_evenly_to_its_alpha() -> None:
+    channels = widths(110, 270)
+    assert channels[:3] == [16, 21, 26]
+    assert channels[-1] == 16 + 270
+    assert len(channels) == 1 + 3 * 18
+    assert widths(110, 270, reference=True) == channels[: 1 + 3 * 17]
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_the_same_seed_gives_the_same_bits(name: str) -> None:
+    states = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        states.append(_build(name).state_dict())
+    assert all(torch.equal(tensor, states[1][key]) for key, tensor in states[0].items())
+    torch.manual_seed(8)
+    other = _build(name).state_dict()
+    assert not all(torch.equal(tensor, states[0][key]) for key, tensor in other.items())
+
+
+@pytest.mark.parametrize("image_size", [8, 28, 33])
+@pytest.mark.parametrize("name", LIGHT)
+def test_channels_classes_and_sides_are_honoured(name: str, image_size: int) -> None:
+    model = _build(name, classes=7, in_channels=1, image_size=image_size)
+    logits = model(torch.randn(3, 1, image_size, image_size))
+    assert logits.shape == (3, 7)
+    assert logits.dtype == torch.float32
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", [*LIGHT, "mobilenet_v3_small"])
+def test_an_empty_share_gives_zero_gradients_and_leaves_the_statistics(name: str) -> None:
+    model = _build(name)
+    before = {key: buffer.clone() for key, buffer in model.named_buffers()}
+    nn.functional.cross_entropy(
+        model(torch.zeros(0, 3, 32, 32)), torch.zeros(0, dtype=torch.int64), reduction="sum"
+    ).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+    for key, buffer in model.named_buffers():
+        assert key.endswith("num_batches_tracked") or torch.equal(buffer, before[key]), key
+
+
+def test_a_block_is_the_sum_of_residual_and_shortcut() -> None:
+    from lockstep.models.pyramidnet import Block
+
+    torch.manual_seed(0)
+    for stride in (1, 2):
+        block = Block(3, 5, stride).eval()
+        x = torch.randn(2, 3, 6, 6)
+        expected = block.residual(x)
+        expected[:, :3] += x if stride == 1 else x.unfold(2, 2, 2).unfold(3, 2, 2).mean((4, 5))
+        torch.testing.assert_close(block(x), expected)
+
+
+def test_torchvision_by_plain_name_and_by_prefix() -> None:
+    assert _parameters(_build("torchvision.resnet18")) == 11_181_642
+    assert _parameters(_build("mobilenet_v3_small")) == _parameters(_build("torchvision.mobilenet_v3_small"))
+    assert _build("vit_b_32", image_size=64).training
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("resnet81", r"Unknown model 'resnet81': did you mean .*resnet8.*module:attribute"),
+        ("mobilenet_v3_smal", r"did you mean mobilenet_v3_small"),
+        ("torchvision.resnet19", r"did you mean torchvision\.resnet1"),
+        ("fasterrcnn_resnet50_fpn", r"Unknown model"),
+        ("pyramidnet-111-48", r"found 111; use 110 or 116"),
+        ("pyramidnet-7-48", r"from 8 on, found 7; use 8 or 14"),
+        ("pyramidnet-8-48-reference", r"from 14 on, found 8; use 14 or 20"),
+        ("no_such_module:Net", r"no module 'no_such_module' in .*start in the folder"),
+        ("no.such.module:Net", r"no module 'no\.such\.module'"),
+        (":Net", r"write module:attribute"),
+    ],
+)
+def test_names_that_nothing_has_are_refused_early(name: str, sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        table.preflight(name)
+    with pytest.raises(RequestError, match=sentence):
+        _build(name)
+
+
+@pytest.mark.parametrize("name", [*FROZEN, "pyramidnet-164-84", "torchvision.resnet50", "vit_b_16", "torch.nn:Linear"])
+def test_names_that_exist_pass(name: str) -> None:
+    table.preflight(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_channels", "image_size", "sentence"),
+    [
+        ("mobilenet_v3_small", 1, 32, r"takes images of 3 channels, the data has 1; use one of our own"),
+        ("vit_b_32", 3, 33, r"cannot take 33×33 images .*--image-size 224"),
+        ("alexnet", 3, 32, r"cannot take 32×32 images .*--image-size 224"),
+    ],
+)
+def test_images_that_a_net_cannot_take(name: str, in_channels: int, image_size: int, sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        _build(name, in_channels=in_channels, image_size=image_size)
+
+
+OWN = """
+from torch import nn
+SEEN = []
+class Net(nn.Module):
+    def __init__(self, classes, in_channels=3):
+        super().__init__()
+        self.line = nn.Linear(in_channels, classes)
+def everything(**shape):
+    SEEN.append(shape)
+    return nn.Identity()
+def nothing():
+    return None
+def demanding(depth):
+    return nn.Identity()
+made = nn.Identity()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_models.py").write_text(OWN)
+    (tmp_path / "broken_models.py").write_text("import no_such_package")
+    monkeypatch.chdir(tmp_path)
+    for name in ("own_models", "broken_models"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_the_users_own_gets_what_it_asks_for(own: Path) -> None:
+    path = list(sys.path)
+    table.preflight("own_models:Net")
+    net = _build("own_models:Net", classes=4, in_channels=2)
+    assert isinstance(net.line, nn.Linear)
+    assert (net.line.in_features, net.line.out_features) == (2, 4)
+    _build("own_models:everything", classes=4, in_channels=2, image_size=8)
+    assert sys.modules["own_models"].SEEN == [{"classes": 4, "in_channels": 2, "image_size": 8}]
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("own_models:nothing", r"called with \(\), returned None; it must return an nn.Module"),
+        ("own_models:demanding", r"raised TypeError: .*depth"),
+        ("own_models:made", r"is an object of type Identity; give a class or function"),
+        ("own_models:SEEN", r"is an object of type list"),
+        ("own_models:Missing", r"own_models has no 'Missing'"),
+        ("broken_models:Net", r"importing broken_models raised ModuleNotFoundError: .*no_such_package"),
+    ],
+)
+def test_the_users_own_that_cannot_be_used(own: Path, name: str, sentence: str) -> None:
+    table.preflight(name)
+    with pytest.raises(RequestError, match=sentence):
+        _build(name)
+
+
+def test_names_and_preflight_import_no_torch() -> None:
+    code = (
+        "import sys; from lockstep.models import table; table.names(); table.preflight('resnet18'); "
+        "table.preflight('pyramidnet-20-48'); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
