@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .precision import Precision
     from .result import RunResult, Scores
     from .runs import run
+    from .strategies.table import build as build_strategy
     from .topology import Topology
     from .world import World
 
@@ -35,6 +36,7 @@ _HOMES = {
     "Stopped": "errors",
     "Topology": "topology",
     "World": "world",
+    "build_strategy": "strategies.table:build",
     "evaluate": "evaluation",
     "launch": "launchers.table",
     "override": "config",
@@ -56,6 +58,7 @@ __all__ = [
     "Stopped",
     "Topology",
     "World",
+    "build_strategy",
     "evaluate",
     "launch",
     "override",
@@ -68,4 +71,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(import_module(f".{module}", __name__), attribute or name)
