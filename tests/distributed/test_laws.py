@@ -118,6 +118,7 @@ def test_the_same_world_gives_the_same_bits(pool: RankPool, tmp_path: Path, rank
         (3, {"ema": 0.9, "clip": 1.0, "precision": "fp32"}),
         (2, {"optimizer": "adamw", "lr": 1e-3, "accumulate": 3, "precision": "bf16"}),
         (2, {"model": "tests.models:Dropped"}),
+        (3, {"model": "tests.models:Wide", "precision": "fp32"}),  # buckets: see strategies/ddp.py
         (1, {"model": "mlp", "optimizer": "muon", "lr": 1e-3}),
     ],
 )
