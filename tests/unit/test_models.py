@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.errors import RequestError
 from lockstep.models import table
-from lockstep.models.pyramidnet import widths
+from lockstep.models.pyramidnet import Block, PyramidNet, carry, pyramidnet, widths
 
 # Parameters for 10 classes and 32×32 images of 3 channels, and a digest of the state's keys in their order, which
 # checkpoints depend on.
@@ -23,6 +23,7 @@ FROZEN = {
     "pyramidnet-20-48": (310_845, "27fd2783433aa8d3"),
     "pyramidnet-110-48": (1_772_706, "ac2628968993b9d9"),
     "pyramidnet-110-270": (28_485_477, "e052a239df9c8b46"),
+    "pyramidnet-110-270-padded": (29_548_346, "4217f122e7560092"),
     "pyramidnet-110-270-reference": (24_253_410, "6593f0dbde38c5ab"),
     "resnet8": (78_042, "49994dc60630eccc"),
     "resnet18": (11_173_962, "e65b4f40261754b2"),
@@ -103,8 +104,6 @@ def test_an_empty_share_gives_zero_gradients_and_leaves_the_statistics(name: str
 
 
 def test_a_block_is_the_sum_of_residual_and_shortcut() -> None:
-    from lockstep.models.pyramidnet import Block
-
     torch.manual_seed(0)
     for stride in (1, 2):
         block = Block(3, 5, stride).eval()
@@ -112,6 +111,63 @@ def test_a_block_is_the_sum_of_residual_and_shortcut() -> None:
         expected = block.residual(x)
         expected[:, :3] += x if stride == 1 else x.unfold(2, 2, 2).unfold(3, 2, 2).mean((4, 5))
         torch.testing.assert_close(block(x), expected)
+
+
+def _twins() -> tuple[PyramidNet, PyramidNet]:
+    """Return a plain net and its padded one, in float64."""
+    nets = []
+    for padded in (False, True):
+        torch.manual_seed(1)
+        nets.append(pyramidnet(20, 40, padded=padded, classes=3, in_channels=1).double())
+    return nets[0], nets[1]
+
+
+def _step(net: PyramidNet, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn((6, 1, 8, 8), generator=generator, dtype=torch.float64)
+    logits: torch.Tensor = net(x)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(logits, torch.arange(6) % 3).backward()
+    optimizer.step()
+    return logits.detach()
+
+
+def test_padding_is_drawn_from_the_same_generator() -> None:
+    plain, padded = _twins()
+    after_padded = torch.rand(3)
+    torch.manual_seed(1)
+    pyramidnet(20, 40, classes=3, in_channels=1)
+    assert torch.equal(torch.rand(3), after_padded)
+    assert all(block.residual[1].out_channels % 8 == 0 for block in padded.blocks)
+    assert _parameters(padded) > _parameters(plain)
+
+
+def test_padding_leaves_the_mathematics_as_it_is() -> None:
+    plain, padded = _twins()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2) for net in (plain, padded)]
+    close = {"rtol": 1e-9, "atol": 1e-11}
+    for seed in range(5):
+        expected, found = (
+            _step(net, optimizer, seed) for net, optimizer in zip((plain, padded), optimizers, strict=True)
+        )
+        torch.testing.assert_close(found, expected, **close)
+        for (name, mine), theirs in zip(padded.named_parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None
+            real = tuple(slice(side) for side in theirs.shape)
+            torch.testing.assert_close(
+                mine.grad[real], theirs.grad, **close, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    back = pyramidnet(20, 40, classes=3, in_channels=1).double()
+    carry(padded, back)
+    for name, tensor in back.state_dict().items():
+        torch.testing.assert_close(tensor, plain.state_dict()[name], **close)
+    # All of the state lies in the real channels: nothing is lost on the way back and forth.
+    again = _twins()[1]
+    carry(back, again)
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, padded.state_dict()[name]), name
+    x = torch.randn((2, 1, 8, 8), dtype=torch.float64)
+    torch.testing.assert_close(padded.eval()(x), plain.eval()(x), **close)
 
 
 def test_torchvision_by_plain_name_and_by_prefix() -> None:

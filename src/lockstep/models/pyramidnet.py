@@ -6,6 +6,9 @@ ReLU after the addition. Its shortcut has no weights: average pooling where the 
 zeros for the channels that the block adds.
 
 The depth counts the convolutions on the longest path and the classifier: 6·n + 2 for n blocks in each of 3 stages.
+
+Widths such as 21, 26 and 31 fit no vector unit. A *padded* net rounds each up to a multiple of 8 with channels whose
+weights are zero and stay zero: its logits and the gradients of the real channels are those of the plain net.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 STAGES = 3
@@ -33,10 +37,11 @@ def widths(depth: int, alpha: int, *, reference: bool = False) -> list[int]:
 class Block(nn.Module):
     """BN, 3×3 convolution, BN, ReLU, 3×3 convolution, BN; plus the shortcut.
 
-    (N, inputs, H, W) → (N, outputs, ⌈H/stride⌉, ⌈W/stride⌉), outputs ≥ inputs.
+    (N, inputs, H, W) → (N, outputs, ⌈H/stride⌉, ⌈W/stride⌉), outputs ≥ inputs. Of the inputs the first `real` are
+    real, the others padding (none by default).
     """
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, *, real: int | None = None) -> None:
         super().__init__()
         self.residual = nn.Sequential(
             nn.BatchNorm2d(inputs),
@@ -47,11 +52,16 @@ class Block(nn.Module):
             nn.BatchNorm2d(outputs),
         )
         self.shortcut = nn.AvgPool2d(2, ceil_mode=True) if stride == 2 else nn.Identity()
-        self.added_channels = outputs - inputs
+        self.real = inputs if real is None else real
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.residual(x)
-        out += nn.functional.pad(self.shortcut(x), (0, 0, 0, 0, 0, self.added_channels))
+        carried = self.shortcut(x)
+        if self.real < carried.shape[1]:
+            # Padding here can be a real channel after the block: the slice keeps that channel's gradient from it.
+            carried = carried[:, : self.real]
+        # Zeros and an addition in place: 1.2 to 1.7 times the images/s of adding into a slice (CPU, channels_last).
+        out += nn.functional.pad(carried, (0, 0, 0, 0, 0, out.shape[1] - self.real))
         return out
 
 
@@ -59,19 +69,30 @@ class PyramidNet(nn.Module):
     """The net of `depth` (6 × blocks a stage + 2) and widening α: (N, in_channels, H, W) → logits (N, classes).
 
     Depth 110 and α 270 have 28,485,477 parameters for 10 classes. `reference` is a variant that is widely trained
-    under the same name: it lacks the last block of each stage; 110 and 270 then have 24,253,410.
+    under the same name: it lacks the last block of each stage; 110 and 270 then have 24,253,410. `multiple` rounds
+    the channels up; `pyramidnet` makes the channels so added padding.
     """
 
-    def __init__(self, depth: int, alpha: int, *, reference: bool = False, classes: int, in_channels: int = 3) -> None:
+    def __init__(
+        self,
+        depth: int,
+        alpha: int,
+        *,
+        reference: bool = False,
+        multiple: int = 1,
+        classes: int,
+        in_channels: int = 3,
+    ) -> None:
         super().__init__()
-        channels = widths(depth, alpha, reference=reference)
+        real = widths(depth, alpha, reference=reference)
+        channels = [-(-width // multiple) * multiple for width in real]
         per_stage = (len(channels) - 1) // STAGES
         self.stem = nn.Sequential(
-            nn.Conv2d(in_channels, STEM_WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(STEM_WIDTH)
+            nn.Conv2d(in_channels, channels[0], 3, padding=1, bias=False), nn.BatchNorm2d(channels[0])
         )
         self.blocks = nn.Sequential(
             *(
-                Block(inputs, outputs, stride=2 if index > 0 and index % per_stage == 0 else 1)
+                Block(inputs, outputs, stride=2 if index > 0 and index % per_stage == 0 else 1, real=real[index])
                 for index, (inputs, outputs) in enumerate(pairwise(channels))
             )
         )
@@ -86,3 +107,34 @@ class PyramidNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.head(self.blocks(self.stem(x))))  # type: ignore[no-any-return]
+
+
+def pyramidnet(
+    depth: int, alpha: int, *, reference: bool = False, padded: bool = False, classes: int, in_channels: int = 3
+) -> PyramidNet:
+    """Return a `PyramidNet`; with `padded` the same function of the same weights, in channels by the 8."""
+
+    def make(multiple: int) -> PyramidNet:
+        return PyramidNet(
+            depth, alpha, reference=reference, multiple=multiple, classes=classes, in_channels=in_channels
+        )
+
+    plain = make(1)
+    if not padded:
+        return plain
+    # On the meta device no weights are drawn: the generator goes on as it does after the plain net.
+    with torch.device("meta"):
+        wide = make(8)
+    wide.to_empty(device=plain.classifier.weight.device)
+    carry(plain, wide)
+    return wide
+
+
+@torch.no_grad()
+def carry(source: PyramidNet, target: PyramidNet) -> None:
+    """Copy the state of a plain net into its padded one, zeros beyond, or that of a padded net into its plain one."""
+    given = source.state_dict()
+    for key, tensor in target.state_dict().items():
+        both = tuple(slice(min(sides)) for sides in zip(tensor.shape, given[key].shape, strict=True))
+        tensor.zero_()
+        tensor[both] = given[key][both]

@@ -4,7 +4,7 @@
    the keyword arguments `classes`, `in_channels` and `image_size` that its signature accepts. The current folder is
    importable.
 2. A name of ours: those of `names()`, and every `pyramidnet-DEPTH-ALPHA`, with `-reference` for the variant that
-   leaves out one block a stage. Stems are those for small images.
+   leaves out one block a stage and `-padded` for channels by the 8. Stems are those for small images.
 3. A torchvision classifier under torchvision's name, such as `mobilenet_v3_small`; with the prefix `torchvision.`
    also where the plain name is ours: `torchvision.resnet50` is the net with the stem for ImageNet.
 
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 _PREFIX = "torchvision."
-_PYRAMIDNET = re.compile(r"pyramidnet-(\d+)-(\d+)(-reference)?")
+_PYRAMIDNET = re.compile(r"pyramidnet-(\d+)-(\d+)(-reference)?(-padded)?")
 _HINT = "Or give your own as module:attribute."
 
 # name → module of this package and the callable in it
 _OURS = {
     "convnet-small": ("small", "ConvNet"),
     "mlp": ("small", "mlp"),
-    "pyramidnet-20-48": ("pyramidnet", "PyramidNet"),
-    "pyramidnet-110-48": ("pyramidnet", "PyramidNet"),
-    "pyramidnet-110-270": ("pyramidnet", "PyramidNet"),
-    "pyramidnet-110-270-reference": ("pyramidnet", "PyramidNet"),
+    "pyramidnet-20-48": ("pyramidnet", "pyramidnet"),
+    "pyramidnet-110-48": ("pyramidnet", "pyramidnet"),
+    "pyramidnet-110-270": ("pyramidnet", "pyramidnet"),
+    "pyramidnet-110-270-padded": ("pyramidnet", "pyramidnet"),
+    "pyramidnet-110-270-reference": ("pyramidnet", "pyramidnet"),
     "resnet8": ("resnet", "resnet8"),
     "resnet18": ("resnet", "resnet18"),
     "resnet20": ("resnet", "resnet20"),
@@ -87,7 +88,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _pyramidnet_arguments(name: str) -> dict[str, int] | None:
-    """Return the constructor's arguments in a `pyramidnet-DEPTH-ALPHA[-reference]`, None for another name."""
+    """Return the arguments in a `pyramidnet-DEPTH-ALPHA[-reference][-padded]`, None for another name."""
     match = _PYRAMIDNET.fullmatch(name)
     if match is None:
         return None
@@ -99,11 +100,11 @@ def _pyramidnet_arguments(name: str) -> dict[str, int] | None:
             f"Model {name!r}: PyramidNet has depths 6 × blocks + 2 from {least} on, found {depth}; "
             f"use {below} or {below + 6}."
         )
-    return {"depth": depth, "alpha": alpha, "reference": reference}
+    return {"depth": depth, "alpha": alpha, "reference": reference, "padded": bool(match[4])}
 
 
 def _build_ours(name: str, shape: dict[str, int]) -> nn.Module:
-    file, attribute = _OURS.get(name, ("pyramidnet", "PyramidNet"))
+    file, attribute = _OURS.get(name, ("pyramidnet", "pyramidnet"))
     builder = getattr(importlib.import_module(f".{file}", __package__), attribute)
     model: nn.Module = builder(**_pyramidnet_arguments(name) or {}, **_accepted(builder, shape))
     return model
