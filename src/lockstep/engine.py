@@ -8,27 +8,22 @@ to read the metrics, evaluate, save and stop. Whatever talks to other ranks is c
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from . import resume
-from .checkpoint import Checkpoints
+from .announce import announce
 from .config import RunConfig
 from .errors import RunError, Stopped
 from .evaluation import evaluate
 from .interrupts import StopRequest
 from .job import Batch, Job, assemble
 from .meter import Meter, NonFiniteLossError
-from .randomness import load_generators, save_generators
 from .record.base import Recorder
 from .record.files import write_json
 from .result import RunResult, Scores
-from .state import State, load_model, model_tensors
+from .saving import Progress, Saver, restore
+from .state import State
 from .world import World
 
 
@@ -50,20 +45,6 @@ def train_step(job: Job, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     return total, (logits.detach(), y)
 
 
-@dataclass
-class Progress:
-    """How far a run has come: all of a checkpoint that is not tensors or random states."""
-
-    step: int = 0
-    epochs: int = 0
-    """Whole epochs trained and evaluated."""
-    epoch_s: list[float] = field(default_factory=list)
-    partial_s: float = 0.0
-    """Seconds of training in the epoch under way, before this process took it up."""
-    best_top1: float = -1.0
-    scores: Scores | None = None
-
-
 def train(config: RunConfig, world: World, recorder: Recorder, *, state: State | None = None) -> RunResult:
     """Train as `config` says and return what came of it (*collective*).
 
@@ -73,12 +54,12 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     """
     loaded = state or resume.load(config)
     job = assemble(config, world, accumulation=None if loaded is None else loaded.meta["accumulation"])
-    progress = Progress() if loaded is None else _restore(job, loaded, config)
+    progress = Progress() if loaded is None else restore(job, loaded)
     job.strategy.settle(job.model, lambda: _rehearse(job))
     meter = Meter(world, recorder, log_every=config.record.log_every, total_steps=job.total_steps)
-    _announce(job, progress, recorder)
+    announce(job, progress.step, recorder)
     try:
-        with StopRequest() as stop, _saver(config, world, recorder) as saver:
+        with StopRequest() as stop, Saver.of(config, world, recorder) as saver:
             while progress.step < job.total_steps or progress.epochs < progress.step // job.steps_per_epoch:
                 _train_epoch(job, progress, meter, stop, saver)
                 _evaluate_epoch(job, progress, meter, recorder, saver)
@@ -97,13 +78,13 @@ def evaluate_checkpoint(config: RunConfig, world: World) -> Scores:
     assert loaded is not None, "the command names a checkpoint"
     job = assemble(config, world, accumulation=loaded.meta["accumulation"])
     try:
-        _restore(job, loaded, config)
+        restore(job, loaded)
         return _evaluate(job)
     finally:
         job.data.close()
 
 
-def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, saver: _Saver) -> None:
+def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, saver: Saver) -> None:
     """Train from where `progress` is to the end of the epoch, or of the run."""
     epoch = progress.epochs
     first = progress.step - epoch * job.steps_per_epoch
@@ -145,7 +126,7 @@ def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, 
         progress.partial_s = 0.0
 
 
-def _evaluate_epoch(job: Job, progress: Progress, meter: Meter, recorder: Recorder, saver: _Saver) -> None:
+def _evaluate_epoch(job: Job, progress: Progress, meter: Meter, recorder: Recorder, saver: Saver) -> None:
     """Evaluate at the end of an epoch or of the run, and save."""
     scores = progress.scores = _evaluate(job)
     epoch = progress.epochs
@@ -174,147 +155,6 @@ def _rehearse(job: Job) -> None:
     x = torch.zeros(len(share), *job.data.train.shape, dtype=job.precision.dtype, device=job.world.device)
     y = torch.zeros(len(share), dtype=torch.int64, device=job.world.device)
     train_step(job, Batch(job.plan.global_size, iter([(x, y, True)])))
-
-
-class _Saver:
-    """Saves the run's state in one format; on ranks other than 0 it takes part in the collectives alone."""
-
-    def __init__(self, checkpoints: Checkpoints | None, *, to_disk: bool, folder: Path | None) -> None:
-        self._checkpoints = checkpoints
-        self._to_disk = to_disk
-        self._folder = folder
-
-    def save(self, job: Job, progress: Progress, *, best: bool = False) -> None:
-        """Save in the background (*collective*)."""
-        if not self._to_disk:
-            return
-        state = _state(job, progress)
-        if self._checkpoints is not None:
-            self._checkpoints.save(state, step=progress.step, best=best)
-
-    def poll(self) -> None:
-        """Tell how the save in the background ended, if it has."""
-        if self._checkpoints is not None:
-            self._checkpoints.poll()
-
-    def finish(self) -> None:
-        """Return once the last checkpoint is on the disk."""
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
-
-    def advice(self) -> str:
-        """Return how to go on, for the sentence that a stopped run ends with."""
-        if self._folder is None:
-            return "; nothing was saved, since no output folder was given."
-        return f" and saved; continue with --resume {self._folder}."
-
-    def __enter__(self) -> _Saver:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-
-
-def _saver(config: RunConfig, world: World, recorder: Recorder) -> _Saver:
-    folder = config.record.output
-    if folder is None or not world.is_main:
-        return _Saver(None, to_disk=folder is not None, folder=folder)
-
-    def saved(step: int, path: Path) -> None:
-        recorder.record("checkpoint", step=step, path=str(path))
-
-    def warn(text: str) -> None:
-        recorder.record("warning", text=text)
-
-    return _Saver(Checkpoints(folder / "checkpoints", warn=warn, saved=saved), to_disk=True, folder=folder)
-
-
-def _state(job: Job, progress: Progress) -> State:
-    """Return all that an exact continuation needs (*collective*)."""
-    state = job.strategy.full_state(job.model, job.optimizer.each)
-    tensors = dict(state.tensors)
-    if job.average is not None:
-        tensors |= model_tensors(job.average.module, under="ema")
-        tensors["ema/n_averaged"] = job.average.n_averaged
-    meta: dict[str, Any] = state.meta | {
-        "step": progress.step,
-        "epochs": progress.epochs,
-        "epoch_s": progress.epoch_s,
-        "partial_s": progress.partial_s,
-        "best_top1": progress.best_top1,
-        "accumulation": job.plan.accumulation,
-        "ranks": job.world.size,
-        "samples": job.samples,
-        "scaler": job.precision.state(),
-        "generators": save_generators(job.world),
-        "config": resume.identity(job.config),
-    }
-    return State(tensors, meta)
-
-
-def _restore(job: Job, loaded: State, config: RunConfig) -> Progress:
-    """Put a loaded state into the job and return the progress it had."""
-    meta = loaded.meta
-    resume.check_samples(meta, job.samples, config)
-    job.strategy.load_state(job.model, job.optimizer.each, loaded)
-    if job.average is not None:
-        averaged = loaded.part("ema")
-        job.average.n_averaged.copy_(averaged.pop("n_averaged"))
-        load_model(job.average.module, averaged)
-    job.precision.load_state(meta["scaler"])
-    load_generators(job.world, meta["generators"], config.seed, meta["step"])
-    return Progress(
-        step=meta["step"],
-        epochs=meta["epochs"],
-        epoch_s=list(meta["epoch_s"]),
-        partial_s=meta["partial_s"],
-        best_top1=meta["best_top1"],
-    )
-
-
-def _announce(job: Job, progress: Progress, recorder: Recorder) -> None:
-    recorder.record(
-        "start",
-        lines=[str(job.plan), _said(job)],
-        plan=dataclasses.asdict(job.plan),
-        chosen=_chosen(job),
-        output=str(job.config.record.output or ""),
-        first_step=progress.step,
-        total_steps=job.total_steps,
-        steps_per_epoch=job.steps_per_epoch,
-        epochs=job.config.epochs,
-    )
-
-
-def _chosen(job: Job) -> dict[str, Any]:
-    """Return what each `auto` came to, by option."""
-    parallel = job.config.parallel
-    return {
-        "strategy": job.strategy.name,
-        "launcher": parallel.launcher,
-        "accelerator": job.world.device.type,
-        "devices": job.world.size if parallel.devices is None else parallel.devices,
-        "precision": job.precision.name,
-        "channels-last": job.precision.channels_last,
-        "batchnorm": job.batchnorm,
-        "accumulate": job.plan.accumulation,
-    }
-
-
-def _said(job: Job) -> str:
-    """Return the same in words, for the line that is printed once."""
-    said = {
-        "sync": "batch statistics of the global micro-batch",
-        "local": "batch statistics of each replica: the model depends on how many there are",
-        "none": "no batch statistics",
-    }
-    world = job.world
-    order = "channels_last" if job.precision.channels_last else "contiguous"
-    return (
-        f"strategy {job.strategy.name}, launcher {job.config.parallel.launcher}, "
-        f"{world.size} × {world.device.type}, precision {job.precision.name}, {order}; {said[job.batchnorm]}"
-    )
 
 
 def _explain(bad: NonFiniteLossError, job: Job) -> RunError:

@@ -144,8 +144,6 @@ def assemble(config: RunConfig, world: World, *, accumulation: int | None = None
         micro_size=asked.micro_batch if accumulation is None else None,
         accumulation=asked.accumulate if accumulation is None else accumulation,
     )
-    if config.precision.deterministic:
-        torch.use_deterministic_algorithms(True)
     precision = Precision.of(config.precision, world.device)
     strategy = strategies.build(config.parallel, world)
     data = sets.build(

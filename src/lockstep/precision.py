@@ -45,7 +45,10 @@ class Precision:
         name = resolve(config.name, device)
         if name == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
             raise RequestError(f"--precision tf32 needs an NVIDIA GPU of Ampere or newer, found {device}; use fp32.")
+        torch.use_deterministic_algorithms(config.deterministic)
         if device.type == "cuda":
+            # Trying algorithms for the fastest is worth it for fixed shapes, and gives other bits each time.
+            torch.backends.cudnn.benchmark = not config.deterministic
             products = "tf32" if name == "tf32" else "ieee"
             torch.backends.cuda.matmul.fp32_precision = products
             torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ LAYERS: list[list[str]] = [
     ["world", "state"],
     ["randomness", "data", "models", "nn", "precision", "optim", "strategies", "launchers", "record"],
     ["checkpoint", "resume", "meter", "evaluation"],
-    ["job", "engine", "runs"],
+    ["job", "saving", "announce", "engine", "runs"],
     ["cli"],
     ["__main__", "__init__"],
 ]
