@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..config import RunConfig, read_toml
+from ..config import ParallelConfig, RecordConfig, RunConfig, read_toml
 from ..errors import RequestError
 from ..launchers import table as launchers
 from . import flags
@@ -21,7 +21,8 @@ _USAGE = """\
 usage: lockstep eval RUN [flags]
 
 RUN is a run's folder (its last checkpoint is taken) or one checkpoint, such as runs/digits-resnet8/checkpoints/best.
-The run's own config.toml is the base; flags of lockstep train, such as --strategy, --devices and --data-dir, beat it.
+Model and data are those of the run's config.toml. Scores do not depend on the devices, so the run's own are not asked
+for again: this machine's are used, or those of --strategy, --devices and the other flags of lockstep train.
 """
 
 
@@ -44,11 +45,11 @@ def main(given: list[str]) -> int:
 
 
 def _config_of(path: Path) -> RunConfig:
-    """Return the config of the run that `path` lies in, without what belonged to that start alone."""
+    """Return the config of the run that `path` lies in, without what belonged to that start: devices, ranks, output."""
     for folder in (path, *path.parents):
         if (folder / "config.toml").is_file():
             config = read_toml(folder / "config.toml")
-            return dataclasses.replace(config, record=dataclasses.replace(config.record, output=None))
+            return dataclasses.replace(config, parallel=ParallelConfig(), record=RecordConfig())
     raise RequestError(f"{path} lies in no run's folder: there is no config.toml; give a folder such as runs/NAME.")
 
 

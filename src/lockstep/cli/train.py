@@ -31,13 +31,12 @@ def preflight(config: RunConfig) -> None:
     choose("strategy", config.parallel.strategy, ["auto", *strategies.TABLE])
     models.preflight(config.model.name)
     sets.preflight(config.data)
-    if config.parallel.world_size is not None:
-        BatchPlan.solve(
-            config.batch.size,
-            config.parallel.world_size,
-            micro_size=config.batch.micro_batch,
-            accumulation=config.batch.accumulate,
-        )
+    BatchPlan.solve(
+        config.batch.size,
+        launchers.least_ranks(config),
+        micro_size=config.batch.micro_batch,
+        accumulation=config.batch.accumulate,
+    )
 
 
 def _entry(config: RunConfig, world: World) -> RunResult:

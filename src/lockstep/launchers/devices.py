@@ -33,6 +33,11 @@ def processes(config: RunConfig, env: Mapping[str, str]) -> int:
     return 1 if config.parallel.strategy in ONE_PROCESS else devices_here(config.parallel, env)
 
 
+def least_ranks(config: RunConfig, env: Mapping[str, str]) -> int:
+    """Return the least number of ranks, on all nodes, that a resolved config will have."""
+    return max(processes(config, env) * config.parallel.nodes, _ranks_elsewhere(config.parallel, env))
+
+
 def devices_here(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
     """Return the number of devices to use on this node: --devices, the --gpus, all GPUs, or one CPU process."""
     if parallel.devices is not None:

@@ -6,6 +6,7 @@ torchrun (environment)? Are several processes needed (spawn)? Else this process 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +15,14 @@ from typing import Any
 from ..config import RunConfig
 from ..errors import RequestError, unknown
 from .base import Entry, Launcher
+from .devices import least_ranks as _least_ranks
 from .devices import processes, resolve
 from .environment import EnvironmentLauncher
 from .inline import InlineLauncher
 from .manual import ManualLauncher
 from .spawn import SpawnLauncher
 
-__all__ = ["Choice", "choose", "launch", "names", "resolve"]
+__all__ = ["Choice", "choose", "launch", "least_ranks", "names", "resolve", "visible_gpus"]
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,27 @@ def choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None) -> Any | None:
     """Run `entry(config, world)` on all ranks of the run; return rank 0's value, None on other ranks.
 
-    `env` is the environment to decide by, by default this process's own.
+    The entry's config says which strategy, accelerator and launcher `auto` has found. `env` is the environment to
+    decide by, by default this process's own.
     """
     env = os.environ if env is None else env
     config = resolve(config, env)
-    return _choose(config, env).launcher.launch(entry, config, env)
+    choice = _choose(config, env)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, launcher=choice.name))
+    return choice.launcher.launch(entry, config, env)
+
+
+def least_ranks(config: RunConfig) -> int:
+    """Return the least number of ranks that a run will have by its flags and this process's environment.
+
+    Raises `RequestError` for devices that this machine lacks; starts nothing, imports no torch.
+    """
+    return _least_ranks(resolve(config, os.environ), os.environ)
+
+
+def visible_gpus() -> str | None:
+    """Return what CUDA_VISIBLE_DEVICES leaves of the GPUs to this process; None where it is not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def _choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
