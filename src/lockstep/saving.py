@@ -92,7 +92,7 @@ class Saver:
 
 def _check_weights(job: Job, step: int) -> None:
     """Raise `RunError` where the weights are not finite: a loss can be finite and its gradients not."""
-    parameters = list(job.model.parameters())
+    parameters: list[torch.Tensor] = list(job.model.parameters())
     if not bool(torch.stack(torch._foreach_norm(parameters)).isfinite().all()):
         bad = [name for name, item in job.model.named_parameters() if not bool(item.isfinite().all())]
         raise RunError(
