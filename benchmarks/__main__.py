@@ -1,0 +1,30 @@
+"""`python -m benchmarks [NAME …]`: measure, print a line each, write benchmarks/results/NAME.md; all by default."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from .harness import Skipped, write
+
+NAMES = ("start", "overhead", "feed", "pyramidnet", "ddp", "memory", "strategies")
+
+
+def main(names: list[str]) -> int:
+    """Run the named benchmarks one after another, and return the exit code."""
+    if unknown := [name for name in names if name not in NAMES]:
+        print(f"No benchmark {', '.join(unknown)}; there are {', '.join(NAMES)}, and `python -m benchmarks.gpu`.")
+        return 2
+    for name in names or NAMES:
+        try:
+            report = import_module(f".{name}", __package__).measure()
+        except Skipped as reason:
+            print(f"{name}: skipped: {reason}", flush=True)
+            continue
+        path = write(name, report, command=f"python -m benchmarks {name}")
+        print(f"{name}: {report.finding} ({path})", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""Taking turns, summing up, writing down."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from lockstep import hardware
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class Skipped(Exception):
+    """Says why a benchmark cannot be run here."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One number a round."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle of the rounds."""
+        return statistics.median(self.values)
+
+    def text(self, form: str = ".2f") -> str:
+        """Return `median (least–most)`."""
+        return f"{self.median:{form}} ({min(self.values):{form}}–{max(self.values):{form}})"
+
+    def per(self, other: Series) -> Series:
+        """Return the quotients, round by round: what slows a whole round down cancels."""
+        return Series(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
+
+    def minus(self, other: Series) -> Series:
+        """Return the differences, round by round."""
+        return Series(tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
+
+
+def interleave(subjects: Mapping[str, Callable[[], float]], *, rounds: int, warm_up: int = 1) -> dict[str, Series]:
+    """Call each subject in turn, A B C A B C …, and return what each measured by round; warm-up rounds are dropped."""
+    values: dict[str, list[float]] = {name: [] for name in subjects}
+    for _ in range(warm_up + rounds):
+        for name, measure in subjects.items():
+            values[name].append(measure())
+    return {name: Series(tuple(all_[warm_up:])) for name, all_ in values.items()}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a benchmark found: a sentence, a table, and what has to be known to read it."""
+
+    title: str
+    finding: str
+    """The outcome and its goal, with the measured numbers."""
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    method: str
+    n: str
+    """How many rounds of what."""
+    more: str = ""
+    """Markdown that follows the table."""
+
+
+def verdict(holds: bool) -> str:
+    """Return whether a goal is met, in a word."""
+    return "met" if holds else "missed"
+
+
+def write(name: str, report: Report, *, command: str, folder: Path = RESULTS) -> Path:
+    """Write the report as folder/NAME.md and return the path."""
+    lines = [
+        f"# {report.title}",
+        "",
+        report.finding,
+        "",
+        *table(report.columns, report.rows),
+        "",
+        report.method,
+        "",
+        *([report.more.rstrip(), ""] if report.more else []),
+        *conditions(command, report.n),
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.md"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    return [
+        f"| {' | '.join(columns)} |",
+        f"|{' --- |' * len(columns)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+
+
+def conditions(command: str, n: str) -> list[str]:
+    """Return lines that say where, when and how it was measured."""
+    here = hardware.survey(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = "".join(f", {gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in here.gpus)
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "torchvision", "lockstep-torch"))
+    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
+    return [
+        f"- hardware: {here.cpus} × {here.cpu_name}, {here.memory_bytes / 2**30:.0f} GiB{gpus}",
+        f"- versions: Python {platform.python_version()}, {versions}"
+        + (f", driver {here.driver}" if here.driver else ""),
+        f"- date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC; load averages at the end (1, 5, 15 minutes): {load}",
+        f"- command: `{command}`",
+        f"- n: {n}; numbers are the median (least–most) over the rounds",
+    ]

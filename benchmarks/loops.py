@@ -1,0 +1,103 @@
+"""Training loops to be timed in blocks of steps: ours, and ways to feed them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lockstep import RunConfig, World, override, train
+from lockstep.engine import train_step
+from lockstep.job import Batch, Job
+from lockstep.record.jsonl import JsonLines
+
+
+class Marks:
+    """A recorder that writes `steps.jsonl` and notes when the first interval and the last one had been recorded.
+
+    The first interval is a single step. The time between the two holds all that the loop does for the steps after it,
+    writing them down included.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lines = JsonLines(path)
+        self._logged: list[tuple[int, float]] = []
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write the event, and note the time after an interval's last one."""
+        self._lines.record(event, **fields)
+        if event == "log":
+            self._logged.append((fields["step"], time.perf_counter()))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        (first, begin_s), (last, end_s) = self._logged[0], self._logged[-1]
+        return (end_s - begin_s) / (last - first)
+
+
+def engine_step_s(config: RunConfig, path: Path) -> float:
+    """Train as `config` says, recording to `path`, and return the mean seconds of a step."""
+    marks = Marks(path)
+    try:
+        train(config, World.alone(), marks)
+    finally:
+        marks.close()
+    return marks.step_s
+
+
+def configured(**values: Any) -> RunConfig:
+    """Return a config with these options, by their public keys; a single process unless they say otherwise."""
+    return override(RunConfig(), **{"strategy": "single", "epochs": 1000} | values)
+
+
+def fed(job: Job) -> Iterator[Batch]:
+    """Yield batches for ever, as the run would get them; an epoch's last, smaller one is left out."""
+    for epoch in count():
+        for batch in job.batches(epoch):
+            if batch.count == job.plan.global_size:
+                yield batch
+
+
+def first_samples(job: Job) -> tuple[Tensor, Tensor]:
+    """Return x and y of this rank's share of the first batch."""
+    x, y, last = next(next(fed(job)).micros)
+    assert last, "one micro-batch"
+    return x, y
+
+
+def repeated(job: Job) -> Iterator[Batch]:
+    """Yield the first batch for ever: what a step costs without any work for its images."""
+    x, y = first_samples(job)
+    while True:
+        yield Batch(job.plan.global_size, iter([(x, y, True)]))
+
+
+def stepper(job: Job, batches: Iterator[Batch], *, steps: int) -> Callable[[], float]:
+    """Return a function that trains `steps` steps and returns their seconds.
+
+    These are the engine's own steps without its metrics; on a GPU its caller waits for the device.
+    """
+    job.strategy.settle(job.model, lambda: _exchange(job, next(batches)))
+
+    def run() -> float:
+        begin_s = time.perf_counter()
+        for _ in range(steps):
+            _exchange(job, next(batches))
+            job.precision.step(job.optimizer.each, clip=None)
+            job.optimizer.zero_grad()
+        return time.perf_counter() - begin_s
+
+    return run
+
+
+def _exchange(job: Job, batch: Batch) -> None:
+    train_step(job, batch)
