@@ -34,6 +34,10 @@ def _cut(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
     return begin, begin + base + (part < extra)
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """How each optimizer step's samples are shared out.
@@ -59,15 +63,15 @@ class BatchPlan:
         if global_size < ranks:
             raise RequestError(
                 f"Global batch {global_size} does not split into {ranks} ranks: each needs at least one sample; "
-                f"use --batch {ranks} or more, or at most {global_size} ranks."
+                f"use --batch {ranks} or more, or at most {_counted(global_size, 'rank')}."
             )
         if accumulation is None:
             accumulation = 1 if micro_size is None else -(-global_size // (micro_size * ranks))
         if accumulation > global_size // ranks:
             most = global_size // ranks
             raise RequestError(
-                f"Global batch {global_size} does not split into {accumulation} micro-batches on {ranks} ranks: "
-                f"each rank needs at least one sample of each; "
+                f"Global batch {global_size} does not split into {accumulation} micro-batches on "
+                f"{_counted(ranks, 'rank')}: each rank needs at least one sample of each; "
                 f"use --accumulate {most} or less, or --batch {accumulation * ranks} or more."
             )
         return cls(global_size=global_size, ranks=ranks, accumulation=accumulation)
@@ -96,6 +100,6 @@ class BatchPlan:
         each = str(self.global_size // whole)
         if self.global_size % whole:
             each += f" or {self.global_size // whole + 1}"
-        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        ranks = _counted(self.ranks, "rank")
         micros = f"{self.accumulation} micro-batch{'es' * (self.accumulation > 1)}"
         return f"global batch {self.global_size} = {ranks} × {micros} × {each}"

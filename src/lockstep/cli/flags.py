@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ import tyro
 from ..config import RunConfig, leaves, read_toml, recipe
 from ..errors import RequestError, unknown
 
-_BOX = re.compile(r"[╭╮╰╯│─]+")
+_FRAME = " ╭╮╰╯│+|"
+_RULE = re.compile("[─-]+")
 _OWN = ("config", "help")
 
 
@@ -36,9 +38,8 @@ def parse(given: list[str], *, prog: str, base: RunConfig | None = None) -> RunC
 
     Raises `RequestError`, with the nearest names, for whatever is not a recipe or a flag; exits 0 after --help.
     """
-    base = base or RunConfig()
-    if given and not given[0].startswith("-"):
-        base = recipe(given[0])
+    named = base is None and bool(given) and not given[0].startswith("-")
+    base = recipe(given[0]) if named else base or RunConfig()
     if (path := _value(given, "--config")) is not None:
         base = read_toml(Path(path), base=base)
     _check_flags(given)
@@ -56,6 +57,10 @@ def parse(given: list[str], *, prog: str, base: RunConfig | None = None) -> RunC
         if refused.code in (0, None):
             raise
         raise RequestError(_sentence(heard.getvalue())) from None
+    if arguments.recipe is not None and not named:
+        raise RequestError(
+            f"{arguments.recipe!r} belongs to no flag; a recipe comes first, as in lockstep train digits --batch 64."
+        )
     return arguments.run
 
 
@@ -77,12 +82,11 @@ def _check_flags(given: list[str]) -> None:
         if word.startswith("--"):
             name = word[2:].partition("=")[0].replace("_", "-")
             if name not in known:
-                near = unknown("flag", name, known)
-                raise RequestError(f"{near} lockstep train --help lists all.")
+                raise unknown("flag", f"--{name}", {f"--{key}" for key in known}, "lockstep train --help lists all.")
 
 
 def _sentence(box: str) -> str:
-    """Return tyro's message without its box and its help text, as one line."""
-    lines = [_BOX.sub(" ", line).strip() for line in box.splitlines()]
-    text = " ".join(line for line in lines if line).partition("Argument helptext")[0].partition("For full helptext")[0]
-    return " ".join(text.split()).rstrip(".") + "; lockstep train --help lists the flags and their values."
+    """Return tyro's message, without the box around it and the help text below it, as one line."""
+    _, *lines = [line.strip(_FRAME) for line in box.strip().splitlines()]
+    message = itertools.takewhile(lambda line: not _RULE.fullmatch(line), lines)
+    return " ".join(message).rstrip(".") + "; lockstep train --help lists the flags and their values."
