@@ -16,7 +16,7 @@ SOURCE = Path(lockstep.__file__).parent
 
 # Lower knows nothing of higher. Packages count as one room, whose files may import each other.
 LAYERS: list[list[str]] = [
-    ["errors", "config", "topology", "batching", "result", "failures", "hardware", "interrupts"],
+    ["errors", "config", "topology", "batching", "result", "failures", "hardware", "interrupts", "own"],
     ["world", "state"],
     ["randomness", "data", "models", "nn", "precision", "optim", "strategies", "launchers", "record"],
     ["checkpoint", "resume", "meter", "evaluation"],

@@ -331,7 +331,7 @@ def test_a_bad_sample_of_an_own_set_is_named(workers: int, index: int, kind: typ
         (own("only_one"), r"returned a Photos; it must return two"),
         (own("broken"), r"raised FileNotFoundError: my.csv"),
         (own("absent"), r"has no 'absent'"),
-        (own("SMALL"), r"is a Cifar; give a function"),
+        (own("SMALL"), r"is an object of type Cifar; give a class or function"),
         (own("vectors", augment=("crop",)), r"--augment crop varies images of bytes"),
         (DataConfig(name="fake", image_size=7, augment=("crop",)), r"crop needs images of 8 × 8 pixels or more"),
     ],

@@ -8,16 +8,11 @@ Anything else reaches the model as it is, floating-point numbers in the run's pr
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import importlib.util
 import inspect
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import own
 from ..config import DataConfig
 from ..errors import RequestError
 
@@ -32,48 +27,13 @@ if TYPE_CHECKING:
 
 def check(config: DataConfig) -> None:
     """Raise `RequestError` where the module of `module:attribute` cannot be found; imports only its parents."""
-    module, _, attribute = config.name.partition(":")
-    if not module or not attribute:
-        raise RequestError(f"--data {config.name}: write module:attribute, such as my_data:load.")
-    try:
-        with _current_folder_importable():
-            found = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # no parent package; a relative name
-        found = False
-    if not found:
-        raise RequestError(
-            f"--data {config.name}: no module {module!r} in {Path.cwd()} or among the installed packages; "
-            "start in the folder that holds it, or install it."
-        )
-
-
-@contextlib.contextmanager
-def _current_folder_importable() -> Iterator[None]:
-    folder = str(Path.cwd())
-    sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
+    own.check("--data", config.name)
 
 
 def _call(config: DataConfig) -> tuple[Any, Any]:
     """Return what the user's function returns: (train, test)."""
-    check(config)
-    module, _, attribute = config.name.partition(":")
     asked = f"--data {config.name}"
-    try:
-        with _current_folder_importable():
-            found: Any = importlib.import_module(module)
-    except Exception as error:
-        raise RequestError(f"{asked}: importing {module} raised {type(error).__name__}: {error}.") from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise RequestError(f"{asked}: {module} has no {attribute!r}; check the name after the colon.")
-        found = getattr(found, part)
-    if not callable(found):
-        raise RequestError(f"{asked} is a {type(found).__name__}; give a function that returns (train, test).")
+    found = own.load("--data", config.name)
     try:
         result = found(config) if inspect.signature(found).parameters else found()
     except Exception as error:

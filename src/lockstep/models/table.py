@@ -13,16 +13,13 @@ Torch is imported only by `build`, torchvision only for names that are not ours.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import importlib.util
 import inspect
 import re
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from .. import own
 from ..errors import RequestError, unknown
 
 if TYPE_CHECKING:
@@ -60,7 +57,7 @@ def preflight(name: str) -> None:
     Raises `RequestError` with the nearest names, or where the module of a `module:attribute` cannot be found.
     """
     if ":" in name:
-        _check_own(name)
+        own.check("--model", name)
     elif not _is_ours(name):
         _torchvision_name(name)
 
@@ -74,7 +71,7 @@ def build(name: str, *, classes: int, in_channels: int, image_size: int) -> nn.M
     """
     shape = {"classes": classes, "in_channels": in_channels, "image_size": image_size}
     if ":" in name:
-        return _build_own(name, shape)
+        return _call_own(name, own.load("--model", name), shape)
     if _is_ours(name):
         return _build_ours(name, shape)
     return _build_torchvision(_torchvision_name(name), **shape)
@@ -177,66 +174,19 @@ def _build_torchvision(name: str, *, classes: int, in_channels: int, image_size:
 # --- the user's own
 
 
-@contextlib.contextmanager
-def _current_folder_importable() -> Iterator[None]:
-    """Put the current folder first among those that are searched for modules, for the time of the block."""
-    folder = str(Path.cwd())
-    sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
-
-
-def _check_own(name: str) -> tuple[str, str]:
-    """Return module and attribute of `module:attribute`; raise where the module cannot be found."""
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise RequestError(f"Model {name!r}: write module:attribute, such as my_models:Net.")
-    try:
-        with _current_folder_importable():
-            found = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        # Its parent package is missing, or it is a relative name.
-        found = False
-    if not found:
-        raise RequestError(
-            f"Model {name!r}: no module {module!r} in {Path.cwd()} or among the installed packages; "
-            f"start in the folder that holds it, or install it."
-        )
-    return module, attribute
-
-
-def _build_own(name: str, shape: dict[str, int]) -> nn.Module:
-    from torch import nn
-
-    module, attribute = _check_own(name)
-    try:
-        with _current_folder_importable():
-            builder: Any = importlib.import_module(module)
-    except Exception as error:
-        raise RequestError(f"Model {name!r}: importing {module} raised {type(error).__name__}: {error}.") from error
-    for part in attribute.split("."):
-        if not hasattr(builder, part):
-            raise RequestError(f"Model {name!r}: {module} has no {attribute!r}; check the name after the colon.")
-        builder = getattr(builder, part)
-    if not callable(builder) or isinstance(builder, nn.Module):
-        raise RequestError(f"Model {name!r} is {_a(builder)}; give a class or function that returns a new nn.Module.")
-    return _call_own(name, builder, shape)
-
-
 def _call_own(name: str, builder: Callable[..., Any], shape: dict[str, int]) -> nn.Module:
     from torch import nn
 
+    if isinstance(builder, nn.Module):
+        raise RequestError(f"--model {name} is {_a(builder)}; give a class or function that returns a new nn.Module.")
     arguments = _accepted(builder, shape)
     given = ", ".join(f"{key}={value}" for key, value in arguments.items())
     try:
         model = builder(**arguments)
     except Exception as error:
-        raise RequestError(f"Model {name!r}, called with ({given}), raised {type(error).__name__}: {error}.") from error
+        raise RequestError(f"--model {name}, called with ({given}), raised {type(error).__name__}: {error}.") from error
     if not isinstance(model, nn.Module):
-        raise RequestError(f"Model {name!r}, called with ({given}), returned {_a(model)}; it must return an nn.Module.")
+        raise RequestError(f"--model {name}, called with ({given}), returned {_a(model)}; it must return an nn.Module.")
     return model
 
 
