@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import torch
 from torch import Tensor, nn
 
 
@@ -52,3 +55,25 @@ class Wide(nn.Module):
         for layer in (self.middle[1], self.middle[2], self.middle[0]):
             x = layer(x).relu()
         return self.last(x)  # type: ignore[no-any-return]
+
+
+class Failing(Dropped):
+    """A net that raises on rank 1, in the fifth training step; the message says when."""
+
+    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
+        super().__init__(classes, in_channels, image_size)
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        if self.passes > 5 and torch.distributed.get_rank() == 1:
+            raise ValueError(f"out of luck at {time.time()}")
+        return super().forward(x)
+
+
+class Slow(Dropped):
+    """A net whose step takes three seconds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(3)
+        return super().forward(x)

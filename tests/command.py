@@ -1,0 +1,114 @@
+"""The command as a person uses it: real processes in a folder of their own, and what they leave there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def start(folder: Path, *words: object, through: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
+    """Start `python -m lockstep WORDS` in `folder`; the tests' own models are importable there."""
+    return subprocess.Popen(
+        [sys.executable, *through, "-m", "lockstep", *map(str, words)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> Ended:
+    """Wait for the command's own end."""
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    finally:
+        process.kill()
+    return Ended(process.returncode, out, err)
+
+
+def command(folder: Path, *words: object, through: Sequence[str] = (), **env: str) -> Ended:
+    """Run the command to its end."""
+    return end(start(folder, *words, through=through, **env))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -> str:
+    """Run the command in this process; return the one sentence with which it refuses."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == code
+    told = capsys.readouterr()
+    return sentence(Ended(code, told.out, told.err), code=code)
+
+
+def sentence(ended: Ended, *, code: int = 2) -> str:
+    """Return the one sentence of a command that failed as it should: nothing but that is on stderr."""
+    assert ended.code == code, ended
+    lines = [line for line in ended.err.splitlines() if line.strip()]
+    assert lines, ended
+    assert lines[-1].startswith("lockstep: "), ended.err
+    if code == 2:
+        assert len(lines) == 1, ended.err
+    assert lines[-1].endswith((".", "?")), lines[-1]
+    return lines[-1].removeprefix("lockstep: ")
+
+
+def until(holds: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    """Return as soon as `holds()`; fail if it does not within the limit."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {limit_s} s"
+        time.sleep(0.01)
+
+
+def events(folder: Path, event: str) -> list[dict[str, Any]]:
+    """Return the run's events of one kind; a line that is still being written is left out."""
+    path = folder / "steps.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row for row in rows if row["event"] == event]
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """Return (step, loss) of every line for an optimizer step."""
+    return [(row["step"], row["loss"]) for row in events(folder, "step")]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all tensors in the run's last checkpoint, by file."""
+    return {path.name: path.read_bytes() for path in (folder / "checkpoints" / "last").glob("*.safetensors")}
+
+
+def processes(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Return the command's process and all that it started."""
+    parent = psutil.Process(process.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def gone(found: Sequence[psutil.Process]) -> bool:
+    """Whether none of the processes lives."""
+    return not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in found)
