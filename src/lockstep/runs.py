@@ -45,6 +45,7 @@ def run(config: RunConfig, world: World) -> RunResult:
 
 def _open(config: RunConfig, world: World) -> tuple[RunConfig, State | None]:
     """Return the config with the run's folder in it, and the state to continue from (*collective*)."""
+    state = resume.load(config)  # what cannot be continued is refused before a folder is made
     told: list[str | None] = [None, None]
     if world.is_main:
         try:
@@ -56,7 +57,7 @@ def _open(config: RunConfig, world: World) -> tuple[RunConfig, State | None]:
         raise RequestError(refused)
     output = Path(folder)
     config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=output))
-    state = resume.load(config)
+    state = state or resume.load(config)
     if world.is_main:
         write_whole(output / "config.toml", to_toml(config).encode())
     world.barrier()
@@ -70,7 +71,8 @@ def _claim(config: RunConfig) -> Path:
         output = _latest(config) if asked == "auto" else _run_of(Path(asked))
     if output is None:
         return _fresh(config)
-    if not asked and (output / "steps.jsonl").exists():
+    # Written when training starts: a run that was refused before that does not keep its folder.
+    if not asked and (output / "manifest.json").exists():
         raise RequestError(
             f"--output {output} holds a run already: continue it with --resume auto, or give another folder."
         )
