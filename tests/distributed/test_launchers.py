@@ -255,11 +255,8 @@ def _doors(scheme: str, folder: Path, ranks: Sequence[int]) -> list[Callable[[],
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
     def hear(claims: Sequence[Claim], timeout_s: float = 20) -> list[str]:
-        answers = _roll_call(_doors(scheme, tmp_path, [claim.rank for claim in claims]), claims, timeout_s)
-        assert not (tmp_path / "meeting").exists()
-        return answers
+        return _roll_call(_doors(scheme, tmp_path, [claim.rank for claim in claims]), claims, timeout_s)
 
-    assert hear([_claim(0, 3), _claim(1, 3), _claim(2, 3)]) == ["3 ranks"] * 3
     twice = hear([_claim(0, 3), _claim(1, 3, host="ann"), _claim(1, 3, host="bob")])
     assert len(set(twice)) == 1
     assert "rank 1 is claimed twice, by process" in twice[0]
@@ -278,6 +275,8 @@ def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
     assert [answer.startswith("The ranks compute on different accelerators") for answer in kinds] == [True] * 2
     shared = hear([_claim(r, 2, accelerator="cuda", gpus=("GPU-1",)) for r in range(2)])
     assert [answer.startswith("Ranks 0 and 1 on") for answer in shared] == [True] * 2
+    assert hear([_claim(0, 3), _claim(1, 3), _claim(2, 3)]) == ["3 ranks"] * 3  # at the same file as all the above
+    assert not (tmp_path / "meeting").exists()
 
 
 def test_a_dead_world_on_another_host_is_never_joined(tmp_path: Path) -> None:

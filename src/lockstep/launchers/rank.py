@@ -80,7 +80,7 @@ def run_met(
         size=size,
         accelerator=parallel.accelerator,
         gpus=gpu_ids(parallel, env),
-        address=rendezvous.local_address(meeting.host or rendezvous.ANYWHERE),
+        addresses=rendezvous.own_addresses(meeting.host or rendezvous.ANYWHERE),
     )
     call = rendezvous.RollCall(meeting, mine)
     claims = call.take(parallel.timeout)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import ipaddress
 import json
 import os
 import secrets
@@ -52,8 +53,8 @@ class Claim:
     accelerator: str
     gpus: tuple[str, ...] = ()
     """Identities of the GPUs that the process may take, by local rank; a single one is taken by whoever names it."""
-    address: str = ""
-    """An address of this host that other hosts can reach."""
+    addresses: tuple[str, ...] = ()
+    """Addresses of this host, the one that others most likely reach first."""
     host: str = field(default_factory=socket.gethostname)
     network: str = field(default_factory=lambda: _namespace("net"))
     processes: str = field(default_factory=lambda: _namespace("pid"))
@@ -91,7 +92,7 @@ class Claim:
     def from_json(cls, text: bytes | str) -> Claim:
         """Return the claim in `text`."""
         values = json.loads(text)
-        return cls(**{**values, "gpus": tuple(values["gpus"])})
+        return cls(**{**values, "gpus": tuple(values["gpus"]), "addresses": tuple(values["addresses"])})
 
 
 class RollCall:
@@ -101,7 +102,7 @@ class RollCall:
         self._meeting = meeting
         self._store = meeting.store
         self._mine = claim
-        self._claimed = False
+        self._written: list[str] = []
 
     def take(self, timeout_s: float) -> tuple[Claim, ...]:
         """Return the claims of all ranks, in their order, once all have confirmed them (*collective*).
@@ -134,42 +135,48 @@ class RollCall:
         return PrefixStore(f"world/{_digest(claims)}", self._store)
 
     def leave(self, *, clean: bool) -> None:
-        """Take this rank's claim back; the last one to leave removes a file.
+        """Take this rank's claim back.
 
-        After a clean end, whoever serves the store stays until all have left, and those who met at a file until it
-        is gone, so that the next run may follow at the same place. After a failure nobody waits.
+        After a clean end, rank 0 stays until all have left, since it serves the store or removes the file, and those
+        who met at a file stay until it is gone, so that the next run may follow at the same place. After a failure
+        nobody waits; a file then stays behind without claims, and the next run can use it.
         """
         with contextlib.suppress(RuntimeError, OSError):
-            if not self._claimed:
-                return
-            self._claimed = False
-            # Emptied, not deleted: torch's stores wait for a key that is not there.
-            self._store.set(f"claim/{self._mine.rank}", "")
+            # Emptied, not deleted: torch's stores wait for a key that is not there, and for a file that is not there.
+            for key in self._written:
+                self._store.set(key, "")
+            self._written.clear()
             file = self._meeting.file
-            if file and not self._claims():
-                file.unlink(missing_ok=True)
-            elif file and clean:
+            if clean and self._mine.rank == 0:
+                deserted = _until(lambda: not self._claims(), _LEAVE_S)
+                if file and deserted:
+                    file.unlink(missing_ok=True)
+            elif clean and file:
                 _until(lambda: not file.exists(), _LEAVE_S)
-            elif self._meeting.hosted and clean:
-                _until(lambda: not self._claims(), _LEAVE_S)
 
     def _claim(self) -> None:
         mine, where = self._mine, self._meeting.where
-        first = Claim.from_json(self._store.compare_set("size", "", mine.to_json()))
+        first = self._write("size")
         if first.size != mine.size:
             self._refuse(
                 first,
                 f"{where}: the ranks disagree on the world size: rank {first.rank} ({first.who}) says {first.size}, "
                 f"rank {mine.rank} ({mine.who}) says {mine.size}; give every rank the same --world-size.",
             )
-        holder = Claim.from_json(self._store.compare_set(f"claim/{mine.rank}", "", mine.to_json()))
+        holder = self._write(f"claim/{mine.rank}")
         if holder.nonce != mine.nonce:
             self._refuse(
                 holder,
                 f"{where}: rank {mine.rank} is claimed twice, by {holder.who} and by {mine.who}; "
                 "give each process its own --rank, and each run its own meeting place.",
             )
-        self._claimed = True
+
+    def _write(self, key: str) -> Claim:
+        """Put this rank's claim under the key if nobody's is there; return the one that is there now."""
+        holder = Claim.from_json(self._store.compare_set(key, "", self._mine.to_json()))
+        if holder.nonce == self._mine.nonce:
+            self._written.append(key)
+        return holder
 
     def _refuse(self, holder: Claim, sentence: str) -> NoReturn:
         """Raise: `holder` lives, and contradicts this process as `sentence` says; or it is left from a dead run."""
@@ -266,18 +273,28 @@ def place(claims: Sequence[Claim], mine: Claim, *, address: str = "", port: int 
 
 
 def interface(claims: Sequence[Claim], mine: Claim) -> str | None:
-    """Return the network interface for this rank's traffic: loopback if no rank is on another host."""
-    elsewhere = [claim.address for claim in claims if claim.node != mine.node]
+    """Return the network interface for this rank's traffic: loopback if no rank is on another host.
+
+    Otherwise the one on the route to another host's first address that can be reached from here, since gloo by itself
+    takes what the host's name resolves to, often loopback. None where there is no such route.
+    """
+    elsewhere = [claim for claim in claims if claim.node != mine.node]
     if not elsewhere:
         return "lo0" if sys.platform == "darwin" else "lo"
-    own = local_address(elsewhere[0]) if elsewhere[0] else ""
-    for name, addresses in psutil.net_if_addrs().items():
-        if own and any(address.address == own for address in addresses):
-            return str(name)
-    return None
+    # An address that both hosts have, such as that of a container bridge, leads nowhere.
+    theirs = [address for address in elsewhere[0].addresses if address not in mine.addresses]
+    own = next(filter(None, map(_own_address, theirs)), "")
+    return next((name for name, addresses in _interfaces().items() if own in addresses), None)
 
 
-def local_address(towards: str) -> str:
+def own_addresses(towards: str) -> tuple[str, ...]:
+    """Return this host's addresses that are not loopback, the one on the route to `towards` first."""
+    first = _own_address(towards)
+    others = [address for addresses in _interfaces().values() for address in addresses]
+    return tuple(address for address in dict.fromkeys([first, *others]) if address and not _is_loopback(address))
+
+
+def _own_address(towards: str) -> str:
     """Return this host's address on the route to another, empty if there is no route; nothing is sent."""
     with contextlib.suppress(OSError):
         family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
@@ -285,6 +302,22 @@ def local_address(towards: str) -> str:
             probe.connect(target)
             return str(probe.getsockname()[0])
     return ""
+
+
+def _interfaces() -> dict[str, list[str]]:
+    """Return the IPv4 and global IPv6 addresses of each network interface."""
+    return {
+        str(name): [
+            str(each.address)
+            for each in addresses
+            if each.family in (socket.AF_INET, socket.AF_INET6) and "%" not in each.address
+        ]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
 def _check_together(claims: Sequence[Claim]) -> None:
