@@ -12,7 +12,7 @@ from .record.base import Recorder
 def announce(job: Job, first_step: int, recorder: Recorder) -> None:
     recorder.record(
         "start",
-        lines=[str(job.plan), _said(job), *_skipped(job)],
+        lines=[str(job.plan), *_said(job), *_skipped(job)],
         plan=dataclasses.asdict(job.plan),
         chosen=_chosen(job),
         output=str(job.config.record.output or ""),
@@ -44,8 +44,8 @@ def _skipped(job: Job) -> list[str]:
     return [f"{len(files)} images that cannot be decoded are left out: {', '.join(files[:3])}"] if files else []
 
 
-def _said(job: Job) -> str:
-    """Return what was chosen in words, for the line that is printed once."""
+def _said(job: Job) -> list[str]:
+    """Return what was chosen in words, for the lines that are printed once."""
     statistics = {
         "sync": "batch statistics of the global micro-batch",
         "local": "batch statistics of each replica: the model depends on how many there are",
@@ -53,8 +53,9 @@ def _said(job: Job) -> str:
     }[job.batchnorm]
     parallel, device = job.config.parallel, job.world.device.type
     order = "channels_last" if job.precision.channels_last else "contiguous"
-    return (
-        f"strategy {job.strategy.name}, launcher {parallel.launcher}, "
-        f"{max(job.world.size, parallel.devices or 1)} × {device}, "
-        f"precision {job.precision.name}, {order}; {statistics}"
-    )
+    devices = max(job.world.size, parallel.devices or 1)
+    return [
+        f"strategy {job.strategy.name}, launcher {parallel.launcher}, {devices} × {device}, "
+        f"precision {job.precision.name}, {order}",
+        statistics,
+    ]
