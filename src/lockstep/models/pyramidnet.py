@@ -8,7 +8,8 @@ zeros for the channels that the block adds.
 The depth counts the convolutions on the longest path and the classifier: 6·n + 2 for n blocks in each of 3 stages.
 
 Widths such as 21, 26 and 31 fit no vector unit. A *padded* net rounds each up to a multiple of 8 with channels whose
-weights are zero and stay zero: its logits and the gradients of the real channels are those of the plain net.
+weights are zero and stay zero: its logits and the gradients of the real channels are those of the plain net. That is
+meant for the matrix units of GPUs; on a CPU it gained nothing but in bfloat16 with channels last (1.03 times).
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class Block(nn.Module):
     real, the others padding (none by default).
     """
 
+    is_real: Tensor | None
+    """1 for the real inputs and 0 for padding, (inputs, 1, 1); None where there is no padding."""
+
     def __init__(self, inputs: int, outputs: int, stride: int, *, real: int | None = None) -> None:
         super().__init__()
         self.residual = nn.Sequential(
@@ -52,16 +56,22 @@ class Block(nn.Module):
             nn.BatchNorm2d(outputs),
         )
         self.shortcut = nn.AvgPool2d(2, ceil_mode=True) if stride == 2 else nn.Identity()
-        self.real = inputs if real is None else real
+        self.added_channels = outputs - inputs
+        mask = None
+        if real is not None and real < inputs:
+            mask = (torch.arange(inputs) < real).float().view(-1, 1, 1)
+        # Not part of the state: it follows from the widths.
+        self.register_buffer("is_real", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.residual(x)
         carried = self.shortcut(x)
-        if self.real < carried.shape[1]:
-            # Padding here can be a real channel after the block: the slice keeps that channel's gradient from it.
-            carried = carried[:, : self.real]
-        # Zeros and an addition in place: 1.2 to 1.7 times the images/s of adding into a slice (CPU, channels_last).
-        out += nn.functional.pad(carried, (0, 0, 0, 0, 0, out.shape[1] - self.real))
+        if self.is_real is not None:
+            # The padding is zero anyway, but it can be a real channel after the block: this keeps that channel's
+            # gradient from it. A product is 1.3 to 1.5 times as fast as a slice (whole net on a CPU, channels_last).
+            carried = carried * self.is_real.to(carried.dtype)
+        # Zeros and an addition in place: 1.2 to 1.5 times as fast as adding into a slice (likewise).
+        out += nn.functional.pad(carried, (0, 0, 0, 0, 0, self.added_channels))
         return out
 
 
@@ -122,10 +132,9 @@ def pyramidnet(
     plain = make(1)
     if not padded:
         return plain
-    # On the meta device no weights are drawn: the generator goes on as it does after the plain net.
-    with torch.device("meta"):
+    # The padded net's own weights are overwritten: the generator goes on as it does after the plain net.
+    with torch.random.fork_rng(devices=[]):
         wide = make(8)
-    wide.to_empty(device=plain.classifier.weight.device)
     carry(plain, wide)
     return wide
 
