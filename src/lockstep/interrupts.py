@@ -8,8 +8,10 @@ import threading
 import time
 from types import FrameType
 
-from .errors import Stopped
+from .errors import RunError
 
+KILLED = "Killed by a second signal, without saving; the last checkpoint, if there is one, is whole."
+SHOW_CURSOR = "\x1b[?25h"
 _ECHO_S = 0.5
 """A launcher may pass on a signal that the terminal has sent already; so close together they are one."""
 
@@ -39,6 +41,9 @@ class StopRequest:
     def _heard(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self.asked and now_s - self._since_s > _ECHO_S:
-            os._exit(Stopped.exit_code)
+            # Neither an `except` of the user's nor a save that is under way may hold this up. A terminal whose bar
+            # has hidden the cursor gets it back.
+            os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}\nlockstep: {KILLED}\n".encode())
+            os._exit(RunError.exit_code)
         if not self.asked:
             self.asked, self._since_s = True, now_s

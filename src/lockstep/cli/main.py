@@ -62,7 +62,9 @@ def _dispatch(given: list[str]) -> int:
 
 def _say(error: LockstepError) -> int:
     # soft_wrap: one sentence stays one line for whoever greps it.
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold]lockstep:[/] {_escaped(str(error))}")
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.show_cursor()  # a rank that was killed while it drew a bar could not
+    console.print(f"[bold]lockstep:[/] {_escaped(str(error))}")
     return error.exit_code
 
 

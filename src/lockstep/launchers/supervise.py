@@ -22,6 +22,7 @@ from typing import Any
 
 from ..errors import LockstepError, RunError, Stopped
 from ..failures import Failure, first_cause
+from ..interrupts import KILLED
 
 _LOOK_S = 0.05
 _LISTEN_S = 1.0  # for other reports, after the first failure
@@ -90,7 +91,7 @@ class Supervisor:
     def _look(self, wait_s: float) -> None:
         """Take in reports and deaths, for at most `wait_s` seconds."""
         if self._signals > 1:
-            raise RunError("Killed by a second signal, without saving; the last checkpoint, if there is one, is whole.")
+            raise RunError(KILLED)
         silent = [worker for worker in self._workers if worker.rank not in self._reports]
         dead = [worker for worker in silent if worker.process.exitcode is not None]
         ready = multiprocessing.connection.wait([worker.reports for worker in silent], 0 if dead else wait_s)
