@@ -85,13 +85,16 @@ class BatchPlan:
         start = step * self.global_size
         return start, min(start + self.global_size, samples)
 
+    def micros(self, count: int) -> int:
+        """Return the number of global micro-batches of a batch of `count` samples."""
+        return max(1, -(-count * self.accumulation // self.global_size))
+
     def split(self, start: int, stop: int, rank: int) -> list[Share]:
         """Return the rank's share of each global micro-batch of the batch at positions [start, stop).
 
         Every rank gets the same number of shares, so that all meet in each collective; a share can be empty.
         """
-        count = stop - start
-        micros = max(1, -(-count * self.accumulation // self.global_size))
+        micros = self.micros(stop - start)
         return [Share(*_cut(*_cut(start, stop, micros, micro), self.ranks, rank)) for micro in range(micros)]
 
     def __str__(self) -> str:

@@ -121,7 +121,7 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         """Yield a `Batch` for each step; its micro-batches are fetched as they are asked for."""
         for start, stop in self._steps:
-            yield Batch(stop - start, self._micros(len(self._plan.split(start, stop, self._rank))))
+            yield Batch(stop - start, self._micros(self._plan.micros(stop - start)))
 
     def _micros(self, count: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
         for number in range(count):

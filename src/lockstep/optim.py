@@ -27,6 +27,7 @@ class Optimizers:
     """One or several torch optimizers that step together, each over its own parameters."""
 
     each: tuple[Optimizer, ...]
+    parameters: tuple[nn.Parameter, ...]
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every parameter."""
@@ -36,8 +37,9 @@ class Optimizers:
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        for one in self.each:
-            one.zero_grad(set_to_none=True)
+        # Optimizer.zero_grad does the same within a profiler's range, which costs more than the work itself.
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 def build(model: nn.Module, config: OptimConfig) -> Optimizers:
@@ -55,9 +57,10 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizers:
         sgd = torch.optim.SGD(
             parameters, lr=lr, momentum=config.momentum, nesterov=config.nesterov, weight_decay=decay, fused=True
         )
-        return Optimizers((sgd,))
+        return Optimizers((sgd,), tuple(parameters))
     if config.name == "adamw":
-        return Optimizers((torch.optim.AdamW(parameters, lr=lr, weight_decay=decay, fused=True),))
+        adamw = torch.optim.AdamW(parameters, lr=lr, weight_decay=decay, fused=True)
+        return Optimizers((adamw,), tuple(parameters))
     matrices = [parameter for parameter in parameters if parameter.ndim == 2]
     others = [parameter for parameter in parameters if parameter.ndim != 2]
     if not matrices:
@@ -71,7 +74,7 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizers:
         adjust_lr_fn="match_rms_adamw",
     )
     rest = (torch.optim.AdamW(others, lr=lr, weight_decay=decay, fused=True),) if others else ()
-    return Optimizers((muon, *rest))
+    return Optimizers((muon, *rest), tuple(parameters))
 
 
 def peak_lr(config: OptimConfig, batch: int) -> float:
