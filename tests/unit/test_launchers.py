@@ -14,7 +14,7 @@ from lockstep import failures, hardware
 from lockstep.config import RunConfig, override
 from lockstep.errors import ProofError, RequestError, RunError, Stopped
 from lockstep.hardware import Gpu
-from lockstep.launchers import devices, environment, rendezvous, table
+from lockstep.launchers import claims, devices, environment, table
 from lockstep.topology import Topology
 
 TORCHRUN = {
@@ -165,13 +165,13 @@ def test_a_rank_takes_its_own_gpu() -> None:
     assert devices.gpu_index(RunConfig().parallel, 1) == 1
 
 
-def _claim(rank: int, size: int, host: str, **values: Any) -> rendezvous.Claim:
-    return rendezvous.Claim(rank=rank, size=size, host=host, **{"accelerator": "cpu", **values})
+def _claim(rank: int, size: int, host: str, **values: Any) -> claims.Claim:
+    return claims.Claim(rank=rank, size=size, host=host, **{"accelerator": "cpu", **values})
 
 
 def test_nodes_and_local_ranks_follow_from_the_hosts() -> None:
-    claims = [_claim(rank, 4, host) for rank, host in enumerate(["a", "b", "a", "a"])]
-    places = [rendezvous.place(claims, claim) for claim in claims]
+    came = [_claim(rank, 4, host) for rank, host in enumerate(["a", "b", "a", "a"])]
+    places = [claims.place(came, claim) for claim in came]
     assert [(place.node, place.local_rank, place.local_size) for place in places] == [
         (0, 0, 3),
         (1, 0, 1),

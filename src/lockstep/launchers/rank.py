@@ -17,9 +17,10 @@ from .. import failures, hardware
 from ..config import RunConfig
 from ..errors import LockstepError, RequestError, Stopped
 from ..topology import Topology
-from . import rendezvous, stores
+from . import claims, hosts, stores
 from .base import Entry
 from .devices import gpu_ids, gpu_index
+from .rendezvous import RollCall
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,9 @@ def settle(config: RunConfig, topology: Topology) -> torch.device:
     # torchrun sets OMP_NUM_THREADS=1 and others leave it to the machine: the number of threads decides the order of
     # sums on a CPU, so every launcher takes the same, and the same world gives the same bits.
     torch.set_num_threads(max(1, hardware.cpus() // topology.local_size))
+    if config.precision.deterministic:
+        # cuBLAS reads it at its first use, and without it some of its algorithms differ from run to run.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if config.parallel.accelerator != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -71,24 +75,22 @@ def run_met(
     Returns the entry's value on rank 0, None on the others. `index` is this process's rank of `size`; `known` is its
     topology where whoever started it has said; otherwise nodes and local ranks follow from the ranks' hosts.
     """
-    if size == 1:
-        return run_alone(entry, config)
     parallel = config.parallel
     meeting = opens()
-    mine = rendezvous.Claim(
+    mine = claims.Claim(
         rank=index,
         size=size,
         accelerator=parallel.accelerator,
         gpus=gpu_ids(parallel, env),
-        addresses=rendezvous.own_addresses(meeting.host or rendezvous.ANYWHERE),
+        addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE),
     )
-    call = rendezvous.RollCall(meeting, mine)
-    claims = call.take(parallel.timeout)
-    topology = known or rendezvous.place(claims, mine)
+    call = RollCall(meeting, mine)
+    came = call.take(parallel.timeout)
+    topology = known or claims.place(came, mine)
     try:
         _check_node(config, topology)
-        bind(rendezvous.interface(claims, mine))
-        value = run_joined(entry, config, topology, call.group_store(claims))
+        bind(claims.interface(came, mine))
+        value = run_joined(entry, config, topology, call.group_store(came))
     except BaseException:
         call.leave(clean=False)
         raise

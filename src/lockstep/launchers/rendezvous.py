@@ -13,86 +13,21 @@ sentence, and none waits for its time-out. A process that leaves takes its claim
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import ipaddress
-import json
-import os
-import secrets
-import socket
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import psutil
-
 from ..errors import RequestError
-from ..topology import Topology
+from .claims import Claim, check_together, digest
 from .stores import Meeting
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-ANYWHERE = "192.0.2.1"
-"""An address that belongs to nobody (RFC 5737): the route to it is the route to the world at large."""
 _LOOK_S = 0.05
 _LIVENESS_S = 1.0  # between looks at whether the processes that we can see are alive
 _HEAR_S = 5.0  # for a process on another host to answer that it lives
 _LEAVE_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """What a process says of itself at the roll call."""
-
-    rank: int
-    size: int
-    accelerator: str
-    gpus: tuple[str, ...] = ()
-    """Identities of the GPUs that the process may take, by local rank; a single one is taken by whoever names it."""
-    addresses: tuple[str, ...] = ()
-    """Addresses of this host, the one that others most likely reach first."""
-    host: str = field(default_factory=socket.gethostname)
-    network: str = field(default_factory=lambda: _namespace("net"))
-    processes: str = field(default_factory=lambda: _namespace("pid"))
-    boot: str = field(default_factory=lambda: _boot())
-    pid: int = field(default_factory=os.getpid)
-    started: float = field(default_factory=lambda: psutil.Process().create_time())
-    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
-
-    @property
-    def who(self) -> str:
-        """The process in words."""
-        return f"process {self.pid} on {self.host}"
-
-    @property
-    def node(self) -> tuple[str, str, str]:
-        """What ranks share that reach one another without leaving the host."""
-        return self.host, self.boot, self.network
-
-    def is_dead(self) -> bool | None:
-        """Return whether the process has ended; None where that cannot be seen from here."""
-        if (self.boot, self.processes) != (_boot(), _namespace("pid")):
-            return None
-        try:
-            process = psutil.Process(self.pid)
-            # Ticks since the boot, turned into a time of day: another reader may round it differently.
-            return bool(process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - self.started) > 2)
-        except psutil.NoSuchProcess:
-            return True
-
-    def to_json(self) -> str:
-        """Return the claim as `from_json` reads it."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: bytes | str) -> Claim:
-        """Return the claim in `text`."""
-        values = json.loads(text)
-        return cls(**{**values, "gpus": tuple(values["gpus"]), "addresses": tuple(values["addresses"])})
 
 
 class RollCall:
@@ -114,7 +49,7 @@ class RollCall:
         try:
             self._claim()
             claims = self._wait(deadline, timeout_s)
-            _check_together(claims)
+            check_together(claims)
             return claims
         except RequestError as error:
             self._spread(str(error))
@@ -132,7 +67,7 @@ class RollCall:
         """Return the store for the process group of these claims, apart from any other world's keys."""
         from torch._C._distributed_c10d import PrefixStore
 
-        return PrefixStore(f"world/{_digest(claims)}", self._store)
+        return PrefixStore(f"world/{digest(claims)}", self._store)
 
     def leave(self, *, clean: bool) -> None:
         """Take this rank's claim back.
@@ -204,7 +139,7 @@ class RollCall:
             if not confirmed and self._store.check(present):
                 claims = self._claims()
                 if len(claims) == size:
-                    confirmed = [f"ready/{_digest(claims)}/{rank}" for rank in range(size)]
+                    confirmed = [f"ready/{digest(claims)}/{rank}" for rank in range(size)]
                     self._store.set(confirmed[self._mine.rank], self._mine.nonce)
             if confirmed and self._store.check(confirmed):
                 return claims
@@ -256,101 +191,6 @@ class RollCall:
         return tuple(Claim.from_json(text) for text in texts if text)
 
 
-def place(claims: Sequence[Claim], mine: Claim, *, address: str = "", port: int = 0) -> Topology:
-    """Return this rank's topology, with nodes and local ranks from the hosts that the claims name."""
-    nodes = list(dict.fromkeys(claim.node for claim in claims))
-    here = [claim.rank for claim in claims if claim.node == mine.node]
-    return Topology(
-        rank=mine.rank,
-        size=mine.size,
-        local_rank=here.index(mine.rank),
-        local_size=len(here),
-        node=nodes.index(mine.node),
-        nodes=len(nodes),
-        address=address,
-        port=port,
-    )
-
-
-def interface(claims: Sequence[Claim], mine: Claim) -> str | None:
-    """Return the network interface for this rank's traffic: loopback if no rank is on another host.
-
-    Otherwise the one on the route to another host's first address that can be reached from here, since gloo by itself
-    takes what the host's name resolves to, often loopback. None where there is no such route.
-    """
-    elsewhere = [claim for claim in claims if claim.node != mine.node]
-    if not elsewhere:
-        return "lo0" if sys.platform == "darwin" else "lo"
-    # An address that both hosts have, such as that of a container bridge, leads nowhere.
-    theirs = [address for address in elsewhere[0].addresses if address not in mine.addresses]
-    own = next(filter(None, map(_own_address, theirs)), "")
-    return next((name for name, addresses in _interfaces().items() if own in addresses), None)
-
-
-def own_addresses(towards: str) -> tuple[str, ...]:
-    """Return this host's addresses that are not loopback, the one on the route to `towards` first."""
-    first = _own_address(towards)
-    others = [address for addresses in _interfaces().values() for address in addresses]
-    return tuple(address for address in dict.fromkeys([first, *others]) if address and not _is_loopback(address))
-
-
-def _own_address(towards: str) -> str:
-    """Return this host's address on the route to another, empty if there is no route; nothing is sent."""
-    with contextlib.suppress(OSError):
-        family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    return ""
-
-
-def _interfaces() -> dict[str, list[str]]:
-    """Return the IPv4 and global IPv6 addresses of each network interface."""
-    return {
-        str(name): [
-            str(each.address)
-            for each in addresses
-            if each.family in (socket.AF_INET, socket.AF_INET6) and "%" not in each.address
-        ]
-        for name, addresses in psutil.net_if_addrs().items()
-    }
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _check_together(claims: Sequence[Claim]) -> None:
-    """Raise if ranks that are each right by themselves cannot be one world."""
-    kinds = {claim.accelerator: claim for claim in claims}
-    if len(kinds) > 1:
-        words = " and ".join(f"{kind} (rank {claim.rank}, {claim.who})" for kind, claim in sorted(kinds.items()))
-        raise RequestError(f"The ranks compute on different accelerators, {words}; give --accelerator on every rank.")
-    users: dict[tuple[str, str], Claim] = {}
-    seen: Counter[tuple[str, str, str]] = Counter()
-    for claim in claims:
-        local_rank = seen[claim.node]
-        seen[claim.node] += 1
-        if not claim.gpus:
-            continue
-        if len(claim.gpus) > 1 and local_rank >= len(claim.gpus):
-            raise RequestError(
-                f"Rank {claim.rank} ({claim.who}) is number {local_rank} of its node, which shows "
-                f"{len(claim.gpus)} GPUs; start at most as many ranks on a node as it has GPUs."
-            )
-        gpu = claim.gpus[0] if len(claim.gpus) == 1 else claim.gpus[local_rank]
-        other = users.setdefault((claim.boot, gpu), claim)
-        if other is not claim:
-            raise RequestError(
-                f"Ranks {other.rank} and {claim.rank} on {claim.host} would share one GPU ({gpu}); "
-                "give each its own with --gpus, or start fewer ranks on this node."
-            )
-
-
-def _digest(claims: Sequence[Claim]) -> str:
-    return hashlib.sha256("".join(claim.nonce for claim in claims).encode()).hexdigest()[:16]
-
-
 def _until(holds: Callable[[], bool], limit_s: float) -> bool:
     """Return True as soon as `holds()`, False if it does not within `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
@@ -363,19 +203,3 @@ def _until(holds: Callable[[], bool], limit_s: float) -> bool:
 
 def _brief(error: RuntimeError) -> str:
     return str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-
-
-def _namespace(kind: str) -> str:
-    """Return the identity of this process's network or process namespace; empty where there is no such thing."""
-    try:
-        return str(Path(f"/proc/self/ns/{kind}").readlink())
-    except OSError:
-        return ""
-
-
-def _boot() -> str:
-    """Return what tells this start of this machine from every other."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return f"{socket.gethostname()}-{psutil.boot_time():.0f}"

@@ -79,6 +79,12 @@ def _choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
     name, why = _auto(config, env, table) if asked == "auto" else (asked, "it was asked for")
     if name not in table:
         raise unknown("launcher", name, ["auto", *table])
+    started = next((each.name for each in table.values() if each.detect(env)), name)
+    if name in ("inline", "spawn") and started != name:
+        raise RequestError(
+            f"--launcher {name}, but another program, such as torchrun, has started several ranks already, and each "
+            f"would be a run of its own; leave --launcher out, or start the command by itself."
+        )
     return Choice(table[name], name, why)
 
 

@@ -1,0 +1,133 @@
+"""Who came: what each process says of itself before a world is formed, and what all of it together means."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import psutil
+
+from ..errors import RequestError
+from ..topology import Topology
+from . import hosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a process says of itself at the roll call."""
+
+    rank: int
+    size: int
+    accelerator: str
+    gpus: tuple[str, ...] = ()
+    """Identities of the GPUs that the process may take, by local rank; a single one is taken by whoever names it."""
+    addresses: tuple[str, ...] = ()
+    """Addresses of this host, the one that others most likely reach first."""
+    host: str = field(default_factory=socket.gethostname)
+    network: str = field(default_factory=lambda: hosts.namespace("net"))
+    processes: str = field(default_factory=lambda: hosts.namespace("pid"))
+    boot: str = field(default_factory=hosts.boot)
+    pid: int = field(default_factory=os.getpid)
+    started: float = field(default_factory=lambda: psutil.Process().create_time())
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def who(self) -> str:
+        """The process in words."""
+        return f"process {self.pid} on {self.host}"
+
+    @property
+    def node(self) -> tuple[str, str, str]:
+        """What ranks share that reach one another without leaving the host."""
+        return self.host, self.boot, self.network
+
+    def is_dead(self) -> bool | None:
+        """Return whether the process has ended; None where that cannot be seen from here."""
+        if (self.boot, self.processes) != (hosts.boot(), hosts.namespace("pid")):
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            # Ticks since the boot, turned into a time of day: another reader may round it differently.
+            return bool(process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - self.started) > 2)
+        except psutil.NoSuchProcess:
+            return True
+
+    def to_json(self) -> str:
+        """Return the claim as `from_json` reads it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Claim:
+        """Return the claim in `text`."""
+        values = json.loads(text)
+        return cls(**{**values, "gpus": tuple(values["gpus"]), "addresses": tuple(values["addresses"])})
+
+
+def place(claims: Sequence[Claim], mine: Claim, *, address: str = "", port: int = 0) -> Topology:
+    """Return this rank's topology, with nodes and local ranks from the hosts that the claims name."""
+    nodes = list(dict.fromkeys(claim.node for claim in claims))
+    here = [claim.rank for claim in claims if claim.node == mine.node]
+    return Topology(
+        rank=mine.rank,
+        size=mine.size,
+        local_rank=here.index(mine.rank),
+        local_size=len(here),
+        node=nodes.index(mine.node),
+        nodes=len(nodes),
+        address=address,
+        port=port,
+    )
+
+
+def interface(claims: Sequence[Claim], mine: Claim) -> str | None:
+    """Return the network interface for this rank's traffic: loopback if no rank is on another host.
+
+    Otherwise the one on the route to another host's first address that can be reached from here, since gloo by itself
+    takes what the host's name resolves to, often loopback. None where there is no such route.
+    """
+    elsewhere = [claim for claim in claims if claim.node != mine.node]
+    if not elsewhere:
+        return "lo0" if sys.platform == "darwin" else "lo"
+    # An address that both hosts have, such as that of a container bridge, leads nowhere.
+    theirs = [address for address in elsewhere[0].addresses if address not in mine.addresses]
+    own = next(filter(None, map(hosts.own_address, theirs)), "")
+    return next((name for name, addresses in hosts.interfaces().items() if own in addresses), None)
+
+
+def check_together(claims: Sequence[Claim]) -> None:
+    """Raise if ranks that are each right by themselves cannot be one world."""
+    kinds = {claim.accelerator: claim for claim in claims}
+    if len(kinds) > 1:
+        words = " and ".join(f"{kind} (rank {claim.rank}, {claim.who})" for kind, claim in sorted(kinds.items()))
+        raise RequestError(f"The ranks compute on different accelerators, {words}; give --accelerator on every rank.")
+    users: dict[tuple[str, str], Claim] = {}
+    seen: Counter[tuple[str, str, str]] = Counter()
+    for claim in claims:
+        local_rank = seen[claim.node]
+        seen[claim.node] += 1
+        if not claim.gpus:
+            continue
+        if len(claim.gpus) > 1 and local_rank >= len(claim.gpus):
+            raise RequestError(
+                f"Rank {claim.rank} ({claim.who}) is number {local_rank} of its node, which shows "
+                f"{len(claim.gpus)} GPUs; start at most as many ranks on a node as it has GPUs."
+            )
+        gpu = claim.gpus[0] if len(claim.gpus) == 1 else claim.gpus[local_rank]
+        other = users.setdefault((claim.boot, gpu), claim)
+        if other is not claim:
+            raise RequestError(
+                f"Ranks {other.rank} and {claim.rank} on {claim.host} would share one GPU ({gpu}); "
+                "give each its own with --gpus, or start fewer ranks on this node."
+            )
+
+
+def digest(claims: Sequence[Claim]) -> str:
+    """Return what tells these processes from any others."""
+    return hashlib.sha256("".join(claim.nonce for claim in claims).encode()).hexdigest()[:16]
