@@ -73,7 +73,7 @@ def sentence(ended: Ended, *, code: int = 2) -> str:
     assert lines[-1].startswith("lockstep: "), ended.err
     if code == 2:
         assert len(lines) == 1, ended.err
-    assert lines[-1].endswith((".", "?")), lines[-1]
+        assert lines[-1].endswith((".", "?")), lines[-1]
     return lines[-1].removeprefix("lockstep: ")
 
 

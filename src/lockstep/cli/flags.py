@@ -87,6 +87,7 @@ def _check_flags(given: list[str]) -> None:
 
 def _sentence(box: str) -> str:
     """Return tyro's message, without the box around it and the help text below it, as one line."""
-    _, *lines = [line.strip(_FRAME) for line in box.strip().splitlines()]
-    message = itertools.takewhile(lambda line: not _RULE.fullmatch(line), lines)
+    _title, *lines = [line.strip(_FRAME) for line in box.strip().splitlines()]
+    below = itertools.dropwhile(_RULE.fullmatch, lines)  # a terminal without line drawing has a rule there
+    message = itertools.takewhile(lambda line: not _RULE.fullmatch(line), below)
     return " ".join(message).rstrip(".") + "; lockstep train --help lists the flags and their values."

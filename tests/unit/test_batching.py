@@ -1,0 +1,100 @@
+"""The batch plan: each position once, evenly, and the model's part of it independent of the world."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.batching import BatchPlan
+from lockstep.errors import RequestError
+
+sizes = st.integers(1, 300)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> BatchPlan:
+    ranks = draw(st.integers(1, 9))
+    size = draw(st.integers(ranks, 300))
+    return BatchPlan.solve(size, ranks, accumulation=draw(st.integers(1, size // ranks)))
+
+
+def _positions(plan: BatchPlan, start: int, stop: int) -> list[list[list[int]]]:
+    """Return the positions by micro-batch and rank."""
+    by_rank = [plan.split(start, stop, rank) for rank in range(plan.ranks)]
+    return [[list(range(share.start, share.stop)) for share in micro] for micro in zip(*by_rank, strict=True)]
+
+
+@given(plans(), sizes, st.booleans())
+def test_each_position_is_computed_exactly_once(plan: BatchPlan, samples: int, drop_last: bool) -> None:
+    batches = [plan.batch(step, samples) for step in range(plan.steps(samples, drop_last=drop_last))]
+    seen = [at for batch in batches for micro in _positions(plan, *batch) for share in micro for at in share]
+    assert seen == list(range(samples // plan.global_size * plan.global_size if drop_last else samples))
+
+
+@given(plans(), sizes)
+def test_shares_are_even_and_as_many_on_every_rank(plan: BatchPlan, count: int) -> None:
+    count = min(count, plan.global_size)
+    shares = [plan.split(1000, 1000 + count, rank) for rank in range(plan.ranks)]
+    assert len({len(own) for own in shares}) == 1
+    for micro in zip(*shares, strict=True):
+        held = [len(share) for share in micro]
+        assert max(held) - min(held) <= 1
+    micros = [sum(len(share) for share in micro) for micro in zip(*shares, strict=True)]
+    assert max(micros) - min(micros) <= 1
+    assert min(micros) >= 1  # whoever has no sample is a rank, never a whole micro-batch
+
+
+@given(plans(), sizes)
+def test_whole_batches_give_every_rank_work(plan: BatchPlan, start: int) -> None:
+    for rank in range(plan.ranks):
+        shares = plan.split(start, start + plan.global_size, rank)
+        assert len(shares) == plan.accumulation
+        assert min(len(share) for share in shares) >= 1
+
+
+@given(plans(), st.integers(1, 9), sizes)
+def test_global_micro_batches_do_not_depend_on_the_world(plan: BatchPlan, ranks: int, count: int) -> None:
+    other = BatchPlan(global_size=plan.global_size, ranks=ranks, accumulation=plan.accumulation)
+    count = min(count, plan.global_size)
+
+    def joined(each: BatchPlan) -> list[list[int]]:
+        return [[at for share in micro for at in share] for micro in _positions(each, 0, count)]
+
+    assert joined(plan) == joined(other)
+
+
+@given(plans(), st.integers(1, 40))
+def test_a_micro_size_is_kept_to_with_the_fewest_micro_batches(plan: BatchPlan, micro: int) -> None:
+    found = BatchPlan.solve(plan.global_size, plan.ranks, micro_size=micro) if micro > 1 else None
+    if found is None:
+        return
+    assert max(len(share) for rank in range(found.ranks) for share in found.split(0, found.global_size, rank)) <= micro
+    if found.accumulation > 1:
+        fewer = BatchPlan.solve(found.global_size, found.ranks, accumulation=found.accumulation - 1)
+        assert max(len(share) for share in fewer.split(0, fewer.global_size, 0)) > micro
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "accumulation", "line"),
+    [
+        (256, 4, 2, "global batch 256 = 4 ranks × 2 micro-batches × 32"),
+        (10, 4, 1, "global batch 10 = 4 ranks × 1 micro-batch × 2 or 3"),
+        (7, 1, 1, "global batch 7 = 1 rank × 1 micro-batch × 7"),
+    ],
+)
+def test_the_plan_in_a_line(size: int, ranks: int, accumulation: int, line: str) -> None:
+    assert str(BatchPlan.solve(size, ranks, accumulation=accumulation)) == line
+
+
+def test_ten_samples_on_four_ranks() -> None:
+    plan = BatchPlan.solve(10, 4)
+    assert [len(plan.split(0, 10, rank)[0]) for rank in range(4)] == [3, 3, 2, 2]
+    assert [len(plan.split(20, 21, rank)[0]) for rank in range(4)] == [1, 0, 0, 0]
+
+
+def test_a_batch_that_leaves_ranks_without_work_is_refused() -> None:
+    with pytest.raises(RequestError, match="use --batch 3 or more, or at most 2 ranks"):
+        BatchPlan.solve(2, 3)
+    with pytest.raises(RequestError, match="use --accumulate 3 or less, or --batch 12 or more"):
+        BatchPlan.solve(10, 3, accumulation=4)
