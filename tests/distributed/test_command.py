@@ -1,0 +1,294 @@
+"""The command from end to end, in processes of its own: what it leaves, and that nothing which ends it loses a bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep import checkpoint
+from lockstep.checkpoint import Checkpoints
+from lockstep.config import from_toml, to_toml
+from lockstep.state import State
+
+from ..command import Ended, command, end, events, gone, losses, processes, refusal, sentence, start, until, weights
+
+DDP = ("--strategy", "ddp", "--devices", 2)
+ONE = ("--strategy", "single")
+PLAIN = ("train", "digits", "--model", "mlp", "--batch", 50, "--precision", "fp64", "--max-steps", 12)
+# 23 steps an epoch; BatchNorm, crops, momentum and a schedule: whatever a continuation could get wrong.
+STEPS = 50
+NET = ("train", "digits", "--max-steps", STEPS, "--log-every", 2)
+
+SUMMARY = {
+    *("top1", "top5", "best_top1", "steps", "epoch_s", "images_per_s", "step_p50_s", "step_p95_s", "data_wait_s"),
+    *("peak_memory_bytes", "exit"),
+}
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Ended]]:
+    """Return the folder of an uninterrupted run with these options, and how it ended; each is run once."""
+    runs: dict[tuple[object, ...], tuple[Path, Ended]] = {}
+
+    def of(*words: object) -> tuple[Path, Ended]:
+        if words not in runs:
+            folder = tmp_path_factory.mktemp("whole")
+            runs[words] = folder / "run", command(folder, *words, "--output", "run")
+            assert runs[words][1].code == 0, runs[words][1]
+        return runs[words]
+
+    return of
+
+
+Whole = Callable[..., tuple[Path, Ended]]
+
+
+def _copy(run: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(run, folder / "run", symlinks=True))
+
+
+def _reached(process: subprocess.Popen[str], run: Path, steps: int) -> list[psutil.Process]:
+    """Wait until a run has recorded so many steps; return its processes."""
+    until(lambda: len(losses(run)) >= steps or process.poll() is not None)
+    return processes(process)
+
+
+def _all_gone(family: list[psutil.Process]) -> None:
+    until(lambda: gone(family), 5)
+
+
+# ---- what a run leaves
+
+
+def test_a_run_leaves_what_tools_read(whole: Whole) -> None:
+    run, ended = whole(*NET, *DDP)
+    assert [row["step"] for row in events(run, "step")] == list(range(1, STEPS + 1))
+    assert {*events(run, "step")[0]} >= {"event", "step", "epoch", "loss", "lr", "samples"}
+    # An epoch of 1,437 digits in batches of 64 ends with one of 29.
+    assert [row["samples"] for row in events(run, "step")[:23]] == [64] * 22 + [29]
+    evaluated = events(run, "eval")
+    assert [(row["step"], row["samples"]) for row in evaluated] == [(23, 360), (46, 360), (50, 360)]
+    assert {*evaluated[0]} >= {"top1", "top5", "loss"}
+
+    summary = _summary(run)
+    assert {*summary} >= SUMMARY
+    assert (summary["steps"], summary["exit"]) == (STEPS, 0)
+    assert summary["top1"] == evaluated[-1]["top1"]
+    assert summary["best_top1"] == max(row["top1"] for row in evaluated)
+    assert len(summary["epoch_s"]) == 2  # the third epoch was cut short
+    assert {*summary["peak_memory_bytes"]} == {"host", "device"}
+    assert 0 < summary["step_p50_s"] <= summary["step_p95_s"]
+
+    asked = tomllib.loads((run / "config.toml").read_text())
+    assert (asked["model"], asked["batch"], asked["max-steps"]) == ("resnet8", 64, STEPS)
+    assert to_toml(from_toml((run / "config.toml").read_text())) == (run / "config.toml").read_text()
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["batch_plan"] == {"global_size": 64, "ranks": 2, "accumulation": 1}
+    assert manifest["topology"]["size"] == 2
+    chosen = {name: manifest["chosen"][name] for name in ("strategy", "launcher", "devices", "batchnorm", "precision")}
+    assert chosen == {"strategy": "ddp", "launcher": "spawn", "devices": 2, "batchnorm": "sync", "precision": "fp32"}
+    assert {"torch", "python", "lockstep-torch"} <= {*manifest["versions"]}
+    assert "command" in manifest
+
+    assert len(list(run.glob("events.out.tfevents.*"))) == 1
+    assert checkpoint.load(run / "checkpoints" / "last").meta["step"] == STEPS
+    assert checkpoint.load(run / "checkpoints" / "best").meta["best_top1"] == summary["best_top1"]
+    assert not (run / "failures").exists()
+
+    assert "\x1b" not in ended.out + ended.err
+    assert ended.out.splitlines()[0] == "global batch 64 = 2 ranks × 1 micro-batch × 32"
+    assert f"test accuracy {summary['top1']:.2%}" in ended.out
+    assert ended.err == ""
+
+
+# ---- launchers
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _by_hand(folder: Path, url: str) -> Path:
+    ranks = [
+        start(folder, *PLAIN, "--output", "run", "--init-method", url, "--world-size", 2, "--rank", rank)
+        for rank in (1, 0)
+    ]
+    late, first = (end(rank) for rank in ranks)
+    assert (late.code, late.out, first.code) == (0, "", 0), (late, first)
+    return folder / "run"
+
+
+def test_every_launcher_gives_the_same_bits(whole: Whole, tmp_path: Path) -> None:
+    spawned, _ = whole(*PLAIN, *DDP)
+    for way in ("torchrun", "tcp", "file"):
+        folder = tmp_path / way
+        folder.mkdir()
+        if way == "torchrun":
+            torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(_free_port()))
+            ended = command(folder, *PLAIN, "--output", "run", through=torchrun)
+            assert ended.code == 0, ended
+            launcher = "environment"
+        else:
+            _by_hand(folder, f"tcp://127.0.0.1:{_free_port()}" if way == "tcp" else f"file://{folder / 'meeting'}")
+            launcher = "manual"
+        assert json.loads((folder / "run" / "manifest.json").read_text())["chosen"]["launcher"] == launcher
+        assert losses(folder / "run") == losses(spawned), way
+        assert weights(folder / "run") == weights(spawned), way
+
+
+def test_one_process_is_on_the_same_curve(whole: Whole) -> None:
+    one, two = losses(whole(*PLAIN, *ONE)[0]), losses(whole(*PLAIN, *DDP)[0])
+    assert [step for step, _ in one] == [step for step, _ in two] == list(range(1, 13))
+    assert max(abs(a - b) / b for (_, a), (_, b) in zip(one, two, strict=True)) < 1e-9
+
+
+# ---- kills
+
+
+@pytest.mark.parametrize("devices", [ONE, DDP], ids=["single", "ddp"])
+def test_killed_at_any_step_a_run_ends_with_the_same_bits(
+    whole: Whole, tmp_path: Path, devices: tuple[object, ...]
+) -> None:
+    # Checkpoints so often that kills fall into their writing too.
+    every = 2 if devices is ONE else 4
+    chance = random.Random(20 + len(devices))
+    words = (*NET, *devices, "--checkpoint-every", every, "--output", "run", "--resume", "auto")
+    for fewest, most in ((3, 20), (24, 38)):
+        victim = start(tmp_path, *words)
+        least = chance.randint(fewest, most)
+        family = _reached(victim, tmp_path / "run", least)
+        victim.kill()
+        assert end(victim).code == -signal.SIGKILL
+        _all_gone(family)
+    ended = command(tmp_path, *words)
+    assert ended.code == 0, ended
+    expected, _ = whole(*NET, *devices)
+    assert losses(tmp_path / "run") == losses(expected)
+    assert weights(tmp_path / "run") == weights(expected)
+    assert [(row["step"], row["top1"]) for row in events(tmp_path / "run", "eval")] == [
+        (row["step"], row["top1"]) for row in events(expected, "eval")
+    ]
+
+
+# ---- signals
+
+
+def test_stopped_by_signals_a_run_saves_and_ends_with_the_same_bits(whole: Whole, tmp_path: Path) -> None:
+    words = (*NET, *DDP, "--output", "run", "--resume", "auto")
+    for number, least in ((signal.SIGTERM, 7), (signal.SIGINT, 27)):
+        run = start(tmp_path, *words)
+        family = _reached(run, tmp_path / "run", least)
+        run.send_signal(number)
+        said = sentence(end(run), code=75)
+        stopped = len(losses(tmp_path / "run"))
+        assert said == f"Stopped on request at step {stopped} of {STEPS} and saved; continue with --resume run."
+        assert least <= stopped < STEPS
+        assert checkpoint.load(tmp_path / "run").meta["step"] == stopped
+        assert _summary(tmp_path / "run")["exit"] == 75
+        assert not (tmp_path / "run" / "failures").exists()
+        _all_gone(family)
+    ended = command(tmp_path, *words)
+    assert ended.code == 0, ended
+    expected, _ = whole(*NET, *DDP)
+    assert losses(tmp_path / "run") == losses(expected)
+    assert weights(tmp_path / "run") == weights(expected)
+
+
+# ---- continuing
+
+
+def test_continued_under_another_strategy_it_stays_on_the_curve(whole: Whole, tmp_path: Path) -> None:
+    run = _copy(whole(*PLAIN, *DDP)[0], tmp_path)
+    more = ("--strategy", "dp", "--devices", 2, "--max-steps", 24, "--resume", "run")
+    assert command(tmp_path, *PLAIN[:-2], *more).code == 0
+    alone, _ = whole(*PLAIN[:-2], "--max-steps", 24, *ONE)
+    pairs = zip(losses(run), losses(alone), strict=True)
+    assert all(ours[0] == theirs[0] and abs(ours[1] - theirs[1]) < 1e-9 * theirs[1] for ours, theirs in pairs)
+
+
+def test_a_finished_run_is_left_as_it_is_and_can_be_extended(whole: Whole, tmp_path: Path) -> None:
+    done, _ = whole(*NET, *DDP)
+    run = _copy(done, tmp_path)
+    again = command(tmp_path, *NET, *ONE, "--resume", "run")
+    assert again.code == 0, again
+    assert losses(run) == losses(done)
+    assert weights(run) == weights(done)
+    assert _summary(run)["top1"] == _summary(done)["top1"]
+    assert _summary(run)["steps"] == STEPS
+    more = command(tmp_path, *NET, "--max-steps", STEPS + 3, *ONE, "--resume", "run")
+    assert more.code == 0, more
+    assert [step for step, _ in losses(run)] == list(range(1, STEPS + 4))
+    assert losses(run)[:STEPS] == losses(done)
+
+
+def test_what_is_another_run_is_refused(
+    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _copy(whole(*NET, *DDP)[0], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    for option, value, had in (("--model", "mlp", "resnet8"), ("--batch", 32, 64), ("--seed", 1, 0)):
+        said = refusal(capsys, *NET, *ONE, option, value, "--resume", "run")
+        assert f"another run's: asked for {option} {value} (it has {had})" in said
+        assert "start anew without --resume" in said
+    assert "they are part of the model" in refusal(capsys, *NET, *ONE, "--accumulate", 2, "--resume", "run")
+    assert "holds a run already: continue it with --resume auto" in refusal(capsys, *NET, *ONE, "--output", "run")
+    assert "no such file or folder" in refusal(capsys, *NET, *ONE, "--resume", "nowhere")
+
+    newest, older = (f"run/checkpoints/step-{step:08d}" for step in (50, 46))
+    damaged = run / "checkpoints" / "last" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    said = refusal(capsys, *NET, *ONE, "--resume", "auto", "--output", "run")
+    assert "model.safetensors does not match its checksum" in said
+    assert f"the last good one is {older}: use --resume {older}" in said
+    assert newest not in said
+    damaged.with_name("state.json").unlink()
+    assert older in refusal(capsys, "eval", "run")
+
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "model.pth").write_bytes(b"\x80\x04")
+    assert "holds no lockstep checkpoint" in refusal(capsys, *NET, *ONE, "--resume", foreign)
+    assert "never loaded" in refusal(capsys, *NET, *ONE, "--resume", foreign / "model.pth")
+    state = checkpoint.load(Path(older))
+    other = Checkpoints(tmp_path / "other", warn=pytest.fail)
+    names = [name for name in state.tensors if name.startswith("model/")]
+    other.save(State({name: state.tensors[name] for name in names[1:]}, state.meta), step=46, best=True)
+    other.close()
+    said = refusal(capsys, *NET, *ONE, "--resume", "other/last")
+    assert f"The checkpoint is of another model: it lacks {names[0].removeprefix('model/')}." in said
+    changed = {path for path, time_ns in before.items() if not path.exists() or path.stat().st_mtime_ns != time_ns}
+    assert {path.name for path in changed} == {"step-00000050", "model.safetensors", "state.json"}
+
+
+# ---- evaluation
+
+
+def test_a_checkpoint_has_the_scores_that_the_run_gave(whole: Whole, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = whole(*NET, *DDP)
+    scores = events(run, "eval")[-1]
+    said = f"test accuracy {scores['top1']:.2%}  top-5 {scores['top5']:.2%}  loss {scores['loss']:.4f}  360 images"
+    two = command(run.parent, "eval", "run", "--devices", 2)
+    assert (two.code, two.out.strip(), two.err) == (0, said, "")
+    best = max(events(run, "eval"), key=lambda row: row["top1"])
+    one = command(run.parent, "eval", "run/checkpoints/best")
+    assert (one.code, one.err) == (0, "")
+    assert f"{best['top1']:.2%}" in one.out

@@ -1,0 +1,180 @@
+"""The command when something is wrong: one sentence, in bounded time, with the right exit code, and nobody left."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep import checkpoint
+
+from ..command import Ended, command, end, events, gone, losses, processes, refusal, sentence, start, until
+
+DDP = ("--strategy", "ddp", "--devices", 2)
+TRAIN = ("train", "digits", "--batch", 50, "--max-steps", 12)
+MEET = ("--world-size", 2, "--timeout", 1.5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# ---- in training
+
+
+def test_a_loss_that_is_no_number_names_step_rank_and_samples(folder: Path) -> None:
+    ended = command(folder, *TRAIN, *DDP, "--model", "tests.models:Exploding", "--output", "run")
+    said = sentence(ended, code=1)
+    # Not a number from the fourth pass on, of which the rehearsal before the first step is one.
+    assert said.startswith("The loss at step 3 is not a finite number on rank 0 and rank 1;")
+    assert "--lr" in said
+    found = []
+    for rank in (0, 1):
+        told = json.loads((folder / "run" / "failures" / f"nonfinite_step_3_rank_{rank}.json").read_text())
+        assert (told["step"], told["rank"]) == (3, rank)
+        found += [index for share in told["indices"] for index in share]
+    assert len(set(found)) == 50
+    assert json.loads((folder / "run" / "summary.json").read_text())["exit"] == 1
+
+
+def test_an_exception_in_the_users_model_is_told_once(folder: Path) -> None:
+    ended = command(folder, *TRAIN, *DDP, "--model", "tests.models:Failing", "--output", "run")
+    over_s = time.time()
+    said = sentence(ended, code=1)
+    found = re.fullmatch(r"Rank 1 failed at \S+/tests/models\.py:\d+: ValueError: out of luck at ([\d.]+)", said)
+    assert found, said
+    assert over_s - float(found[1]) < 5 + 2  # two seconds for what the clock of a busy machine adds
+    assert ended.err.count("Traceback (most recent call last)") == 1
+    assert 'raise ValueError(f"out of luck at {time.time()}")' in ended.err
+    assert "out of luck" in (folder / "run" / "failures" / "rank_1.txt").read_text()
+
+
+def test_parameters_that_the_loss_does_not_reach_are_named(folder: Path) -> None:
+    ended = command(folder, *TRAIN, *DDP, "--model", "tests.models:Unused", "--output", "run")
+    said = sentence(ended)
+    assert "does not reach the parameters forgotten.weight, forgotten.bias" in said
+    assert "--find-unused" in said
+    assert losses(folder / "run") == []
+    found = command(folder, *TRAIN, *DDP, "--model", "tests.models:Unused", "--output", "run", "--find-unused")
+    assert found.code == 0, found
+    assert len(losses(folder / "run")) == 12
+
+
+def test_synchronised_batch_statistics_are_refused_where_they_cannot_be(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(capsys, *TRAIN, "--strategy", "dp", "--devices", 2, "--batchnorm", "sync", "--output", "run")
+    assert "--batchnorm sync cannot work under --strategy dp" in said
+    assert "use --batchnorm local, or --strategy ddp" in said
+
+
+def test_labels_outside_the_classes_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ("--data", "tests.own_data:beyond_the_classes", "--model", "mlp", "--workers", 0, "--augment")
+    said = refusal(capsys, *TRAIN, *own, "--output", "run")
+    assert "train sample 41 has label 3, but there are 3 classes, 0 to 2" in said
+    assert "labels would lie outside" in refusal(capsys, *TRAIN, "--classes", 9, "--output", "other")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk that is nearly full after a first checkpoint."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1000k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a small disk can only be mounted by root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_stops_no_training(folder: Path, small_disk: Path) -> None:
+    run = small_disk / "run"
+    ended = command(folder, *TRAIN, "--checkpoint-every", 5, "--output", run)
+    assert ended.code == 0, ended
+    assert "The checkpoint of step 10 could not be written" in ended.err
+    assert "No space left" in ended.err
+    assert "training goes on" in ended.err
+    assert "Traceback" not in ended.err
+    assert checkpoint.load(run).meta["step"] == 5
+    assert "done after 12 steps" in ended.out
+
+
+def test_a_second_signal_ends_the_run_at_once(folder: Path) -> None:
+    run = start(folder, *TRAIN, "--strategy", "single", "--model", "tests.models:Slow", "--output", "run")
+    until(lambda: bool(events(folder / "run", "start")))
+    family = processes(run)
+    time.sleep(0.5)
+    run.send_signal(signal.SIGTERM)
+    time.sleep(0.8)
+    assert run.poll() is None
+    run.send_signal(signal.SIGTERM)
+    sent_s = time.monotonic()
+    said = sentence(end(run), code=1)
+    assert time.monotonic() - sent_s < 2
+    assert "Killed by a second signal" in said
+    until(lambda: gone(family), 2)
+
+
+# ---- before training
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_world_that_does_not_fill_up_says_who_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = f"file://{folder / 'meeting'}"
+    for url in (f"tcp://127.0.0.1:{_free_port()}", file, file):  # a file can be met at again
+        begin_s = time.monotonic()
+        said = refusal(capsys, *TRAIN, *MEET, "--rank", 0, "--init-method", url)
+        assert f"{url}: 1 of 2 ranks came within --timeout 1.5 s; missing: rank 1" in said
+        assert time.monotonic() - begin_s < 1.5 + 10
+    assert not (folder / "runs").exists()
+
+
+def test_a_place_where_ranks_cannot_meet_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        assert "another program uses the port" in refusal(capsys, *TRAIN, *MEET, "--rank", 0, "--init-method", busy)
+    elsewhere = ("--init-method", "tcp://192.0.2.7:29500")
+    assert "not one of this machine" in refusal(capsys, *TRAIN, *MEET, "--rank", 0, *elsewhere)
+    nobody = ("--init-method", f"tcp://127.0.0.1:{_free_port()}")
+    said = refusal(capsys, *TRAIN, *MEET, "--rank", 1, *nobody)
+    assert "nothing answers there within --timeout 1.5 s" in said
+
+
+def test_two_processes_with_one_rank_hear_of_each_other(folder: Path) -> None:
+    words = (*TRAIN, "--world-size", 3, "--init-method", f"file://{folder / 'meeting'}", "--rank", 1)
+    both = [start(folder, *words), start(folder, *words)]
+    told = {sentence(end(each)) for each in both}
+    assert len(told) == 1, told
+    assert "rank 1 is claimed twice, by process" in told.pop()
+
+
+def test_the_environment_of_a_launcher_that_contradicts_itself_is_refused(folder: Path) -> None:
+    ended = command(folder, *TRAIN, RANK="2", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    assert "RANK is 2, but WORLD_SIZE is 2" in sentence(ended)
+
+
+def test_the_installed_command_says_its_version(folder: Path) -> None:
+    found = subprocess.run(
+        [Path(sys.executable).with_name("lockstep"), "--version"], capture_output=True, text=True, check=True
+    )
+    assert re.fullmatch(r"lockstep \d+\.\d+\.\d+\n", found.stdout)
+    told = command(folder, "--version")
+    assert told == Ended(0, found.stdout, "")
