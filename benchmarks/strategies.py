@@ -17,7 +17,7 @@ from .loops import configured, repeated, stepper
 
 DEVICES = 2
 BATCH = 128
-STEPS = 3
+STEPS = 2
 ROUNDS = 5
 MODELS = ("resnet18", "pyramidnet-110-48")
 

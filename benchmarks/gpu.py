@@ -1,0 +1,393 @@
+"""What one NVIDIA GPU does with our training step: `python -m benchmarks.gpu [--data-dir DIR]`.
+
+First the machine itself: the rate at which it multiplies bfloat16 matrices of random numbers and copies its memory.
+Then images a second of whole training steps (data already on the GPU, crop and flip there), timed by the GPU's own
+clock, for several networks, precisions and batches, compiled and not; what share of the matrix rate that is, with
+the operations counted by torch; and where one step's time goes. Nothing is downloaded: without --data-dir the images
+are made up on the GPU. `--only pyramidnet-110-48` measures a part, into a file of its own.
+
+`--device cpu` runs all of it on a processor with tiny sizes: a rehearsal, whose numbers say nothing and are not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from lockstep import RequestError, World
+from lockstep.job import Job, assemble
+from lockstep.models import table as models
+
+from .harness import RESULTS, Report, Series, table, write
+from .loops import configured, fed, repeated, stepper
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    model: str
+    precision: str
+    batch: int
+    compile: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured; the rehearsal on a CPU does the same with less."""
+
+    matrix: int
+    copied_bytes: int
+    cases: tuple[Case, ...]
+    profiled: tuple[Case, ...]
+    steps: int
+    warm_up: int
+    rounds: int
+
+
+def _cases() -> tuple[Case, ...]:
+    """Return the networks at their usual batches, then what precision, compiling and the batch change in each."""
+    small, large, residual = "pyramidnet-110-48", "pyramidnet-110-270", "resnet18"
+    found = [
+        Case(model, precision, 128, compile=False)
+        for model in (small, large, residual)
+        for precision in ("fp32", "tf32", "fp16", "bf16")
+    ]
+    for model, batches in ((small, (128, 512, 2048)), (large, (128, 512)), (residual, (128, 512, 2048))):
+        for batch in batches:
+            found += [Case(model, "bf16", batch, compile=each) for each in (False, True)]
+    return tuple(dict.fromkeys(found))
+
+
+_REAL = Plan(
+    matrix=8192,
+    copied_bytes=4 * 2**30,
+    cases=_cases(),
+    profiled=tuple(Case(model, "bf16", 128, compile=False) for model in ("pyramidnet-110-48", "resnet18")),
+    steps=20,
+    warm_up=10,
+    rounds=3,
+)
+_REHEARSAL = Plan(
+    matrix=256,
+    copied_bytes=2**22,
+    cases=(
+        Case("convnet-small", "fp32", 16, compile=False),
+        Case("convnet-small", "tf32", 16, compile=False),  # refused by a CPU: the line must say so
+        Case("convnet-small", "fp16", 16, compile=False),
+        Case("resnet8", "bf16", 16, compile=True),
+    ),
+    profiled=(Case("resnet8", "bf16", 16, compile=False),),
+    steps=2,
+    warm_up=1,
+    rounds=2,
+)
+
+
+class Clock:
+    """Times work on one device: by CUDA events on a GPU, so that the host's own delays count only where they show."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Return the seconds from the begin of `work` to the end of all that it queued."""
+        if self.device.type != "cuda":
+            begin_s = time.perf_counter()
+            work()
+            return time.perf_counter() - begin_s
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self.device)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def matrix_flops(clock: Clock, side: int, dtype: torch.dtype, rounds: int) -> Series:
+    """Return operations a second of the product of two random matrices, side × side.
+
+    Random, because a GPU draws less power and clocks higher on zeros.
+    """
+    a, b = (torch.randn(side, side, device=clock.device).to(dtype) for _ in range(2))
+    times = 20
+
+    def multiply() -> None:
+        for _ in range(times):
+            a @ b
+
+    clock.seconds(multiply)
+    return Series(tuple(2 * side**3 * times / clock.seconds(multiply) for _ in range(rounds)))
+
+
+def copy_rate(clock: Clock, size_bytes: int, rounds: int) -> Series:
+    """Return bytes a second that a copy within the device's memory reads and writes together."""
+    source = torch.randint(256, (size_bytes,), dtype=torch.uint8, device=clock.device)
+    target = torch.empty_like(source)
+    times = 5
+
+    def copy() -> None:
+        for _ in range(times):
+            target.copy_(source)
+
+    clock.seconds(copy)
+    return Series(tuple(2 * size_bytes * times / clock.seconds(copy) for _ in range(rounds)))
+
+
+def image_flop(model: str, classes: int = 10, side: int = 32) -> float:
+    """Return the operations of one image forward and backward, as torch counts convolutions and products."""
+    images = 2
+    net = models.build(model, classes=classes, in_channels=3, image_size=side)
+    with FlopCounterMode(display=False) as counter:
+        net(torch.zeros(images, 3, side, side)).sum().backward()
+    return float(counter.get_total_flops()) / images
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a case came to; `trouble` says why there is nothing."""
+
+    images_per_s: Series | None = None
+    repeated_per_s: Series | None = None
+    memory_bytes: int = 0
+    first_s: float = 0.0
+    """Seconds of the first step, compiling included."""
+    trouble: str = ""
+
+
+def measure_case(case: Case, data: dict[str, Any], plan: Plan, clock: Clock) -> Measured:
+    """Return the rate of a case, fed and with one batch repeated, or what it failed of."""
+    job = None
+    try:
+        job = _job(case, data, clock.device)
+        return _measure(job, plan, clock)
+    except (RequestError, torch.OutOfMemoryError) as error:
+        return Measured(trouble=_first_line(error))
+    except Exception as error:  # a compiler's, most likely: the other cases can still be measured
+        if not case.compile:
+            raise
+        return Measured(trouble=f"{type(error).__name__}: {_first_line(error)}")
+    finally:
+        if job is not None:
+            job.data.close()
+        del job
+        _forget(clock.device)
+
+
+def _measure(job: Job, plan: Plan, clock: Clock) -> Measured:
+    if clock.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(clock.device)
+    once = clock.seconds(stepper(job, repeated(job), steps=1))
+    runs = {name: stepper(job, feed(job), steps=plan.steps) for name, feed in (("fed", fed), ("same", repeated))}
+    for _ in range(-(-plan.warm_up // plan.steps)):
+        for run in runs.values():
+            run()
+    images = plan.steps * job.plan.global_size
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(plan.rounds):
+        for name, run in runs.items():
+            rates[name].append(images / clock.seconds(run))
+    memory = torch.cuda.max_memory_allocated(clock.device) if clock.device.type == "cuda" else 0
+    return Measured(Series(tuple(rates["fed"])), Series(tuple(rates["same"])), memory, once)
+
+
+def _job(case: Case, data: dict[str, Any], device: torch.device) -> Job:
+    options = {"model": case.model, "precision": case.precision, "batch": case.batch, "compile": case.compile}
+    return assemble(configured(**options, **data, augment=["crop", "flip"], lr=0.01), World.alone(device))
+
+
+def _forget(device: torch.device) -> None:
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:100].replace("|", "/") if text else type(error).__name__
+
+
+def kernels(case: Case, data: dict[str, Any], plan: Plan, clock: Clock) -> str:
+    """Return a Markdown section: where the time of one training step goes, by torch's profiler."""
+    job = _job(case, data, clock.device)
+    run = stepper(job, fed(job), steps=1)
+    for _ in range(plan.warm_up):
+        run()
+    whole_s = min(clock.seconds(run) for _ in range(5))
+    on_gpu = clock.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    with profile(activities=activities) as seen:
+        clock.seconds(run)
+    job.data.close()
+    events = [
+        (event.key, event.count, _busy_us(event, on_gpu)) for event in seen.key_averages() if _counts(event, on_gpu)
+    ]
+    events.sort(key=lambda event: -event[2])
+    busy_us = sum(event[2] for event in events)
+    rows = [(f"`{_short(name)}`", str(count), f"{us:.0f}", f"{us / busy_us:.1%}") for name, count, us in events[:20]]
+    what = "kernels" if on_gpu else "operators"
+    return "\n".join(
+        [
+            f"## One step of {case.model}, {case.precision}, batch {case.batch}",
+            "",
+            f"{sum(event[1] for event in events)} {what}, busy for {busy_us / 1e3:.2f} ms; the step takes "
+            f"{whole_s * 1e3:.2f} ms without the profiler.",
+            "",
+            *table((what[:-1], "calls", "µs", "share"), rows),
+            "",
+        ]
+    )
+
+
+def _counts(event: Any, on_gpu: bool) -> bool:
+    """Whether the event is work itself rather than the operator that started it."""
+    if not on_gpu:
+        return bool(event.self_cpu_time_total > 0)
+    if getattr(event, "is_user_annotation", False):
+        return False
+    return bool(event.device_type.name == "CUDA" and event.self_device_time_total > 0)
+
+
+def _busy_us(event: Any, on_gpu: bool) -> float:
+    return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)
+
+
+def _short(name: str) -> str:
+    """Return a kernel's name without the arguments of its templates."""
+    name = name.replace("void ", "").replace("(anonymous namespace)::", "").replace("|", "/")
+    bare = re.sub(r"<.*|\(.*", "", name)
+    inner = re.search(r"(\w*(?:Functor|_kernel|Kernel)\w*)", name[len(bare) :])
+    return (f"{bare} … {inner[1]}" if inner and inner[1] not in bare else bare)[:90]
+
+
+def _data(folder: Path | None) -> dict[str, Any]:
+    if folder is None:
+        return {"data": "fake", "image_size": 32, "samples": 50_000}
+    return {"data": "cifar10", "data_dir": folder, "download": False}
+
+
+def measure(device: torch.device, folder: Path | None, plan: Plan) -> Report:
+    """Return the whole report of one device."""
+    clock, data = Clock(device), _data(folder)
+    rate, copied = (
+        matrix_flops(clock, plan.matrix, torch.bfloat16, plan.rounds),
+        copy_rate(clock, plan.copied_bytes, plan.rounds),
+    )
+    _say(f"matrices {rate.median / 1e12:.1f} TFLOP/s bf16, copies {copied.median / 1e12:.3f} TB/s")
+    _forget(device)
+    flop = {model: image_flop(model) for model in dict.fromkeys(case.model for case in plan.cases)}
+    rows: list[tuple[str, ...]] = []
+    best: dict[str, float] = {}
+    for case in plan.cases:
+        found = measure_case(case, data, plan, clock)
+        row = _row(case, found, flop[case.model], rate.median)
+        _say(" | ".join(row))
+        rows.append(row)
+        if found.images_per_s is not None:
+            best[case.model] = max(best.get(case.model, 0.0), found.images_per_s.median)
+    sections = [kernels(case, data, plan, clock) for case in plan.profiled]
+    shares = [
+        f"{model} {rate_per_s:,.0f} images/s ({rate_per_s * flop[model] / rate.median:.1%} of the matrix rate)"
+        for model, rate_per_s in best.items()
+    ]
+    return Report(
+        title=f"Training on one {_name(device)}",
+        finding=f"bf16 matrices of {plan.matrix}²: {rate.median / 1e12:.0f} TFLOP/s; copies: "
+        f"{copied.median / 1e12:.2f} TB/s read and written. Best rates: {'; '.join(shares)}.",
+        columns=_COLUMNS,
+        rows=rows,
+        method=f"Whole training steps of ours (images fetched, cropped and flipped on the device; forward, backward, "
+        f"SGD) by CUDA events around {plan.steps} steps. Matrix rate: {rate.text('.3g')} FLOP/s, copy rate: "
+        f"{copied.text('.3g')} B/s. GFLOP are those of convolutions and products, forward and backward, as "
+        "torch.utils.flop_counter counts them. Memory is the allocator's peak. The data set is "
+        f"{data['data']}.",
+        n=f"{plan.rounds} rounds of {plan.steps} steps, fed and repeated in turns",
+        more="\n".join(sections),
+    )
+
+
+_COLUMNS = (
+    "model",
+    "precision",
+    "batch",
+    "compiled",
+    "images/s",
+    "ms a step",
+    "fed ÷ one batch repeated",
+    "GFLOP an image",
+    "TFLOP/s",
+    "of the matrix rate",
+    "memory, GiB",
+    "first step, s",
+)
+
+
+def _row(case: Case, found: Measured, flop: float, matrix_rate: float) -> tuple[str, ...]:
+    head = (case.model, case.precision, str(case.batch), "yes" if case.compile else "no")
+    if found.images_per_s is None or found.repeated_per_s is None:
+        return (*head, found.trouble, *[""] * (len(_COLUMNS) - len(head) - 1))
+    rate = found.images_per_s.median
+    return (
+        *head,
+        found.images_per_s.text(",.0f"),
+        f"{case.batch / rate * 1e3:.2f}",
+        f"{found.images_per_s.per(found.repeated_per_s).median:.3f}",
+        f"{flop / 1e9:.2f}",
+        f"{rate * flop / 1e12:.1f}",
+        f"{rate * flop / matrix_rate:.1%}",
+        f"{found.memory_bytes / 2**30:.2f}",
+        f"{found.first_s:.1f}",
+    )
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (rehearsal)"
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the report, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, help="folder that holds cifar-10-batches-py; made-up images without")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", default="", help="measure only models whose names contain this")
+    asked = parser.parse_args(arguments)
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        _say("gpu: skipped: torch sees no NVIDIA GPU; --device cpu rehearses.")
+        return 0
+    device = torch.device("cuda", torch.cuda.current_device()) if asked.device == "cuda" else torch.device("cpu")
+    plan = _REAL if asked.device == "cuda" else _REHEARSAL
+    plan = dataclasses.replace(
+        plan,
+        cases=tuple(case for case in plan.cases if asked.only in case.model),
+        profiled=tuple(case for case in plan.profiled if asked.only in case.model),
+    )
+    report = measure(device, asked.data_dir, plan)
+    folder = RESULTS if asked.device == "cuda" else Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{_name(device)} {asked.only}".lower()).strip("-")
+    command = " ".join(["python -m benchmarks.gpu", *(sys.argv[1:] if arguments is None else arguments)])
+    path = write(f"gpu-{slug}", report, command=command, folder=folder)
+    _say(f"gpu: {report.finding} ({path})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
