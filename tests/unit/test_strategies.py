@@ -1,0 +1,140 @@
+"""Replicas in threads are the plain module: outputs, gradients and running statistics, whatever the batch."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import ParallelConfig
+from lockstep.strategies import table
+from lockstep.strategies.data_parallel import ThreadReplicas
+from lockstep.world import World
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)).double()
+
+
+def _pass(module: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    out = module(x)
+    module.zero_grad()
+    (out**2).sum().backward()
+    return out.detach(), [item.grad.clone() for item in module.parameters() if item.grad is not None]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("samples", [12, 7, 3, 1])
+def test_replicas_are_the_plain_module(replicas: int, samples: int) -> None:
+    model = _net()
+    x = torch.randn(samples, 1, 8, 8, dtype=torch.float64)
+    expected, gradients = _pass(model, x)
+    found, theirs = _pass(ThreadReplicas(model, replicas), x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert len(theirs) == len(gradients) == 4
+    torch.testing.assert_close(theirs, gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_a_batch_without_a_sample_passes() -> None:
+    out = ThreadReplicas(_net(), 2)(torch.zeros(0, 1, 8, 8, dtype=torch.float64))
+    assert out.shape == (0, 5)
+    out.sum().backward()
+
+
+class _Witness(nn.Module):
+    """Notes the thread of each pass and whether autocast held there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.seen: list[tuple[str, torch.dtype, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        self.seen.append((threading.current_thread().name, out.dtype, torch.is_grad_enabled()))
+        return out
+
+
+def test_autocast_holds_in_every_replica() -> None:
+    model = _Witness()
+    replicas = ThreadReplicas(model, 3)
+    x = torch.randn(9, 4)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert replicas(x).dtype == model(x).dtype == dtype
+    assert replicas(x).dtype == torch.float32
+    named = [seen for seen in model.seen if seen[0].startswith("replica")]
+    assert [dtype for _, dtype, _ in named] == [torch.bfloat16] * 3 + [torch.float16] * 3 + [torch.float32] * 3
+
+
+def test_evaluation_runs_in_one_piece() -> None:
+    model = _Witness()
+    with torch.no_grad():
+        ThreadReplicas(model, 2)(torch.randn(4, 4))
+    assert [thread for thread, _, _ in model.seen] == [threading.current_thread().name]
+
+
+def test_the_first_replicas_statistics_are_kept() -> None:
+    torch.manual_seed(1)
+    model, alone = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    x = torch.randn(8, 3)
+    ThreadReplicas(model, 2)(x)
+    alone(x[:4])
+    torch.testing.assert_close(dict(model.named_buffers()), dict(alone.named_buffers()))
+
+
+class _Moody(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x < 0).any():
+            raise ValueError("a negative sample")
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_an_exception_in_a_replica_is_raised_and_the_threads_go_on(at: int) -> None:
+    replicas = ThreadReplicas(_Moody(), 3)
+    x = torch.ones(6, 1)
+    bad = x.clone()
+    bad[at] = -1
+    with pytest.raises(ValueError, match="a negative sample"):
+        replicas(bad)
+    assert replicas(x).shape == (6, 1)
+
+
+def test_parameters_are_shared_and_the_module_is_left_as_it_was() -> None:
+    model = _net()
+    held = {name: (id(item), item.detach().clone()) for name, item in model.named_parameters()}
+    _pass(ThreadReplicas(model, 3), torch.randn(6, 1, 8, 8, dtype=torch.float64))
+    for name, item in model.named_parameters():
+        assert id(item) == held[name][0]
+        assert torch.equal(item.detach(), held[name][1])
+
+
+@pytest.mark.parametrize("name", list(table.TABLE))
+def test_every_strategy_keeps_the_users_parameters_and_state(name: str) -> None:
+    model = _net()
+    strategy = table.build(ParallelConfig(strategy=name, devices=1 if name == "single" else 2), World.alone())
+    replica = strategy.wrap(model)
+    assert strategy.name == name
+    assert {id(item) for item in replica.parameters()} == {id(item) for item in model.parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(4, 1, 8, 8, dtype=torch.float64)
+    with strategy.sync_on(replica, last=True):
+        replica(x).sum().backward()
+    optimizer.step()
+    state = strategy.full_state(model, [optimizer])
+    assert {key for key in state.tensors if key.startswith("model/")} == {f"model/{key}" for key in model.state_dict()}
+    other = _net()
+    again = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    strategy.load_state(other, [again], state)
+    for theirs, ours in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(theirs, ours)
+        assert torch.equal(again.state[theirs]["momentum_buffer"], optimizer.state[ours]["momentum_buffer"])
+    assert [key for key, _ in strategy.replicated(model)] == [key for key, _ in model.named_parameters()]
