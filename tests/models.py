@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import torch
@@ -76,4 +78,18 @@ class Slow(Dropped):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(3)
+        return super().forward(x)
+
+
+class Interrupting(Dropped):
+    """A net that asks its own process to stop in the 23rd training step: the last one of an epoch of the recipe."""
+
+    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
+        super().__init__(classes, in_channels, image_size)
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        if self.passes == 23:
+            os.kill(os.getpid(), signal.SIGTERM)
         return super().forward(x)

@@ -121,9 +121,6 @@ def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, 
                 raise Stopped(f"Stopped on request at step {progress.step} of {job.total_steps}{saver.advice()}")
         if progress.step == end:
             break
-    if progress.step == (epoch + 1) * job.steps_per_epoch:
-        progress.epoch_s.append(progress.partial_s)
-        progress.partial_s = 0.0
 
 
 def _evaluate_epoch(job: Job, progress: Progress, meter: Meter, recorder: Recorder, saver: Saver) -> None:
@@ -132,6 +129,8 @@ def _evaluate_epoch(job: Job, progress: Progress, meter: Meter, recorder: Record
     epoch = progress.epochs
     if progress.step == (epoch + 1) * job.steps_per_epoch:
         progress.epochs += 1
+        progress.epoch_s.append(progress.partial_s)
+        progress.partial_s = 0.0
         recorder.record("epoch", step=progress.step, epoch=epoch, epoch_s=progress.epoch_s[-1])
     fields = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss, "samples": scores.samples}
     recorder.record("eval", step=progress.step, epoch=epoch, **fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpoints
+from lockstep.cli.main import main
 from lockstep.config import from_toml, to_toml
 from lockstep.state import State
 
@@ -171,11 +173,11 @@ def test_killed_at_any_step_a_run_ends_with_the_same_bits(
     every = 2 if devices is ONE else 4
     chance = random.Random(20 + len(devices))
     words = (*NET, *devices, "--checkpoint-every", every, "--output", "run", "--resume", "auto")
-    for fewest, most in ((3, 20), (24, 38)):
+    for fewest, most, whom in ((3, 20, os.kill), (24, 38, os.killpg)):
         victim = start(tmp_path, *words)
         least = chance.randint(fewest, most)
         family = _reached(victim, tmp_path / "run", least)
-        victim.kill()
+        whom(victim.pid, signal.SIGKILL)
         assert end(victim).code == -signal.SIGKILL
         _all_gone(family)
     ended = command(tmp_path, *words)
@@ -210,6 +212,19 @@ def test_stopped_by_signals_a_run_saves_and_ends_with_the_same_bits(whole: Whole
     expected, _ = whole(*NET, *DDP)
     assert losses(tmp_path / "run") == losses(expected)
     assert weights(tmp_path / "run") == weights(expected)
+
+
+def test_stopped_after_an_epochs_last_step_a_run_evaluates_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("train", "digits", "--model", "tests.models:Interrupting", "--output", "run", "--resume", "auto")
+    assert "Stopped on request at step 23 of 40" in refusal(capsys, *words, "--max-steps", 40, code=75)
+    assert events(tmp_path / "run", "eval") == []
+    assert main([str(word) for word in (*words, "--max-steps", 40)]) == 0
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 41))
+    assert [row["step"] for row in events(tmp_path / "run", "eval")] == [23, 40]
+    assert len(_summary(tmp_path / "run")["epoch_s"]) == 1
 
 
 # ---- continuing
