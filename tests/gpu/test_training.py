@@ -1,0 +1,266 @@
+"""The laws where the tensors lie on a GPU: one GPU is enough, and NCCL with it, as a world of one rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from lockstep import checkpoint, optim
+from lockstep.config import OptimConfig, PrecisionConfig, RunConfig, override
+from lockstep.data import sets
+from lockstep.engine import train, train_step
+from lockstep.job import assemble
+from lockstep.precision import Precision
+from lockstep.strategies.table import TABLE
+from lockstep.topology import Topology
+from lockstep.world import World
+
+from ..curves import Curve, Losses, apart, same_bits
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use")
+
+LAW = 1e-9
+STEPS = 20
+NET = {
+    "model": "resnet8",
+    "data": "digits",
+    "augment": ["crop", "flip"],
+    "batch": 48,
+    "lr": 0.05,
+    "epochs": 1000,
+    "max_steps": STEPS,
+    "precision": "fp64",
+    "strategy": "single",
+}
+
+
+@pytest.fixture
+def cuda() -> World:
+    """One process, one GPU, no process group."""
+    return World.alone(torch.device("cuda", 0))
+
+
+@pytest.fixture
+def nccl() -> Iterator[World]:
+    """One rank in a process group of NCCL and gloo, as ranks of a larger world have it."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    world = World.join(Topology(), device, HashStore(), timeout_s=60)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Leave torch as it was after a run with --deterministic."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def curve(world: World, folder: Path, **values: Any) -> Curve:
+    """Return ({step: loss}, weights and optimizer state) of a run."""
+    losses = Losses()
+    train(override(RunConfig(), **NET | values, output=folder), world, losses)
+    return losses.by_step, {name: held.numpy() for name, held in checkpoint.load(folder).tensors.items()}
+
+
+@pytest.mark.parametrize("strategy", TABLE)
+@pytest.mark.parametrize("model", ["resnet8", "pyramidnet-20-48"])
+def test_a_gpu_trains_the_model_that_a_cpu_trains(nccl: World, tmp_path: Path, strategy: str, model: str) -> None:
+    on_cpu = curve(World.alone(), tmp_path / "cpu", model=model)
+    # One device each: dp then runs on cuda:0, ddp exchanges with itself over NCCL.
+    devices = {"devices": 1} if strategy == "dp" else {}
+    on_gpu = curve(nccl, tmp_path / "gpu", model=model, strategy=strategy, accelerator="cuda", **devices)
+    assert apart(on_gpu, on_cpu) < LAW
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 3, "model": "mlp"}, {"optimizer": "adamw", "lr": 1e-3}, {"ema": 0.9, "clip": 0.5}]
+)
+def test_options_mean_the_same_on_a_gpu(cuda: World, tmp_path: Path, options: dict[str, Any]) -> None:
+    assert apart(curve(cuda, tmp_path / "gpu", **options), curve(World.alone(), tmp_path / "cpu", **options)) < LAW
+
+
+def test_synchronised_statistics_of_one_rank_are_its_own(nccl: World, tmp_path: Path) -> None:
+    config = override(RunConfig(), **NET | {"strategy": "ddp", "batchnorm": "sync"})
+    job = assemble(config, nccl)
+    assert job.batchnorm == "sync"
+    assert job.replica is not job.model, "ddp has a group, and wraps"
+    one = curve(nccl, tmp_path / "sync", strategy="ddp", batchnorm="sync")
+    assert apart(one, curve(nccl, tmp_path / "local", strategy="ddp", batchnorm="local")) < LAW
+
+
+def test_a_world_of_nccl_and_gloo_moves_tensors_of_both(nccl: World) -> None:
+    for device in (nccl.device, torch.device("cpu")):
+        value = torch.arange(3.0, device=device)
+        assert nccl.sum(value).tolist() == nccl.max(value).tolist() == [0.0, 1.0, 2.0]
+        nccl.broadcast([value])
+    assert nccl.gather({"rank": 0}) == [{"rank": 0}]
+    nccl.barrier()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "fp64"])
+def test_every_precision_learns(cuda: World, tmp_path: Path, precision: str) -> None:
+    if precision == "tf32" and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("tf32 needs Ampere or newer")
+    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip("this GPU has no bf16")
+    exact = curve(World.alone(), tmp_path / "exact", max_steps=1)[0]
+    losses, weights = curve(cuda, tmp_path / "run", precision=precision, max_steps=100)
+    assert losses[1] == pytest.approx(exact[1], rel=0.02)
+    assert np.mean([losses[step] for step in range(91, 101)]) < 0.5 * losses[1]
+    # Whatever the products run in, weights are kept whole.
+    whole = np.float64 if precision == "fp64" else np.float32
+    assert weights["model/classifier.weight"].dtype == whole
+
+
+def test_fp32_is_not_tf32_in_disguise(cuda: World) -> None:
+    a = torch.randn(512, 512, device=cuda.device)
+    exact = a.double() @ a.double()
+
+    def error(name: str) -> float:
+        Precision.of(PrecisionConfig(name=name), cuda.device)
+        return float(((a @ a).double() - exact).abs().max())
+
+    assert error("fp32") < 1e-3
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert error("tf32") > 5 * error("fp32")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_step_whose_fp16_gradients_overflow_changes_nothing_but_the_scale(
+    cuda: World, optimizer: str, steps_before: int
+) -> None:
+    precision = Precision.of(PrecisionConfig(name="fp16"), cuda.device)
+    model = torch.nn.Linear(1000, 1, bias=False).to(cuda.device)
+    optimizers = optim.build(model, OptimConfig(name=optimizer, lr=0.01, weight_decay=0.0))
+    freed = torch.full((64, 1000), 1e20, device=cuda.device)
+    del freed  # what an optimizer that does not clear its memory would find in it
+
+    def step(factor: float) -> float:
+        precision.backward((model.weight * factor).sum())
+        precision.step(optimizers.each, clip=1.0)
+        optimizers.zero_grad()
+        assert precision.scaler is not None
+        return float(precision.scaler.get_scale())
+
+    scales = [step(1.0) for _ in range(steps_before)]
+    held = model.weight.detach().clone()
+    halved = step(3e38)
+    assert torch.equal(model.weight, held)
+    assert not scales or halved == scales[-1] / 2
+    assert step(1.0) == halved
+    moved = (model.weight.detach() - held).abs()
+    assert 0 < float(moved.min()) <= float(moved.max()) < 0.1
+
+
+def test_a_continued_fp16_run_keeps_its_scale(cuda: World, tmp_path: Path) -> None:
+    curve(cuda, tmp_path, precision="fp16", max_steps=5)
+    scale = checkpoint.load(tmp_path).meta["scaler"]["scale"]
+    curve(cuda, tmp_path, precision="fp16", max_steps=10, resume="auto")
+    after = checkpoint.load(tmp_path).meta["scaler"]
+    assert after["scale"] <= scale
+    assert after["_growth_tracker"] > 0
+
+
+def test_a_compiled_model_is_the_same_model(cuda: World, tmp_path: Path) -> None:
+    compiled = curve(cuda, tmp_path / "compiled", compile=True, max_steps=8)
+    assert apart(compiled, curve(cuda, tmp_path / "eager", max_steps=8)) < LAW
+
+
+@pytest.mark.parametrize("on_device", ["on", "off"])
+@pytest.mark.parametrize("augment", [[], ["crop", "flip"], ["crop", "flip", "cutout"]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_images_are_the_same_bits_on_a_gpu(cuda: World, on_device: str, augment: list[str], dtype: torch.dtype) -> None:
+    def images(world: World, mode: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        config = override(RunConfig(), data="digits", augment=augment, on_device=mode).data
+        data = sets.build(config, seed=3, world=world, dtype=dtype, channels_last=True)
+        shares = [np.array([5, 3, 1000, 3]), np.array([], np.int64), np.arange(200, 500)]
+        return list(data.train.stream(shares, epoch=7))
+
+    for (x, y), (expected_x, expected_y) in zip(images(cuda, on_device), images(World.alone(), "auto"), strict=True):
+        assert x.device == y.device == cuda.device
+        assert torch.equal(x.cpu(), expected_x)
+        assert torch.equal(y.cpu(), expected_y)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("model", ["resnet8", "pyramidnet-20-48", "convnet-small", "tests.models:Dropped"])
+def test_deterministic_runs_give_the_same_bits(cuda: World, tmp_path: Path, model: str) -> None:
+    values = {"model": model, "deterministic": True, "precision": "bf16", "max_steps": 40}
+    assert same_bits(curve(cuda, tmp_path / "first", **values), curve(cuda, tmp_path / "second", **values))
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"precision": "fp16"}, {"model": "tests.models:Dropped"}])
+def test_a_continued_run_ends_with_the_same_bits(cuda: World, tmp_path: Path, options: dict[str, Any]) -> None:
+    # 30 steps an epoch: stopped within the second one, and continued past its end.
+    values = {"deterministic": True, "schedule": "cosine", "epochs": 3, "max_steps": 70, "ema": 0.9} | options
+    whole = curve(cuda, tmp_path / "whole", **values)
+    curve(cuda, tmp_path / "parts", **values | {"max_steps": 37})
+    parts = curve(cuda, tmp_path / "parts", **values, resume="auto")
+    assert min(parts[0]) == 38
+    assert same_bits(parts, whole)
+
+
+@pytest.mark.parametrize("gpu_first", [True, False])
+def test_a_run_moves_between_gpu_and_cpu(cuda: World, tmp_path: Path, gpu_first: bool) -> None:
+    worlds = [cuda, World.alone()] if gpu_first else [World.alone(), cuda]
+    first = curve(worlds[0], tmp_path / "moved", max_steps=9)
+    second = curve(worlds[1], tmp_path / "moved", resume="auto")
+    assert apart((first[0] | second[0], second[1]), curve(World.alone(), tmp_path / "stayed")) < LAW
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_never_makes_the_host_wait(cuda: World, precision: str) -> None:
+    options = {"precision": precision, "accumulate": 2, "augment": ["crop", "flip", "cutout"]}
+    job = assemble(override(RunConfig(), **NET | options), cuda)
+    batches = iter(job.batches(0))
+
+    def step() -> None:
+        job.optimizer.set_lr(job.lr(0))
+        train_step(job, next(batches))
+        job.precision.step(job.optimizer.each, clip=1.0)
+        job.optimizer.zero_grad()
+
+    for _ in range(3):  # the first steps may allocate and choose algorithms
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("strategy", TABLE)
+@pytest.mark.parametrize("launcher", ["auto", "torchrun"])
+def test_the_command_trains_on_the_gpu(tmp_path: Path, strategy: str, launcher: str) -> None:
+    start = [sys.executable, "-m"]
+    if launcher == "torchrun":
+        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m"]
+    flags = ["--strategy", strategy, "--gpus", "0", "--precision", "bf16", "--deterministic"]
+    flags += ["--max-steps", "5", "--output", "run"]
+    done = subprocess.run(
+        [*start, "lockstep", "train", "digits", *flags],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 5
+    assert summary["peak_memory_bytes"]["device"] > 0
