@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from . import failures, hardware, resume
-from .config import RunConfig, to_toml
+from .config import RunConfig, flatten, to_toml
 from .engine import train
 from .errors import LockstepError, RequestError
 from .record.base import Nothing, Recorder
@@ -22,6 +22,10 @@ from .state import State
 from .world import World
 
 RUNS = Path("runs")
+OWN_TO_A_RANK = frozenset(
+    {"rank", "gpus", "devices", "data-dir", "output", "init-method", "launcher", "workers", "on-device"}
+)
+"""Options in which ranks that people start by hand may differ: who and where they are. All others make the run."""
 
 
 def run(config: RunConfig, world: World) -> RunResult:
@@ -45,6 +49,7 @@ def run(config: RunConfig, world: World) -> RunResult:
 
 def _open(config: RunConfig, world: World) -> tuple[RunConfig, State | None]:
     """Return the config with the run's folder in it, and the state to continue from (*collective*)."""
+    _check_alike(config, world)
     state = resume.load(config)  # what cannot be continued is refused before a folder is made
     told: list[str | None] = [None, None]
     if world.is_main:
@@ -62,6 +67,19 @@ def _open(config: RunConfig, world: World) -> tuple[RunConfig, State | None]:
         write_whole(output / "config.toml", to_toml(config).encode())
     world.barrier()
     return config, state
+
+
+def _check_alike(config: RunConfig, world: World) -> None:
+    """Raise `RequestError`, on every rank, where one was started with other options than rank 0 (*collective*)."""
+    asked = {key: value for key, value in flatten(config).items() if key not in OWN_TO_A_RANK}
+    first, *others = world.gather(asked)
+    for rank, theirs in enumerate(others, start=1):
+        differ = [f"--{key} {theirs[key]} (rank 0 has {first[key]})" for key in first if theirs[key] != first[key]]
+        if differ:
+            raise RequestError(
+                f"Rank {rank} was started with {', '.join(differ)}: the replicas would drift apart; "
+                "start every rank with the same options."
+            )
 
 
 def _claim(config: RunConfig) -> Path:

@@ -166,6 +166,15 @@ def test_two_processes_with_one_rank_hear_of_each_other(folder: Path) -> None:
     assert "rank 1 is claimed twice, by process" in told.pop()
 
 
+def test_ranks_that_were_asked_for_different_runs_are_refused(folder: Path) -> None:
+    words = (*TRAIN, "--world-size", 2, "--init-method", f"file://{folder / 'meeting'}", "--output", "run")
+    both = [start(folder, *words, "--rank", rank, "--lr", lr) for rank, lr in enumerate((0.1, 0.2))]
+    told = {sentence(end(each)) for each in both}
+    assert len(told) == 1, told
+    assert told.pop().startswith("Rank 1 was started with --lr 0.2 (rank 0 has 0.1): the replicas would drift apart;")
+    assert not (folder / "run" / "config.toml").exists()
+
+
 def test_the_environment_of_a_launcher_that_contradicts_itself_is_refused(folder: Path) -> None:
     ended = command(folder, *TRAIN, RANK="2", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     assert "RANK is 2, but WORLD_SIZE is 2" in sentence(ended)
