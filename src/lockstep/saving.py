@@ -80,7 +80,7 @@ class Saver:
         """Return how to go on, for the sentence that a stopped run ends with."""
         if self._folder is None:
             return "; nothing was saved, since no output folder was given."
-        return f" and saved; continue with --resume {self._folder}."
+        return f" and saved; continue with the same command and --resume {self._folder}."
 
     def __enter__(self) -> Saver:
         return self

@@ -201,7 +201,10 @@ def test_stopped_by_signals_a_run_saves_and_ends_with_the_same_bits(whole: Whole
         run.send_signal(number)
         said = sentence(end(run), code=75)
         stopped = len(losses(tmp_path / "run"))
-        assert said == f"Stopped on request at step {stopped} of {STEPS} and saved; continue with --resume run."
+        assert (
+            said
+            == f"Stopped on request at step {stopped} of {STEPS} and saved; continue with the same command and --resume run."
+        )
         assert least <= stopped < STEPS
         assert checkpoint.load(tmp_path / "run").meta["step"] == stopped
         assert _summary(tmp_path / "run")["exit"] == 75
