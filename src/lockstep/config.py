@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tomli_w
 import tyro
@@ -49,7 +49,7 @@ class ModelConfig:
 
     name: Annotated[str, _key(name="model")] = "resnet18"
     """A name from `lockstep info`, a torchvision classifier, or module:attribute of your own."""
-    classes: int | None = None
+    classes: Annotated[int | None, _key(metavar="INT")] = None
     """Number of classes; by default the data set's own."""
 
 
@@ -109,13 +109,13 @@ class OptimConfig:
     """Epochs of linear warm-up before the schedule (onecycle: its rising part)."""
     lr_rule: str = "none"
     """How --lr follows the batch: none, linear or sqrt of batch ÷ base-batch."""
-    base_batch: int | None = None
+    base_batch: Annotated[int | None, _key(metavar="INT")] = None
     """The batch that --lr was tuned for; needed by --lr-rule linear and sqrt."""
-    clip: float | None = None
+    clip: Annotated[float | None, _key(metavar="FLOAT")] = None
     """Largest gradient norm, measured over the whole model after unscaling."""
     label_smoothing: float = 0.0
     """Share of each label that is spread over all classes."""
-    ema: float | None = None
+    ema: Annotated[float | None, _key(metavar="FLOAT")] = None
     """Decay of an exponential moving average of the weights, which evaluation then uses."""
 
     def __post_init__(self) -> None:
@@ -156,11 +156,11 @@ class BatchConfig:
 
     size: Annotated[int, _key(name="batch")] = 256
     """Global batch: samples in one optimizer step, over all ranks and micro-batches."""
-    accumulate: int | None = None
+    accumulate: Annotated[int | None, _key(metavar="INT")] = None
     """Number of global micro-batches that one optimizer step is cut into."""
-    micro_batch: int | None = None
+    micro_batch: Annotated[int | None, _key(metavar="INT")] = None
     """Instead of --accumulate: the most samples a rank computes at once."""
-    eval_batch: int | None = None
+    eval_batch: Annotated[int | None, _key(metavar="INT")] = None
     """Samples a rank evaluates at once; by default the rank's share of the global batch."""
     drop_last: bool = False
     """Leave out an epoch's last, smaller batch."""
@@ -181,7 +181,7 @@ class ParallelConfig:
 
     strategy: str = "auto"
     """single, dp or ddp; auto takes ddp where there are several devices."""
-    devices: int | None = None
+    devices: Annotated[int | None, _key(metavar="INT")] = None
     """Devices on this node; by default all GPUs, or one CPU process."""
     gpus: str = ""
     """Chosen GPUs by index, such as 0,1 (as numbered among those visible to this process)."""
@@ -193,9 +193,9 @@ class ParallelConfig:
     """Number of nodes."""
     init_method: str = ""
     """Where ranks started by hand meet: env://, tcp://HOST:PORT or file:///PATH."""
-    rank: int | None = None
+    rank: Annotated[int | None, _key(metavar="INT")] = None
     """This process's rank, when started by hand."""
-    world_size: int | None = None
+    world_size: Annotated[int | None, _key(metavar="INT")] = None
     """Number of ranks, when started by hand."""
     timeout: float = 60.0
     """Seconds to wait for all ranks to come at the start."""
@@ -265,7 +265,7 @@ class CheckpointConfig:
 
     resume: str = ""
     """auto (the output folder's last checkpoint, if there is one) or the path of a checkpoint or a run."""
-    checkpoint_every: int | None = None
+    checkpoint_every: Annotated[int | None, _key(metavar="INT")] = None
     """Optimizer steps between checkpoints; by default once an epoch."""
 
     def __post_init__(self) -> None:
@@ -277,7 +277,7 @@ class CheckpointConfig:
 class RecordConfig:
     """What a run writes down, and where."""
 
-    output: Path | None = None
+    output: Annotated[Path | None, _key(metavar="FOLDER")] = None
     """The run's folder; by default runs/NAME, numbered if that exists."""
     log_every: int = 50
     """Optimizer steps between log lines (sooner where steps are slow)."""
@@ -303,7 +303,7 @@ class RunConfig:
     record: RecordConfig = field(default_factory=RecordConfig)
     epochs: int = 10
     """Passes over the training set."""
-    max_steps: int | None = None
+    max_steps: Annotated[int | None, _key(metavar="INT")] = None
     """Stop after this many optimizer steps, even within an epoch; schedules still follow --epochs."""
     seed: int = 0
     """Seed of the weights, of the order and of the augmentation."""
@@ -334,8 +334,8 @@ def leaves() -> Iterator[Leaf]:
             if dataclasses.is_dataclass(hint) and isinstance(hint, type):
                 yield from of(hint, item.name)
                 continue
-            named = [mark.name for mark in get_args(hint)[1:] if getattr(mark, "name", None)]
-            plain = get_args(hint)[0] if named else hint
+            plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            named = [mark.name for mark in marks if mark.name]
             yield Leaf(named[0] if named else item.name.replace("_", "-"), section, item.name, plain)
 
     yield from of(RunConfig, None)

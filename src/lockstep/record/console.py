@@ -30,6 +30,9 @@ LEAST_BAR = 12
 """Columns that are kept for the bar itself; on a narrow terminal numbers make room for it."""
 
 
+_WRITTEN = ": summary.json, steps.jsonl, checkpoints/last and best, manifest.json, config.toml, TensorBoard events"
+
+
 class Screen(Console):
     """A rich console that raises where its reader has gone (`| head`), instead of ending the process."""
 
@@ -54,6 +57,7 @@ class Terminal:
         self._task = TaskID(0)
         self._epochs = 0
         self._steps_per_epoch = 0
+        self._step_width = 0
         self._shown_s = -float("inf")
         self._held: dict[str, Any] | None = None
         self._reader_gone = False
@@ -100,6 +104,7 @@ class Terminal:
     def _start(self, fields: dict[str, Any]) -> None:
         self._epochs = fields.get("epochs", 0)
         self._steps_per_epoch = fields.get("steps_per_epoch", 0)
+        self._step_width = len(f"{fields['total_steps']:,}")
         self._print(*(Text(line, "bold" if not index else "") for index, line in enumerate(fields.get("lines", ()))))
         if self._live and self._bar is None:
             self._bar = Progress(
@@ -134,12 +139,12 @@ class Terminal:
         epoch = f"epoch {fields['epoch'] + 1:>{len(str(self._epochs))}}/{self._epochs}"
         if self._bar is None:
             parts = _parts(fields)
-            parts.insert(0, f"{epoch}  step {fields['step']:,}")
+            parts.insert(0, f"{epoch}  step {fields['step']:>{self._step_width},}")
             parts.append(f"lr {fields['lr']:.4g}")
             self._print(Text("  ".join(parts)))
         else:
             total = self._bar.tasks[0].total or 0
-            count = f"{fields['step']:,}/{total:,.0f}"
+            count = f"{fields['step']:>{self._step_width},}/{total:,.0f}"
             numbers = _fit(count, _parts(fields), self._err.width - len(epoch) - LEAST_BAR)
             self._bar.update(self._task, completed=fields["step"], description=epoch, numbers=numbers)
             self._bar.refresh()
@@ -149,9 +154,9 @@ class Terminal:
         line = Text()
         if "epoch" in fields:
             line.append(f"epoch {fields['epoch'] + 1:>{len(str(self._epochs))}}/{self._epochs}  ")
-        line.append(f"step {fields['step']:,}  ").append(f"test {fields['top1']:.2%}", "bold green")
+        line.append(f"step {fields['step']:>{self._step_width},}  ").append(f"test {fields['top1']:7.2%}", "bold green")
         if fields.get("top5") is not None:
-            line.append(f"  top-5 {fields['top5']:.2%}")
+            line.append(f"  top-5 {fields['top5']:7.2%}")
         line.append(f"  loss {fields['loss']:.4f}")
         if "samples" in fields:
             line.append(f"  {fields['samples']:,} images", "bright_black")
@@ -175,7 +180,7 @@ class Terminal:
                 score.append(f"  top-5 {fields['top5']:.2%}")
             self._print(score)
         if fields.get("output"):
-            self._print(Text("written to ").append(str(fields["output"]), "cyan"))
+            self._print(Text("written to ").append(str(fields["output"]), "cyan").append(_WRITTEN, "bright_black"))
 
 
 def _parts(fields: dict[str, Any]) -> list[str]:
