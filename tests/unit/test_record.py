@@ -301,7 +301,7 @@ def test_without_a_terminal_lines_are_plain_whole_and_seldom() -> None:
     assert [line.split("step ")[1].split()[0] for line in lines[1:]] == ["5", "30", "55", "80", "100", "100"]
     assert lines[0] == "batch [plan]"
     assert lines[1] == "epoch 1/3  step   5  loss 1.2500  train 50.0%  5,120 images/s  3 min 12 s left  lr 0.1"
-    assert lines[-1] == "epoch 1/3  step 100  test 98.10%  loss 0.1000  360 images"
+    assert lines[-1] == "epoch 1/3  step 100  test  98.10%  loss 0.1000  360 images"
 
 
 def test_the_last_line_is_never_lost() -> None:
