@@ -50,7 +50,7 @@ def run(config: RunConfig, world: World) -> RunResult:
 def _open(config: RunConfig, world: World) -> tuple[RunConfig, State | None]:
     """Return the config with the run's folder in it, and the state to continue from (*collective*)."""
     _check_alike(config, world)
-    state = resume.load(config)  # what cannot be continued is refused before a folder is made
+    state = load_alike(config, world)  # what cannot be continued is refused before a folder is made
     told: list[str | None] = [None, None]
     if world.is_main:
         try:
@@ -62,7 +62,7 @@ def _open(config: RunConfig, world: World) -> tuple[RunConfig, State | None]:
         raise RequestError(refused)
     output = Path(folder)
     config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=output))
-    state = state or resume.load(config)
+    state = state or load_alike(config, world)
     if world.is_main:
         write_whole(output / "config.toml", to_toml(config).encode())
     world.barrier()
@@ -80,6 +80,31 @@ def _check_alike(config: RunConfig, world: World) -> None:
                 f"Rank {rank} was started with {', '.join(differ)}: the replicas would drift apart; "
                 "start every rank with the same options."
             )
+
+
+def load_alike(config: RunConfig, world: World) -> State | None:
+    """Return the state to continue from, None for a fresh start (*collective*).
+
+    Raises `RequestError` on every rank where one cannot load it, or where they see different ones.
+    """
+    state, refused = None, None
+    try:
+        state = resume.load(config)
+    except RequestError as error:
+        refused = str(error)
+    told = world.gather([None if state is None else state.meta["step"], refused])
+    for _, sentence in told:
+        if sentence is not None:
+            raise RequestError(sentence)
+    first, *others = [step for step, _ in told]
+    for rank, step in enumerate(others, start=1):
+        if step != first:
+            ours, theirs = ("none" if each is None else f"one of step {each}" for each in (first, step))
+            raise RequestError(
+                f"The ranks see different checkpoints, rank 0 {ours} and rank {rank} {theirs}: put the run's folder "
+                "where all nodes see it, or copy it to each of them."
+            )
+    return state
 
 
 def _claim(config: RunConfig) -> Path:
@@ -133,7 +158,7 @@ def _latest(config: RunConfig) -> Path | None:
 
 def _run_of(path: Path) -> Path | None:
     """Return the run's folder that a checkpoint lies in, or the path itself if it is one."""
-    for folder in (path, *path.parents):
+    for folder in (path, *list(path.absolute().parents)[:2]):  # RUN/checkpoints/last
         if (folder / "steps.jsonl").exists():
             return folder
     return None

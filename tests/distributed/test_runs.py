@@ -1,0 +1,44 @@
+"""A run's folder, where ranks do not see the same."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import RunConfig, override
+from lockstep.errors import RequestError
+from lockstep.runs import load_alike
+from lockstep.world import World
+
+from ..curves import curve
+from ..pool import RankPool
+
+
+def _load(world: World, folders: list[str]) -> str:
+    config = override(RunConfig(), output=folders[world.rank], resume="auto")
+    try:
+        state = load_alike(config, world)
+    except RequestError as error:
+        return str(error)
+    return "none" if state is None else f"step {state.meta['step']}"
+
+
+def test_ranks_that_see_different_checkpoints_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    curve(pool, tmp_path / "run", 1, model="mlp", data="digits", max_steps=2)
+    here, nowhere, damaged = (str(tmp_path / name) for name in ("run", "nowhere", "damaged"))
+    curve(pool, Path(damaged), 1, model="mlp", data="digits", max_steps=2)
+    os.truncate(Path(damaged) / "checkpoints" / "last" / "model.safetensors", 100)
+
+    assert pool.run(2, _load, [here, here]) == ["step 2"] * 2
+    assert pool.run(2, _load, [nowhere, nowhere]) == ["none"] * 2
+    (sentence,) = set(pool.run(2, _load, [here, nowhere]))
+    assert "rank 0 one of step 2 and rank 1 none" in sentence
+    (sentence,) = set(pool.run(2, _load, [here, damaged]))
+    assert "model.safetensors" in sentence
+
+
+def test_a_checkpoint_in_a_run_is_continued_in_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no checkpoint"):
+        load_alike(override(RunConfig(), resume=str(tmp_path / "nothing")), World.alone())
