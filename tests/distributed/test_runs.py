@@ -17,7 +17,7 @@ from ..pool import RankPool
 
 
 def _load(world: World, folders: list[str]) -> str:
-    config = override(RunConfig(), output=folders[world.rank], resume="auto")
+    config = override(RunConfig(), model="mlp", data="digits", output=folders[world.rank], resume="auto")
     try:
         state = load_alike(config, world)
     except RequestError as error:
@@ -39,6 +39,6 @@ def test_ranks_that_see_different_checkpoints_are_refused(pool: RankPool, tmp_pa
     assert "model.safetensors" in sentence
 
 
-def test_a_checkpoint_in_a_run_is_continued_in_its_folder(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no checkpoint"):
         load_alike(override(RunConfig(), resume=str(tmp_path / "nothing")), World.alone())
