@@ -104,7 +104,7 @@ def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, 
         norm = job.precision.step(job.optimizer.each, clip=clip)
         job.optimizer.zero_grad()
         if job.average is not None:
-            job.average.update_parameters(job.model)
+            job.average.update()
         progress.step += 1
         meter.add(progress.step, epoch, lr, batch.count, loss, norm)
         save = every is not None and progress.step % every == 0 and progress.step < end

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from . import optim
 from .batching import BatchPlan
@@ -21,7 +20,7 @@ from .data.order import Order
 from .errors import RequestError
 from .models import table as models_table
 from .nn import sync_batchnorm
-from .optim import Optimizers
+from .optim import Average, Optimizers
 from .precision import Precision
 from .randomness import seed_all
 from .strategies import table as strategies
@@ -58,7 +57,7 @@ class Job:
     optimizer: Optimizers
     lr: Callable[[int], float]
     """Learning rate at an optimizer step, counted from 0."""
-    average: AveragedModel | None
+    average: Average | None
     loss_fn: LossFunction
     batchnorm: str
     """sync, local, or none where the model has no batch statistics."""
@@ -158,9 +157,6 @@ def assemble(config: RunConfig, world: World, *, accumulation: int | None = None
     model = precision.place(model, world.device)
     if config.precision.compile:
         model.compile()
-    average = None
-    if config.optim.ema is not None:
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.optim.ema))  # type: ignore[no-untyped-call]
     optimizer = optim.build(model, config.optim)
     replica = strategy.wrap(model)
     # From here on the generators serve the model's own randomness alone, which each rank draws for itself.
@@ -179,7 +175,7 @@ def assemble(config: RunConfig, world: World, *, accumulation: int | None = None
         replica=replica,
         optimizer=optimizer,
         lr=lambda step: peak * factor(step),
-        average=average,
+        average=None if config.optim.ema is None else Average(model, config.optim.ema),
         loss_fn=functools.partial(nn.functional.cross_entropy, label_smoothing=config.optim.label_smoothing),
         batchnorm=batchnorm,
     )

@@ -7,12 +7,13 @@ or one on another world, has the same one.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .config import OptimConfig
@@ -40,6 +41,28 @@ class Optimizers:
         # Optimizer.zero_grad does the same within a profiler's range, which costs more than the work itself.
         for parameter in self.parameters:
             parameter.grad = None
+
+
+class Average:
+    """An exponential moving average of a model's weights, which starts from the weights at the start.
+
+    Buffers, such as running statistics, are the model's own. torch's AveragedModel asks its counter at each update
+    whether it is the first one, for which the host would wait for the GPU.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.module = copy.deepcopy(model).requires_grad_(False)
+        self._share = 1 - decay
+        self._ours: list[Tensor] = list(self.module.parameters())
+        self._theirs: list[Tensor] = list(model.parameters())
+        self._buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the model's weights after a step."""
+        torch._foreach_lerp_(self._ours, self._theirs, self._share)
+        for ours, theirs in self._buffers:
+            ours.copy_(theirs)
 
 
 def build(model: nn.Module, config: OptimConfig) -> Optimizers:

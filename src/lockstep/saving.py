@@ -107,7 +107,6 @@ def _state(job: Job, progress: Progress) -> State:
     tensors = dict(state.tensors)
     if job.average is not None:
         tensors |= model_tensors(job.average.module, under="ema")
-        tensors["ema/n_averaged"] = job.average.n_averaged
     meta: dict[str, Any] = state.meta | {
         "step": progress.step,
         "epochs": progress.epochs,
@@ -130,9 +129,7 @@ def restore(job: Job, loaded: State) -> Progress:
     resume.check_samples(meta, job.samples, job.config)
     job.strategy.load_state(job.model, job.optimizer.each, loaded)
     if job.average is not None:
-        averaged = loaded.part("ema")
-        job.average.n_averaged.copy_(averaged.pop("n_averaged"))
-        load_model(job.average.module, averaged)
+        load_model(job.average.module, loaded.part("ema"))
     job.precision.load_state(meta["scaler"])
     load_generators(job.world, meta["generators"], job.config.seed, meta["step"])
     return Progress(

@@ -156,3 +156,18 @@ def test_sgd_is_the_formula() -> None:
 def test_a_model_without_anything_to_train_is_refused() -> None:
     with pytest.raises(RequestError, match="no parameter that trains"):
         optim.build(nn.ReLU(), OptimConfig())
+
+
+def test_the_average_follows_the_weights_and_keeps_the_models_buffers() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    average = optim.Average(model, 0.9)
+    expected = model[0].weight.detach().clone()
+    for _ in range(3):
+        with torch.no_grad():
+            model[0].weight.add_(torch.randn(2, 3))
+        model(torch.randn(4, 3))
+        average.update()
+        expected = 0.9 * expected + 0.1 * model[0].weight.detach()
+    torch.testing.assert_close(average.module[0].weight, expected)
+    assert torch.equal(average.module[1].running_mean, model[1].running_mean)
+    assert not any(parameter.requires_grad for parameter in average.module.parameters())
