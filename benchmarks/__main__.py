@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from .harness import Skipped, write
+from .harness import Neighbours, Skipped, write
 
 NAMES = ("start", "overhead", "feed", "pyramidnet", "ddp", "memory", "strategies")
 
@@ -16,12 +16,13 @@ def main(names: list[str]) -> int:
         print(f"No benchmark {', '.join(unknown)}; there are {', '.join(NAMES)}, and `python -m benchmarks.gpu`.")
         return 2
     for name in names or NAMES:
+        neighbours = Neighbours()
         try:
             report = import_module(f".{name}", __package__).measure()
         except Skipped as reason:
             print(f"{name}: skipped: {reason}", flush=True)
             continue
-        path = write(name, report, command=f"python -m benchmarks {name}")
+        path = write(name, report, command=f"python -m benchmarks {name}", disturbed=neighbours.share())
         print(f"{name}: {report.finding} ({path})", flush=True)
     return 0
 

@@ -13,7 +13,7 @@ from .loops import configured, fed, repeated, stepper
 
 GOAL = 0.97
 # model: (batch, steps in a block, rounds)
-MODELS = {"pyramidnet-110-48": (64, 4, 6), "convnet-small": (128, 40, 20)}
+MODELS = {"pyramidnet-110-48": (64, 4, 6), "convnet-small": (128, 20, 12)}
 
 
 def measure() -> Report:

@@ -31,7 +31,7 @@ from lockstep import RequestError, World
 from lockstep.job import Job, assemble
 from lockstep.models import table as models
 
-from .harness import RESULTS, Report, Series, table, write
+from .harness import RESULTS, Neighbours, Report, Series, table, write
 from .loops import configured, fed, repeated, stepper
 
 
@@ -380,11 +380,12 @@ def main(arguments: list[str] | None = None) -> int:
         cases=tuple(case for case in plan.cases if asked.only in case.model),
         profiled=tuple(case for case in plan.profiled if asked.only in case.model),
     )
+    neighbours = Neighbours()
     report = measure(device, asked.data_dir, plan)
     folder = RESULTS if asked.device == "cuda" else Path(tempfile.mkdtemp(prefix="rehearsal-"))
     slug = re.sub(r"[^a-z0-9]+", "-", f"{_name(device)} {asked.only}".lower()).strip("-")
     command = " ".join(["python -m benchmarks.gpu", *(sys.argv[1:] if arguments is None else arguments)])
-    path = write(f"gpu-{slug}", report, command=command, folder=folder)
+    path = write(f"gpu-{slug}", report, command=command, disturbed=neighbours.share(), folder=folder)
     _say(f"gpu: {report.finding} ({path})")
     return 0
 

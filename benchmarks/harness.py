@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+
+import psutil
 
 from lockstep import hardware
 
@@ -74,8 +77,26 @@ def verdict(holds: bool) -> str:
     return "met" if holds else "missed"
 
 
-def write(name: str, report: Report, *, command: str, folder: Path = RESULTS) -> Path:
-    """Write the report as folder/NAME.md and return the path."""
+class Neighbours:
+    """How much of the processors others have used since this was made: what may have disturbed a measurement."""
+
+    def __init__(self) -> None:
+        self._begin = _times()
+
+    def share(self) -> float:
+        """Return the share, 0 to 1. Child processes count as ours once they have ended."""
+        wall_s, busy_s, own_s = (now - then for now, then in zip(_times(), self._begin, strict=True))
+        return float(max(0.0, (busy_s - own_s) / (wall_s * psutil.cpu_count())))
+
+
+def _times() -> tuple[float, float, float]:
+    """Return seconds: by the clock, of work of all processors, and of our own processes' work."""
+    machine, own = psutil.cpu_times(), os.times()
+    return time.monotonic(), machine.user + machine.nice + machine.system, sum(own[:4])
+
+
+def write(name: str, report: Report, *, command: str, disturbed: float, folder: Path = RESULTS) -> Path:
+    """Write the report as folder/NAME.md and return the path; `disturbed` is the neighbours' share."""
     lines = [
         f"# {report.title}",
         "",
@@ -86,7 +107,7 @@ def write(name: str, report: Report, *, command: str, folder: Path = RESULTS) ->
         report.method,
         "",
         *([report.more.rstrip(), ""] if report.more else []),
-        *conditions(command, report.n),
+        *conditions(command, report.n, disturbed),
     ]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.md"
@@ -103,17 +124,16 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def conditions(command: str, n: str) -> list[str]:
+def conditions(command: str, n: str, disturbed: float) -> list[str]:
     """Return lines that say where, when and how it was measured."""
     here = hardware.survey(os.environ.get("CUDA_VISIBLE_DEVICES"))
     gpus = "".join(f", {gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in here.gpus)
     versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "torchvision", "lockstep-torch"))
-    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     return [
         f"- hardware: {here.cpus} × {here.cpu_name}, {here.memory_bytes / 2**30:.0f} GiB{gpus}",
         f"- versions: Python {platform.python_version()}, {versions}"
         + (f", driver {here.driver}" if here.driver else ""),
-        f"- date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC; load averages at the end (1, 5, 15 minutes): {load}",
+        f"- date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC; other programs used {disturbed:.0%} of the processors",
         f"- command: `{command}`",
         f"- n: {n}; numbers are the median (least–most) over the rounds",
     ]

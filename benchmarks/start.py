@@ -13,7 +13,7 @@ from .harness import Report, Series, interleave, verdict
 
 HELP_GOAL_S = 0.3
 STEP_GOAL_S = 2.0
-ROUNDS = 7
+ROUNDS = 5
 _LOOK_S = 0.002
 _LIMIT_S = 120.0
 
