@@ -7,18 +7,20 @@ With one rank every method is the identity, so that no caller asks how many rank
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
+from .errors import RequestError
 from .topology import Topology
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -108,16 +110,21 @@ class World:
             # An all-reduce of one CPU number: NCCL's own barrier would pick a device by itself.
             dist.all_reduce(torch.zeros(1), group=self.group)
 
-    @contextmanager
-    def local_main_first(self) -> Iterator[None]:
-        """Run the block on each node's local rank 0 before the node's others: for downloads (*collective*)."""
-        if self.topology.local_rank != 0:
-            self.barrier()
+    def together(self, attempt: Callable[[], T]) -> T:
+        """Return what `attempt`, which must not communicate, returns on this rank (*collective*).
+
+        Where it raises `RequestError` on any rank, every rank raises one, with the sentence of the lowest such rank.
+        Any other exception passes through at once: a bug is not a request, and ends the run by itself.
+        """
+        refused: RequestError | None = None
         try:
-            yield
-        finally:
-            if self.topology.local_rank == 0:
-                self.barrier()
+            result = attempt()
+        except RequestError as error:
+            refused = error
+        for sentence in self.gather(None if refused is None else str(refused)):
+            if sentence is not None:
+                raise RequestError(sentence) from refused
+        return result
 
     def close(self) -> None:
         """Leave the process group. The world is of no use afterwards."""
