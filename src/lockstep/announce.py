@@ -30,7 +30,7 @@ def _chosen(job: Job) -> dict[str, Any]:
         "strategy": job.strategy.name,
         "launcher": parallel.launcher,
         "accelerator": job.world.device.type,
-        "devices": job.world.size if parallel.devices is None else parallel.devices,
+        "devices": job.replicas,
         "precision": job.precision.name,
         "channels-last": job.precision.channels_last,
         "batchnorm": job.batchnorm,
@@ -53,9 +53,8 @@ def _said(job: Job) -> list[str]:
     }[job.batchnorm]
     parallel, device = job.config.parallel, job.world.device.type
     order = "channels_last" if job.precision.channels_last else "contiguous"
-    devices = max(job.world.size, parallel.devices or 1)
     return [
-        f"strategy {job.strategy.name}, launcher {parallel.launcher}, {devices} × {device}, "
+        f"strategy {job.strategy.name}, launcher {parallel.launcher}, {job.replicas} × {device}, "
         f"precision {job.precision.name}, {order}",
         statistics,
     ]

@@ -262,6 +262,13 @@ def _is_checkpoint(path: Path) -> bool:
         return False
 
 
+def fingerprint(path: Path) -> str:
+    """Return what tells this checkpoint from every other: its folder's name, and a digest of all its checksums."""
+    folder = find(path)
+    assert folder is not None, "only what was loaded has a fingerprint"
+    return f"{folder.resolve().name} ({_digest(folder / _SUMS)[:8]})"
+
+
 def load(path: Path) -> State:
     """Return the state in a checkpoint (`RUN/checkpoints/last`), or in a run's last one; tensors are on the CPU.
 

@@ -52,19 +52,17 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     from the checkpoint that `config.checkpoint.resume` names. Raises `RequestError` for what cannot be
     honoured, `RunError` for a loss that is not finite, and `Stopped` after Ctrl-C or SIGTERM, once saved.
     """
-    loaded = state or resume.load(config)
+    loaded = state or resume.load(config, world)
     job = assemble(config, world, accumulation=None if loaded is None else loaded.meta["accumulation"])
     progress = Progress() if loaded is None else restore(job, loaded)
     job.strategy.settle(job.model, lambda: _rehearse(job))
     meter = Meter(world, recorder, log_every=config.record.log_every, total_steps=job.total_steps)
     announce(job, progress.step, recorder)
     try:
-        with StopRequest() as stop, Saver.of(config, world, recorder) as saver:
-            while progress.step < job.total_steps or progress.epochs < progress.step // job.steps_per_epoch:
+        with StopRequest() as stop, Saver(config.record.output, world, recorder) as saver:
+            while progress.step < job.total_steps or progress.evaluated < progress.step:
                 _train_epoch(job, progress, meter, stop, saver)
                 _evaluate_epoch(job, progress, meter, recorder, saver)
-        if progress.scores is None:  # a run that was complete when it was taken up again
-            progress.scores = _evaluate(job)
     except NonFiniteLossError as bad:
         raise _explain(bad, job) from bad
     finally:
@@ -74,7 +72,7 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
 
 def evaluate_checkpoint(config: RunConfig, world: World) -> Scores:
     """Return the exact scores of the checkpoint that `config.checkpoint.resume` names (*collective*)."""
-    loaded = resume.load(config)
+    loaded = resume.load(config, world)
     assert loaded is not None, "the command names a checkpoint"
     job = assemble(config, world, accumulation=loaded.meta["accumulation"])
     try:
@@ -117,8 +115,9 @@ def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, 
                 saver.save(job, progress)
                 meter.start()
             if stopping:
-                saver.finish()
-                raise Stopped(f"Stopped on request at step {progress.step} of {job.total_steps}{saver.advice()}")
+                raise Stopped(
+                    f"Stopped on request at step {progress.step} of {job.total_steps}{saver.finish(progress.step)}"
+                )
         if progress.step == end:
             break
 
@@ -126,6 +125,7 @@ def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, 
 def _evaluate_epoch(job: Job, progress: Progress, meter: Meter, recorder: Recorder, saver: Saver) -> None:
     """Evaluate at the end of an epoch or of the run, and save."""
     scores = progress.scores = _evaluate(job)
+    progress.evaluated = progress.step
     epoch = progress.epochs
     if progress.step == (epoch + 1) * job.steps_per_epoch:
         progress.epochs += 1
@@ -149,11 +149,12 @@ def _evaluate(job: Job) -> Scores:
 
 
 def _rehearse(job: Job) -> None:
-    """Run one micro-batch of blanks forward and backward, as `train_step` does."""
-    share = job.plan.split(0, job.plan.global_size, job.world.rank)[0]
-    x = torch.zeros(len(share), *job.data.train.shape, dtype=job.precision.dtype, device=job.world.device)
-    y = torch.zeros(len(share), dtype=torch.int64, device=job.world.device)
-    train_step(job, Batch(job.plan.global_size, iter([(x, y, True)])))
+    """Run the first micro-batch of the run forward and backward, as `train_step` does."""
+    batches = job.batches(0)
+    batch = next(iter(batches))
+    x, y, _ = next(batch.micros)
+    train_step(job, Batch(batch.count, iter([(x, y, True)])))
+    batches.close()
 
 
 def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
@@ -177,7 +178,7 @@ def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
 def _result(job: Job, progress: Progress, meter: Meter, recorder: Recorder) -> RunResult:
     assert progress.scores is not None
     peak = meter.telemetry.peak_memory_bytes()
-    p50_s, p95_s = meter.clock.percentiles(50, 95)
+    p50_s, p95_s = meter.clock.percentiles(50, 95) if meter.images else (None, None)
     peaks = job.world.sum(torch.tensor([peak["host"] or 0, peak["device"] or 0], device=job.world.device)).tolist()
     result = RunResult(
         top1=progress.scores.top1,
@@ -187,7 +188,7 @@ def _result(job: Job, progress: Progress, meter: Meter, recorder: Recorder) -> R
         samples=progress.scores.samples,
         steps=progress.step,
         epoch_s=tuple(progress.epoch_s),
-        images_per_s=meter.images / meter.train_s if meter.train_s else 0.0,
+        images_per_s=meter.images / meter.train_s if meter.train_s else None,
         step_p50_s=p50_s,
         step_p95_s=p95_s,
         data_wait_s=meter.wait_s,

@@ -34,7 +34,8 @@ def evaluate(
     samples = len(source)
     first, end = (samples * part // world.size for part in (world.rank, world.rank + 1))
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # top1, top5, loss, samples
-    was_training = model.training
+    # Each module's own: a part that its user has frozen in evaluation mode stays so.
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.inference_mode():
@@ -43,7 +44,8 @@ def evaluate(
                     logits = model(x)
                 totals += _count(logits.float() if logits.dtype.itemsize < 4 else logits, y)
     finally:
-        model.train(was_training)
+        for module in training:
+            module.training = True
     top1, top5, loss, evaluated = world.sum(totals).tolist()
     assert evaluated == samples, f"evaluated {evaluated:.0f} of {samples} samples"
     return Scores(top1=top1 / samples, top5=top5 / samples, loss=loss / samples, samples=samples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,11 @@ class Job:
         return whole if self.config.max_steps is None else min(whole, self.config.max_steps)
 
     @property
+    def replicas(self) -> int:
+        """Copies of the model that share out a micro-batch: one a rank, or a single rank's devices."""
+        return self.world.size if self.world.size > 1 else self.config.parallel.devices or 1
+
+    @property
     def evaluated_model(self) -> nn.Module:
         """The module that evaluation uses: the averaged weights where there are any."""
         return self.model if self.average is None else self.average.module
@@ -122,6 +127,11 @@ class Batches:
         for start, stop in self._steps:
             yield Batch(stop - start, self._micros(self._plan.micros(stop - start)))
 
+    def close(self) -> None:
+        """End the stream before its end."""
+        if isinstance(self._stream, Generator):
+            self._stream.close()
+
     def _micros(self, count: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
         for number in range(count):
             begun_s = time.perf_counter()
@@ -143,7 +153,13 @@ def assemble(config: RunConfig, world: World, *, accumulation: int | None = None
         micro_size=asked.micro_batch if accumulation is None else None,
         accumulation=asked.accumulate if accumulation is None else accumulation,
     )
+    _check_micro_batch(plan, asked.micro_batch)
     precision = Precision.of(config.precision, world.device)
+    found = world.gather(precision.name)
+    if len(set(found)) > 1:
+        raise RequestError(
+            f"--precision auto came to {' and '.join(sorted(set(found)))} on the ranks' different hardware; name one."
+        )
     strategy = strategies.build(config.parallel, world)
     data = sets.build(
         config.data, seed=config.seed, world=world, dtype=precision.dtype, channels_last=precision.channels_last
@@ -179,6 +195,17 @@ def assemble(config: RunConfig, world: World, *, accumulation: int | None = None
         loss_fn=functools.partial(nn.functional.cross_entropy, label_smoothing=config.optim.label_smoothing),
         batchnorm=batchnorm,
     )
+
+
+def _check_micro_batch(plan: BatchPlan, most: int | None) -> None:
+    """Raise where a continued run's micro-batches, which stay as they are, hold more than --micro-batch allows."""
+    share = -(-plan.global_size // (plan.accumulation * plan.ranks))
+    if most is not None and share > most:
+        raise RequestError(
+            f"--micro-batch {most} is less than the {share} samples that each of {plan.ranks} ranks gets of the "
+            f"{plan.accumulation} global micro-batches this run was begun with, which are part of the model; "
+            f"use more ranks, or --micro-batch {share}."
+        )
 
 
 def _model(config: RunConfig, world: World, strategy: Strategy, data: Splits) -> tuple[nn.Module, str]:

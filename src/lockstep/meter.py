@@ -78,8 +78,6 @@ class Meter:
         Raises `NonFiniteLossError` at the first step whose loss is not a finite number.
         """
         pending, self._pending = self._pending, _Pending()
-        if not pending.rows:
-            return self._agree(stop)
         own = torch.stack(pending.losses).double()
         elapsed_s = self._elapsed(own)
         hits, seen = _hits(last) if last is not None else (0.0, 0.0)
@@ -89,13 +87,10 @@ class Meter:
         *losses, hits, seen, wants_stop, interval = self._world.sum(told).tolist()
         self._interval = int(interval)
         self._account(pending, elapsed_s, wait_s)
-        self._check(pending, losses, own)
         norms = torch.stack(pending.norms).tolist() if pending.norms else []
         self._record(pending, losses, norms, elapsed_s, wait_s, hits / seen if seen else None)
+        self._check(pending, losses, own)
         return bool(wants_stop)
-
-    def _agree(self, stop: bool) -> bool:
-        return bool(self._world.max(torch.tensor(float(stop), device=self._world.device)))
 
     def _elapsed(self, own: Tensor) -> float:
         own.sum().item()  # the device has then done all that is timed

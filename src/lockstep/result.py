@@ -23,7 +23,8 @@ class RunResult:
 
     Accuracies and losses cover the whole test set and all ranks; `images_per_s` counts all ranks' training images;
     `step_p50_s`, `step_p95_s` and `data_wait_s` are rank 0's; `peak_memory_bytes` is the sum over all ranks of
-    each process's peak resident memory (host) and of its peak allocation (device).
+    each process's peak resident memory (host) and of its peak allocation (device). Rates and step times are None where
+    this process trained no step.
     """
 
     top1: float
@@ -33,9 +34,9 @@ class RunResult:
     samples: int
     steps: int
     epoch_s: tuple[float, ...]
-    images_per_s: float
-    step_p50_s: float
-    step_p95_s: float
+    images_per_s: float | None
+    step_p50_s: float | None
+    step_p95_s: float | None
     data_wait_s: float
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     output: str = ""

@@ -9,6 +9,7 @@ from . import checkpoint
 from .config import RunConfig, flatten
 from .errors import RequestError
 from .state import State
+from .world import World
 
 # The options that make a run the run it is. Others (strategy, devices, launcher, epochs, precision, logging …) may
 # change when it is continued.
@@ -55,11 +56,25 @@ def source(config: RunConfig) -> Path | None:
     return Path(asked)
 
 
-def load(config: RunConfig) -> State | None:
-    """Return the state to continue from, or None for a fresh start.
+def load(config: RunConfig, world: World) -> State | None:
+    """Return the state to continue from, None for a fresh start (*collective*).
 
-    Raises `RequestError` for a checkpoint that cannot be used, or that is another run's.
+    Raises `RequestError`, on every rank, for a checkpoint that one cannot use or that is another run's, and where
+    the ranks see different ones: a node without the run's folder would begin anew beside others that go on.
     """
+    state = world.together(lambda: _load(config))
+    path = source(config)
+    seen = world.gather(None if path is None or state is None else checkpoint.fingerprint(path))
+    for rank, theirs in enumerate(seen):
+        if theirs != seen[0]:
+            raise RequestError(
+                f"The ranks see different checkpoints, rank 0 {seen[0] or 'none'} and rank {rank} {theirs or 'none'}: "
+                "put the run's folder where all nodes see it, or copy it to each of them."
+            )
+    return state
+
+
+def _load(config: RunConfig) -> State | None:
     path = source(config)
     if path is None:
         return None
@@ -90,4 +105,18 @@ def check_samples(meta: dict[str, Any], samples: int, config: RunConfig) -> None
         raise RequestError(
             f"The checkpoint was trained on {meta['samples']} samples, and {config.data.name} has {samples} here: "
             "its order would be another; give it the same data, or start anew without --resume."
+        )
+
+
+def check_batchnorm(meta: dict[str, Any], batchnorm: str, replicas: int) -> None:
+    """Raise `RequestError` if batch statistics would be taken over other samples than before: another model."""
+    before, now = (
+        (kind, count if kind == "local" else 0)
+        for kind, count in ((meta["batchnorm"], meta["replicas"]), (batchnorm, replicas))
+    )
+    if before != now:
+        words = [f"{kind} of {count} replicas" if count else kind for kind, count in (before, now)]
+        raise RequestError(
+            f"The checkpoint was trained with batch statistics {words[0]}, and this run would take {words[1]}, which "
+            "is another model; continue with --batchnorm and --devices as they were."
         )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from itertools import count
@@ -14,6 +15,7 @@ from . import failures, hardware, resume
 from .config import RunConfig, flatten, to_toml
 from .engine import train
 from .errors import LockstepError, RequestError
+from .launchers.table import visible_gpus
 from .record.base import Nothing, Recorder
 from .record.files import write_whole
 from .record.table import build as build_recorder
@@ -35,7 +37,7 @@ def run(config: RunConfig, world: World) -> RunResult:
     assert folder is not None
     recorder: Recorder = Nothing()
     if world.is_main:
-        facts = dataclasses.asdict(hardware.survey(None))
+        facts = dataclasses.asdict(hardware.survey(visible_gpus()))
         resume_step = state.meta["step"] if state else 0
         recorder = build_recorder(folder, topology=world.topology, hardware=facts, resume_step=resume_step)
     try:
@@ -50,19 +52,11 @@ def run(config: RunConfig, world: World) -> RunResult:
 def _open(config: RunConfig, world: World) -> tuple[RunConfig, State | None]:
     """Return the config with the run's folder in it, and the state to continue from (*collective*)."""
     _check_alike(config, world)
-    state = load_alike(config, world)  # what cannot be continued is refused before a folder is made
-    told: list[str | None] = [None, None]
-    if world.is_main:
-        try:
-            told[0] = str(_claim(config))
-        except RequestError as error:
-            told[1] = str(error)
-    folder, refused = world.gather(told)[0]
-    if refused is not None:
-        raise RequestError(refused)
-    output = Path(folder)
+    state = resume.load(config, world)  # what cannot be continued is refused before a folder is made
+    claimed = world.together(lambda: str(_claim(config)) if world.is_main else "")
+    output = Path(world.gather(claimed)[0])
     config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=output))
-    state = state or load_alike(config, world)
+    state = state or resume.load(config, world)
     if world.is_main:
         write_whole(output / "config.toml", to_toml(config).encode())
     world.barrier()
@@ -82,31 +76,6 @@ def _check_alike(config: RunConfig, world: World) -> None:
             )
 
 
-def load_alike(config: RunConfig, world: World) -> State | None:
-    """Return the state to continue from, None for a fresh start (*collective*).
-
-    Raises `RequestError` on every rank where one cannot load it, or where they see different ones.
-    """
-    state, refused = None, None
-    try:
-        state = resume.load(config)
-    except RequestError as error:
-        refused = str(error)
-    told = world.gather([None if state is None else state.meta["step"], refused])
-    for _, sentence in told:
-        if sentence is not None:
-            raise RequestError(sentence)
-    first, *others = [step for step, _ in told]
-    for rank, step in enumerate(others, start=1):
-        if step != first:
-            ours, theirs = ("none" if each is None else f"one of step {each}" for each in (first, step))
-            raise RequestError(
-                f"The ranks see different checkpoints, rank 0 {ours} and rank {rank} {theirs}: put the run's folder "
-                "where all nodes see it, or copy it to each of them."
-            )
-    return state
-
-
 def _claim(config: RunConfig) -> Path:
     """Return the run's folder, made if it is new."""
     asked, output = config.checkpoint.resume, config.record.output
@@ -115,7 +84,13 @@ def _claim(config: RunConfig) -> Path:
     if output is None:
         return _fresh(config)
     # Written when training starts: a run that was refused before that does not keep its folder.
-    if not asked and (output / "manifest.json").exists():
+    taken = (output / "manifest.json").exists()
+    if taken and asked not in ("", "auto") and _run_of(Path(asked)) != output:
+        raise RequestError(
+            f"--output {output} holds another run than the one to continue, {asked}; leave --output out to continue "
+            "that one in its own folder, or give a new one."
+        )
+    if taken and not asked:
         raise RequestError(
             f"--output {output} holds a run already: continue it with --resume auto, or give another folder."
         )
@@ -169,5 +144,6 @@ def _account(error: Exception, world: World, folder: Path, recorder: Recorder) -
     code = error.exit_code if isinstance(error, LockstepError) else 1
     failure = failures.describe(error, world.rank)
     if code == 1:
-        failures.write(failure, folder / "failures")
+        with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
+            failures.write(failure, folder / "failures")
     recorder.record("failed", exit=code, error=failure.sentence)

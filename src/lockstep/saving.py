@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 
 from . import resume
 from .checkpoint import Checkpoints
-from .config import RunConfig
 from .errors import RunError
 from .job import Job
 from .randomness import load_generators, save_generators
@@ -32,34 +32,33 @@ class Progress:
     """Seconds of training in the epoch under way, before this process took it up."""
     best_top1: float = -1.0
     scores: Scores | None = None
+    """Of the last evaluation, which was at step `evaluated`."""
+    evaluated: int = 0
 
 
 class Saver:
     """Saves the run's state in one format; on ranks other than 0 it takes part in the collectives alone."""
 
-    def __init__(self, checkpoints: Checkpoints | None, *, to_disk: bool, folder: Path | None) -> None:
-        self._checkpoints = checkpoints
-        self._to_disk = to_disk
+    def __init__(self, folder: Path | None, world: World, recorder: Recorder) -> None:
+        """`folder` is the run's, None to save nothing; warnings and what was saved go to the recorder."""
         self._folder = folder
+        self._world = world
+        self._recorder = recorder
+        self._on_disk: int | None = None
+        self._checkpoints: Checkpoints | None = None
+        if folder is not None and world.is_main:
+            self._checkpoints = Checkpoints(folder / "checkpoints", warn=self._warn, saved=self._saved)
 
-    @classmethod
-    def of(cls, config: RunConfig, world: World, recorder: Recorder) -> Saver:
-        """Return the saver of a run: it writes below `config.record.output`, on rank 0, or nowhere without one."""
-        folder = config.record.output
-        if folder is None or not world.is_main:
-            return cls(None, to_disk=folder is not None, folder=folder)
+    def _warn(self, text: str) -> None:
+        self._recorder.record("warning", text=text)
 
-        def saved(step: int, path: Path) -> None:
-            recorder.record("checkpoint", step=step, path=str(path))
-
-        def warn(text: str) -> None:
-            recorder.record("warning", text=text)
-
-        return cls(Checkpoints(folder / "checkpoints", warn=warn, saved=saved), to_disk=True, folder=folder)
+    def _saved(self, step: int, path: Path) -> None:
+        self._on_disk = step
+        self._recorder.record("checkpoint", step=step, path=str(path))
 
     def save(self, job: Job, progress: Progress, *, best: bool = False) -> None:
         """Save in the background (*collective*)."""
-        if not self._to_disk:
+        if self._folder is None:
             return
         _check_weights(job, progress.step)
         state = _state(job, progress)
@@ -71,16 +70,18 @@ class Saver:
         if self._checkpoints is not None:
             self._checkpoints.poll()
 
-    def finish(self) -> None:
-        """Return once the last checkpoint is on the disk."""
+    def finish(self, step: int) -> str:
+        """Wait until what was saved is on the disk; return, on every rank, a clause that says so (*collective*)."""
         if self._checkpoints is not None:
             self._checkpoints.wait()
-
-    def advice(self) -> str:
-        """Return how to go on, for the sentence that a stopped run ends with."""
+        on_disk = self._world.gather(self._on_disk)[0]
         if self._folder is None:
             return "; nothing was saved, since no output folder was given."
-        return f" and saved; continue with the same command and --resume {self._folder}."
+        again = f"continue with the same command and --resume {self._folder}"
+        if on_disk == step:
+            return f" and saved; {again}."
+        last = "none before it was" if on_disk is None else f"the last one is of step {on_disk}: make room and {again}"
+        return f", but its checkpoint could not be written; {last}."
 
     def __enter__(self) -> Saver:
         return self
@@ -113,6 +114,10 @@ def _state(job: Job, progress: Progress) -> State:
         "epoch_s": progress.epoch_s,
         "partial_s": progress.partial_s,
         "best_top1": progress.best_top1,
+        "scores": None if progress.scores is None else dataclasses.asdict(progress.scores),
+        "evaluated": progress.evaluated,
+        "batchnorm": job.batchnorm,
+        "replicas": job.replicas,
         "accumulation": job.plan.accumulation,
         "ranks": job.world.size,
         "samples": job.samples,
@@ -127,6 +132,7 @@ def restore(job: Job, loaded: State) -> Progress:
     """Put a loaded state into the job and return the progress it had."""
     meta = loaded.meta
     resume.check_samples(meta, job.samples, job.config)
+    resume.check_batchnorm(meta, job.batchnorm, job.replicas)
     job.strategy.load_state(job.model, job.optimizer.each, loaded)
     if job.average is not None:
         load_model(job.average.module, loaded.part("ema"))
@@ -138,4 +144,6 @@ def restore(job: Job, loaded: State) -> Progress:
         epoch_s=list(meta["epoch_s"]),
         partial_s=meta["partial_s"],
         best_top1=meta["best_top1"],
+        scores=None if meta["scores"] is None else Scores(**meta["scores"]),
+        evaluated=meta["evaluated"],
     )

@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 from rich.console import Console
 
-from ..errors import LockstepError, RunError, unknown
+from ..errors import LockstepError, RunError, Stopped, unknown
 
 VERBS = {
     "train": "train a model: lockstep train RECIPE [flags]",
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _say(error)
     except KeyboardInterrupt:
         print("lockstep: stopped before training began.", file=sys.stderr)
-        return 130
+        return Stopped.exit_code
 
 
 def _dispatch(given: list[str]) -> int:

@@ -25,6 +25,10 @@ def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
         several = devices_here(parallel, env) > 1 or _ranks_elsewhere(parallel, env) > 1
         parallel = dataclasses.replace(parallel, strategy="ddp" if several else "single")
     _check_one_process(parallel, env)
+    if parallel.strategy in ONE_PROCESS:
+        parallel = dataclasses.replace(
+            parallel, devices=1 if parallel.strategy == "single" else devices_here(parallel, env)
+        )
     return dataclasses.replace(config, parallel=parallel)
 
 

@@ -20,6 +20,7 @@ from ..failures import Failure
 from ..topology import Topology
 from . import rank, stores
 from .base import Entry
+from .devices import ONE_PROCESS
 
 _ECHO_WAITS_S = 1.5
 
@@ -33,6 +34,8 @@ class Place:
     """Whether an agent serves the store, which outlives the ranks; otherwise rank 0 does."""
     attempt: str = ""
     """What tells this start of the ranks from earlier ones that used the agent's store."""
+    knows_node: bool = True
+    """Whether it says which ranks share this node; otherwise the roll call finds out."""
     error_file: Path | None = None
     """Where the program that started the ranks looks for the reason of a failure."""
 
@@ -51,7 +54,7 @@ class EnvironmentLauncher:
         place = read(env)
         topology = place.topology
         with rank.accounted(topology.rank, config, lambda failure: _leave_word(failure, place.error_file)):
-            _check_agrees(config.parallel, topology)
+            _check_agrees(config.parallel, topology, knows_node=place.knows_node)
             return rank.run_met(
                 entry,
                 config,
@@ -59,7 +62,7 @@ class EnvironmentLauncher:
                 lambda: _open(place, config.parallel.timeout),
                 index=topology.rank,
                 size=topology.size,
-                known=topology,
+                known=topology if place.knows_node else None,
             )
 
 
@@ -108,6 +111,7 @@ def _torchrun(env: Mapping[str, str]) -> Place:
         ),
         store_is_served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        knows_node="LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env,
         error_file=Path(error_file) if error_file else None,
     )
 
@@ -137,12 +141,14 @@ def _check_below(env: Mapping[str, str], name: str, value: int, bound_name: str,
         )
 
 
-def _check_agrees(asked: ParallelConfig, found: Topology) -> None:
+def _check_agrees(asked: ParallelConfig, found: Topology, *, knows_node: bool) -> None:
     """Raise where flags say another world than the environment."""
+    # One process that drives several devices is one rank; and what the environment does not say, the roll call finds.
+    devices = asked.devices if knows_node and asked.strategy not in ONE_PROCESS else None
     pairs = (
         ("--world-size", asked.world_size, "WORLD_SIZE", found.size),
         ("--rank", asked.rank, "RANK", found.rank),
-        ("--devices", asked.devices, "LOCAL_WORLD_SIZE", found.local_size),
+        ("--devices", devices, "LOCAL_WORLD_SIZE", found.local_size),
         ("--nodes", asked.nodes if asked.nodes > 1 else None, "the number of nodes", found.nodes),
     )
     for flag, wanted, variable, told in pairs:

@@ -19,7 +19,7 @@ from ..errors import LockstepError, RequestError, Stopped
 from ..topology import Topology
 from . import claims, hosts, stores
 from .base import Entry
-from .devices import gpu_ids, gpu_index
+from .devices import ONE_PROCESS, gpu_ids, gpu_index
 from .rendezvous import RollCall
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _check_node(config: RunConfig, topology: Topology) -> None:
     """Raise where the ranks that came stand on other nodes than the flags say."""
     parallel = config.parallel
     for flag, asked, found in (
-        ("--devices", parallel.devices, topology.local_size),
+        ("--devices", None if parallel.strategy in ONE_PROCESS else parallel.devices, topology.local_size),
         ("--nodes", parallel.nodes if parallel.nodes > 1 else None, topology.nodes),
     ):
         if asked is not None and asked != found:
@@ -136,7 +136,7 @@ def _check_node(config: RunConfig, topology: Topology) -> None:
 def account(error: BaseException, rank: int, config: RunConfig) -> failures.Failure:
     """Return the failure that `error` is on this rank; its trace is written to the run's folder, if there is one."""
     failure = failures.describe(error, rank)
-    if config.record.output is not None and not isinstance(error, Stopped):
+    if config.record.output is not None and not isinstance(error, Stopped | RequestError):
         with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
             failures.write(failure, Path(config.record.output) / "failures")
     return failure

@@ -22,7 +22,7 @@ over the world; telemetry is rank 0's own. Accuracies are fractions, 0 to 1; epo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 
@@ -34,6 +34,24 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """Write what is still held back, and let go of files. Nothing is recorded afterwards."""
+
+
+class FromStart:
+    """Opens its recorder at the `start` event: a run that is refused before that leaves what was there untouched."""
+
+    def __init__(self, opens: Callable[[], Recorder]) -> None:
+        self._opens = opens
+        self._recorder: Recorder = Nothing()
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Pass the event on; drop it before `start`."""
+        if event == "start":
+            self._recorder = self._opens()
+        self._recorder.record(event, **fields)
+
+    def close(self) -> None:
+        """Close what was opened."""
+        self._recorder.close()
 
 
 class Nothing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import sys
@@ -72,8 +73,14 @@ class Summary:
 
     def record(self, event: str, **fields: Any) -> None:
         """Write the summary at `finish` or `failed`, atomically."""
-        if event in ("finish", "failed"):
-            write_json(self._folder / "summary.json", fields)
+        path = self._folder / "summary.json"
+        if event == "failed":
+            write_json(path, fields)
+        elif event == "finish":
+            # What this process did not measure, since it took up a run that was complete, stays as it was.
+            known = {key: value for key, value in fields.items() if value is not None}
+            before = json.loads(path.read_text()) if len(known) < len(fields) and path.exists() else {}
+            write_json(path, {key: known.get(key, before.get(key)) for key in fields})
 
     def close(self) -> None:
         """Do nothing."""

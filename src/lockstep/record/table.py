@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..topology import Topology
-from .base import Recorder, Recorders
+from .base import FromStart, Recorder, Recorders
 from .console import Terminal
 from .jsonl import JsonLines, rewind
 from .manifest import Manifest, Summary
@@ -26,16 +26,20 @@ def build(
 
     `hardware` are facts about this machine, for the manifest. `resume_step` is the step after which a resumed run
     goes on: what was recorded of later ones is cut off. `console` replaces what this process's own terminal or log
-    file would show. Raises OSError where `folder` is not writable.
+    file would show. Nothing is opened before the `start` event, which raises OSError where `folder` is not writable.
     """
-    if resume_step is not None:
-        rewind(folder / "steps.jsonl", step=resume_step)
-    return Recorders(
-        [
-            console or Terminal.detect(),
-            JsonLines(folder / "steps.jsonl"),
-            TensorBoard(folder, resume_step=resume_step),
-            Manifest(folder, topology=topology, hardware=hardware),
-            Summary(folder),
-        ]
-    )
+
+    def opens() -> Recorder:
+        if resume_step is not None:
+            rewind(folder / "steps.jsonl", step=resume_step)
+        return Recorders(
+            [
+                console or Terminal.detect(),
+                JsonLines(folder / "steps.jsonl"),
+                TensorBoard(folder, resume_step=resume_step),
+                Manifest(folder, topology=topology, hardware=hardware),
+                Summary(folder),
+            ]
+        )
+
+    return FromStart(opens)
