@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
@@ -23,3 +26,28 @@ class _Labelled(Dataset[Pair]):
 def beyond_the_classes() -> tuple[Dataset[Pair], TensorDataset]:
     """Return a training set with a label that no class has."""
     return _Labelled(), TensorDataset(torch.zeros(6, 1, 8, 8), torch.arange(6) % 3)
+
+
+class _Drawn(Dataset[Pair]):
+    """Forty samples, each drawn anew from the three generators that transforms draw from."""
+
+    classes = 4
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Pair:
+        return torch.cat([torch.randn(2), torch.tensor([random.random(), np.random.rand()])]), index % 4
+
+
+def drawn() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return two sets whose samples are varied at random."""
+    return _Drawn(), _Drawn()
+
+
+def split_at_random() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return one set's tensors, split in two by Python's generator."""
+    order = random.sample(range(40), 40)
+    x, y = torch.arange(40.0).view(40, 1), torch.arange(40) % 4
+    first, second = (TensorDataset(x[part], y[part]) for part in (order[:32], order[32:]))
+    return first, second

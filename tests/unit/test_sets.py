@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import pickle
+import random
 import subprocess
 import sys
 import tarfile
@@ -303,6 +304,50 @@ def test_own_data_sets_are_read_in_order(workers: int) -> None:
         assert x.is_contiguous(memory_format=torch.channels_last)
         assert (none.shape, no_labels.shape) == ((0, 3, 8, 8), (0,))
     splits.close()
+
+
+DRAWN = "tests.own_data:drawn"
+
+
+def test_own_random_transforms_do_not_depend_on_batch_or_worker() -> None:
+    here = made(DataConfig(name=DRAWN, workers=0))
+    x, _ = batch(here.train, *range(40), epoch=3)
+    held_out, _ = batch(here.test, *range(40))
+    assert len(torch.cat([x, held_out]).unique()) == 2 * 40 * 4, "no two draws are alike"
+    for workers in (0, 1, 2):
+        random.seed(workers)  # the states that a worker would inherit
+        splits = made(DataConfig(name=DRAWN, workers=workers))
+        batch(splits.train, 5, 2, epoch=1)
+        shares = [np.arange(start, start + 8)[::-1].copy() for start in (8, 32, 0, 24, 16)]
+        for share, (again, _) in zip(shares, splits.train.stream(shares, epoch=3), strict=True):
+            assert torch.equal(again, x[share])
+        assert torch.equal(batch(splits.test, 7)[0], held_out[[7]])
+        splits.close()
+
+
+def test_seed_and_epoch_change_own_random_transforms() -> None:
+    splits = [made(DataConfig(name=DRAWN, workers=0), seed=seed).train for seed in range(3)]
+    assert len(torch.cat([batch(train, 4, epoch=epoch)[0] for train in splits for epoch in range(3)]).unique()) == 36
+
+
+def test_own_data_in_the_ranks_process_leaves_the_generators_alone() -> None:
+    def states() -> tuple[bytes, object, bytes]:
+        return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state()[1].tobytes()
+
+    before = states()
+    splits = made(DataConfig(name=DRAWN, workers=0))
+    batch(splits.train, 1, 2)
+    batch(made(DataConfig(name="tests.own_data:split_at_random")).train, 1)
+    assert states() == before
+
+
+def test_own_sets_that_are_split_at_random_are_split_by_the_seed() -> None:
+    def first(seed: int) -> list[float]:
+        train = made(DataConfig(name="tests.own_data:split_at_random"), seed=seed).train
+        return batch(train, *range(32))[0].flatten().tolist()
+
+    assert first(0) == first(0)
+    assert first(0) != first(1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -4,6 +4,9 @@ The attribute is a function (of nothing, or of the `DataConfig`) that returns tw
 (train, test), whose samples are (x tensor, label). A `TensorDataset` is kept in memory; any other is read sample by
 sample in worker processes. x of bytes (C, H, W) is taken for an image: scaled to 0–1, and varied by --augment.
 Anything else reaches the model as it is, floating-point numbers in the run's precision.
+
+A data set may vary its samples itself, with torchvision's transforms say: for each sample the generators are seeded
+from (seed, epoch, sample index), so that it is the same on any rank and in any worker.
 """
 
 from __future__ import annotations
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
     from .augment import Augment
     from .resident import Normalise
     from .source import Batch, Indices, Source, Splits, Wish
+
+
+_PURPOSE = {"train": 3, "test": 4, "function": 5}
+"""Keeps these draws apart from each other, and from those of the other data sets."""
 
 
 def check(config: DataConfig) -> None:
@@ -51,14 +58,20 @@ def _call(config: DataConfig) -> tuple[Any, Any]:
 
 def build(wish: Wish) -> Splits:
     """Return the sources of the user's data sets."""
+    import numpy as np
+
+    from .seeding import generators_kept, seed_generators, seeds
     from .source import Splits
 
-    train, test = _call(wish.config)
-    classes = _classes(wish, train)
-    return Splits(
-        _source(wish, train, "train", classes, wish.config.augment),
-        _source(wish, test, "test", classes, ()),
-    )
+    with generators_kept():
+        # The function may draw too, to split one set in two say: the same on every rank.
+        seed_generators(seeds(np.zeros(1, np.int64), wish.seed, _PURPOSE["function"])[0])
+        train, test = _call(wish.config)
+        classes = _classes(wish, train)
+        return Splits(
+            _source(wish, train, "train", classes, wish.config.augment),
+            _source(wish, test, "test", classes, ()),
+        )
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
@@ -106,7 +119,7 @@ def _source(wish: Wish, dataset: Any, split: str, classes: int, variations: tupl
         _check_labels(wish.config.name, split, tensors[1], classes)
         return _resident(wish, tensors, classes, variations, normalise)
     return Streamed(
-        _Samples(wish.config.name, split, dataset, classes, tuple(first.shape), first.dtype),
+        _Samples(wish.config.name, split, wish.seed, dataset, classes, tuple(first.shape), first.dtype),
         _Finish(wish.dtype, wish.channels_last, normalise, _augment(wish, variations, first)),
         samples=len(dataset),
         classes=classes,
@@ -183,10 +196,11 @@ def _sample(name: str, split: str, dataset: Any, index: int, classes: int) -> tu
 
 @dataclass(frozen=True)
 class _Samples:
-    """What a worker runs: makes batches of a map-style data set's samples."""
+    """What a worker runs: makes batches of a map-style data set's samples, whose randomness comes from `seed`."""
 
     name: str
     split: str
+    seed: int
     dataset: Any
     classes: int
     shape: tuple[int, ...]
@@ -196,16 +210,21 @@ class _Samples:
         """Return x (n, *shape) and y (n,)."""
         import torch
 
+        from .seeding import generators_kept, seed_generators, seeds
+
+        own_seeds = seeds(share, self.seed, epoch, _PURPOSE[self.split])
         x = torch.empty((len(share), *self.shape), dtype=self.dtype)
         y = torch.empty(len(share), dtype=torch.int64)
-        for place, index in enumerate(share.tolist()):
-            sample, label = _sample(self.name, self.split, self.dataset, index, self.classes)
-            if sample.shape != self.shape or sample.dtype != self.dtype:
-                raise RequestError(
-                    f"--data {self.name}: {self.split} sample {index} is {sample.dtype} {tuple(sample.shape)}, "
-                    f"sample 0 is {self.dtype} {self.shape}; all must be alike."
-                )
-            x[place], y[place] = sample, label
+        with generators_kept():
+            for place, index in enumerate(share.tolist()):
+                seed_generators(own_seeds[place])
+                sample, label = _sample(self.name, self.split, self.dataset, index, self.classes)
+                if sample.shape != self.shape or sample.dtype != self.dtype:
+                    raise RequestError(
+                        f"--data {self.name}: {self.split} sample {index} is {sample.dtype} {tuple(sample.shape)}, "
+                        f"sample 0 is {self.dtype} {self.shape}; all must be alike."
+                    )
+                x[place], y[place] = sample, label
         return x, y
 
 

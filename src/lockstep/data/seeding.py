@@ -1,0 +1,50 @@
+"""The generators that a user's own data set draws from, seeded anew for each sample.
+
+Its transforms draw from torch's, Python's and NumPy's global generators, whose states depend on what the process has
+done before: on the rank, the worker and the history. Seeded from (seed, epoch, sample index), they give a sample the
+same variations wherever and whenever it is made. What is drawn in the rank's own process leaves no trace there,
+since the model's own randomness, such as dropout, comes from the same generators.
+
+A generator that the data set keeps for itself, such as one from `np.random.default_rng`, is beyond reach.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from . import counter
+from .source import Indices
+
+_GENERATORS = 3
+"""Each gets bits of its own: torch's and NumPy's are of one kind, and would draw alike from the same seed."""
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Give the generators back the states that they had before the block."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+def seeds(indices: Indices, *words: int) -> counter.UInt64:
+    """Return the bits (n, 3) that `seed_generators` takes, for each of `indices` (n,), keyed by `words`."""
+    return counter.bits(counter.keys(_GENERATORS, *words), indices).T
+
+
+def seed_generators(bits: counter.UInt64) -> None:
+    """Seed torch's generator (the CPU's), Python's and NumPy's from `bits` (3,)."""
+    for_torch, for_python, for_numpy = bits.tolist()
+    # Not torch.manual_seed, which seeds every GPU's too; those are not given back, and it takes 100 times as long.
+    torch.default_generator.manual_seed(for_torch)
+    random.seed(for_python)
+    np.random.seed(for_numpy >> 32)  # it takes 32 bits
