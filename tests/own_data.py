@@ -51,3 +51,26 @@ def split_at_random() -> tuple[Dataset[Pair], Dataset[Pair]]:
     x, y = torch.arange(40.0).view(40, 1), torch.arange(40) % 4
     first, second = (TensorDataset(x[part], y[part]) for part in (order[:32], order[32:]))
     return first, second
+
+
+WAY = ""
+"""How `differing` differs."""
+
+
+class _Targets(_Drawn):
+    def __init__(self, samples: int, classes: int, shift: int) -> None:
+        self.samples, self.classes = samples, classes
+        self.targets = [(index + shift) % 4 for index in range(samples)]
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+def differing() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data that tests may make different on one rank."""
+    if WAY == "gone":
+        raise OSError("no such file")
+    train = _Targets(
+        samples=39 if WAY == "fewer" else 40, classes=5 if WAY == "classes" else 4, shift=WAY == "relabelled"
+    )
+    return train, _Drawn()

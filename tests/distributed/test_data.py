@@ -20,6 +20,7 @@ from lockstep.errors import RequestError
 from lockstep.topology import Topology
 from lockstep.world import World
 
+from .. import own_data
 from ..pool import RankPool
 from ..unit.real_data import photographs
 
@@ -135,6 +136,17 @@ def test_an_error_of_another_node_reaches_all(pool: RankPool) -> None:
     assert pool.run(2, _fails_on_the_second_node) == ["disk gone"] * 2
 
 
+def _uneven_nodes(world: World) -> int:
+    node, local = ((0, 0), (0, 1), (1, 0))[world.rank]
+    topology = Topology(rank=world.rank, size=3, node=node, nodes=2, local_rank=local, local_size=(2, 1)[node])
+    uneven = dataclasses.replace(world, topology=topology)
+    return int(shared(uneven, lambda: {"a": np.full(3, world.rank)})["a"].sum()) + len(world.gather(0))
+
+
+def test_nodes_may_have_different_numbers_of_ranks(pool: RankPool) -> None:
+    assert pool.run(3, _uneven_nodes) == [3, 3, 9]
+
+
 def _copy(folder: Path) -> Path:
     """Return a copy of the photographs that may be changed."""
     shutil.copytree(photographs(), folder / "copy", copy_function=shutil.copyfile)
@@ -155,7 +167,28 @@ def test_hosts_with_different_files_are_refused(pool: RankPool, tmp_path: Path) 
     next((copy / "train" / "ants").iterdir()).unlink()
     first, second = pool.run(2, _differing, folders)
     for sentence in (first, second):
-        assert "rank 0 finds 120 + 80 images, rank 1 119 + 80" in sentence
+        assert "rank 1 has train images 119 (rank 0 has 120), train names of digest" in sentence
+
+
+_DIFFERENT = {"fewer": "train samples", "relabelled": "train labels", "classes": "classes", "gone": "raised OSError"}
+
+
+def _own_differing(world: World) -> list[str]:
+    """Return the sentence for each way in which rank 1's own data set may differ."""
+    sentences = []
+    for way in _DIFFERENT:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(own_data, "WAY", way if world.rank == 1 else "")
+            sentences.append(_refused(world, DataConfig(name="tests.own_data:differing", workers=0), False))
+    return sentences
+
+
+def test_ranks_with_different_own_data_are_refused(pool: RankPool) -> None:
+    first, *others = pool.run(3, _own_differing)
+    assert others == [first, first]
+    for words, sentence in zip(_DIFFERENT.values(), first, strict=True):
+        assert words in sentence
+        assert "\n" not in sentence
 
 
 def _skipping(world: World, folder: str) -> tuple[tuple[str, ...], int]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..errors import RequestError
 from . import counter, tree
+from .alike import check_alike
 from .augment import Augment
 from .loader import Streamed
 from .resident import Normalise, channels_first
@@ -136,7 +137,11 @@ def build(wish: Wish) -> Splits:
     config, size = wish.config, wish.config.image_size
     arrays = shared(wish.world, lambda: tree.scan(config))
     tables = {split: tree.table(arrays, config, split) for split in tree.SPLITS}
-    _same_everywhere(wish, tables)
+    check_alike(
+        wish.world,
+        f"The image folder {config.dir}",
+        {f"{split} {what}": fact for split, table in tables.items() for what, fact in table.facts().items()},
+    )
     skipped: dict[str, tuple[str, ...]] = dict.fromkeys(tables, ())
     if config.skip_corrupt:
         for split, files in tables.items():
@@ -161,19 +166,6 @@ def build(wish: Wish) -> Splits:
     # Crop and flip of photographs are always on, and done by the workers; cutout is left to the device.
     cutout = tuple(name for name in config.augment if name == "cutout")
     return Splits(source("train", wish.seed, cutout), source("test", None, ()))
-
-
-def _same_everywhere(wish: Wish, tables: dict[str, tree.FileTable]) -> None:
-    """Raise `RequestError` on every rank where hosts hold different files (*collective*)."""
-    mine = {split: [table.digest(), len(table)] for split, table in tables.items()}
-    answers = wish.world.gather(mine)
-    for rank, answer in enumerate(answers):
-        if answer != answers[0]:
-            counts = [" + ".join(f"{count:,}" for _, count in each.values()) for each in (answers[0], answer)]
-            raise RequestError(
-                f"{wish.config.dir} differs between hosts: rank 0 finds {counts[0]} images, rank {rank} {counts[1]} "
-                "or ones of other names; give every host the same files."
-            )
 
 
 def _corrupt(wish: Wish, table: tree.FileTable) -> list[int]:

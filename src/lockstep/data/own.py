@@ -57,7 +57,16 @@ def _call(config: DataConfig) -> tuple[Any, Any]:
 
 
 def build(wish: Wish) -> Splits:
-    """Return the sources of the user's data sets."""
+    """Return the sources of the user's data sets (*collective*)."""
+    from .alike import check_alike
+
+    splits, facts = wish.world.together(lambda: _build(wish))
+    check_alike(wish.world, f"--data {wish.config.name}", facts)
+    return splits
+
+
+def _build(wish: Wish) -> tuple[Splits, dict[str, Any]]:
+    """Return the sources, and what is known of them that has to be the same on every rank."""
     import numpy as np
 
     from .seeding import generators_kept, seed_generators, seeds
@@ -68,10 +77,28 @@ def build(wish: Wish) -> Splits:
         seed_generators(seeds(np.zeros(1, np.int64), wish.seed, _PURPOSE["function"])[0])
         train, test = _call(wish.config)
         classes = _classes(wish, train)
-        return Splits(
+        splits = Splits(
             _source(wish, train, "train", classes, wish.config.augment),
             _source(wish, test, "test", classes, ()),
         )
+    facts: dict[str, Any] = {"classes": classes, "a sample of shape": list(splits.train.shape)}
+    for split, dataset in (("train", train), ("test", test)):
+        facts |= {f"{split} samples": len(dataset), f"{split} labels of digest": _labels_digest(dataset)}
+    return splits, facts
+
+
+def _labels_digest(dataset: Any) -> str:
+    """Return a hash of the labels where they are known without reading samples: a label tensor, or `targets`."""
+    import numpy as np
+
+    from .alike import digest
+
+    tensors = _tensors(dataset)
+    known = tensors[1] if tensors else getattr(dataset, "targets", None)
+    try:
+        return digest(np.asarray(known, np.int64))
+    except (TypeError, ValueError, RuntimeError):  # none; or not labels, but boxes, texts, …
+        return "unknown"
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:

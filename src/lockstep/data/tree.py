@@ -7,7 +7,6 @@ they are two arrays, which all ranks of a host share.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 
 from ..config import DataConfig
 from ..errors import RequestError
+from .alike import digest
 from .shared import Array, Arrays
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
@@ -57,9 +57,9 @@ class FileTable:
         kept = [index for index in range(len(self)) if index not in gone]
         return FileTable.of(self.root, (self._name(index) for index in kept), self.labels[kept])
 
-    def digest(self) -> str:
-        """Return a hash of the names and labels."""
-        return hashlib.sha256(self.names.tobytes() + self.ends.tobytes() + self.labels.tobytes()).hexdigest()
+    def facts(self) -> dict[str, int | str]:
+        """Return what has to be the same on every host: the number of images, and a hash of their names and labels."""
+        return {"images": len(self), "names of digest": digest(self.names, self.ends, self.labels)}
 
 
 def check(config: DataConfig) -> None:
