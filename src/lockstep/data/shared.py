@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,30 +37,26 @@ def shared(world: World, build: Callable[[], Arrays]) -> Arrays:
     `build` runs on each node's local rank 0 alone and must not communicate. What it raises is raised on every
     rank, as `RequestError` with the same sentence.
     """
-    arrays: Arrays = {}
-    told: dict[str, Any] = {"node": world.topology.node, "first": world.topology.local_rank == 0}
-    path: Path | None = None
-    if told["first"]:
-        try:
-            arrays = build()
-            if world.topology.local_size > 1:
-                path, told["layout"] = _write(arrays)
-                told["path"] = str(path)
-        except (LockstepError, OSError, MemoryError) as error:
-            told["error"] = str(error) or type(error).__name__
-    try:
-        answers = world.gather(told)
-        if errors := [answer["error"] for answer in answers if "error" in answer]:
-            raise RequestError(errors[0])
-        if world.topology.local_size > 1:
-            first = next(each for each in answers if each["first"] and each["node"] == told["node"])
-            arrays, trouble = _try_map(Path(first["path"]), first["layout"])
-            if errors := [text for text in world.gather(trouble) if text]:
-                raise RequestError(errors[0])
-    finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
-    return arrays
+    node, several = world.topology.node, world.topology.local_size > 1
+    with ExitStack() as leaving:
+
+        def make() -> tuple[Arrays, dict[str, Any]]:
+            if world.topology.local_rank != 0:
+                return {}, {}
+            try:
+                arrays = build()
+                if not several:
+                    return arrays, {}
+                path, layout = _write(arrays)
+            except (LockstepError, OSError, MemoryError) as error:
+                raise RequestError(str(error) or type(error).__name__) from error
+            leaving.callback(path.unlink, missing_ok=True)
+            return {}, {"node": node, "path": str(path), "layout": layout}
+
+        arrays, told = world.together(make)
+        written = {each["node"]: each for each in world.gather(told) if each}
+        # All of the node's ranks have mapped the file when this returns, and it can be unlinked.
+        return world.together(lambda: _map(Path(written[node]["path"]), written[node]["layout"]) if several else arrays)
 
 
 def _write(arrays: Arrays) -> tuple[Path, dict[str, Any]]:
@@ -93,16 +89,18 @@ def _roomy_folder(size: int) -> str:
     return tempfile.gettempdir()
 
 
-def _try_map(path: Path, layout: dict[str, Any]) -> tuple[Arrays, str]:
-    """Return the file's arrays, or none and a sentence that says why it cannot be mapped."""
+def _map(path: Path, layout: dict[str, Any]) -> Arrays:
+    """Return the file's arrays. Raises `RequestError` where it cannot be mapped."""
     try:
         with path.open("rb") as file:
             # Private (copy on write) rather than read-only: torch warns of arrays that it could not write to.
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
-        return {}, f"Ranks of one node must see the same {path.parent}, but one cannot open {path} ({error.strerror})."
+        raise RequestError(
+            f"Ranks of one node must see the same {path.parent}, but one cannot open {path} ({error.strerror})."
+        ) from error
     arrays = {}
     for name, (start, dtype, shape) in layout.items():
         flat = np.frombuffer(memory, np.dtype(dtype), count=int(np.prod(shape)), offset=start)
         arrays[name] = flat.reshape(shape)
-    return arrays, ""
+    return arrays
