@@ -15,6 +15,7 @@ from lockstep.data import digits, resident
 from lockstep.data.resident import ImageSet
 from lockstep.data.sets import build
 from lockstep.data.source import Source, Wish
+from lockstep.topology import Topology
 from lockstep.world import World
 
 from .real_data import cifar_images
@@ -169,3 +170,14 @@ def test_only_the_training_images_are_varied() -> None:
     plain = build(DataConfig(), seed=0, world=World.alone(), dtype=torch.float32, channels_last=False)
     assert torch.equal(fetch(varied.test, range(360))[0], fetch(plain.test, range(360))[0])
     assert not torch.equal(fetch(varied.train, range(360))[0], fetch(plain.train, range(360))[0])
+
+
+@pytest.mark.parametrize("augment", [(), ALL], ids=["ready", "augmented"])
+def test_off_the_device_samples_stay_in_host_memory(augment: tuple[str, ...]) -> None:
+    elsewhere = World(Topology(), torch.device("meta"))  # a device that is not the host's, on any machine
+    config = DataConfig(on_device="off", augment=augment)
+    made = build(config, seed=0, world=elsewhere, dtype=torch.float32, channels_last=False)
+    kept = vars(made.train).get("_samples", vars(made.train).get("_pixels"))
+    assert kept.device.type == "cpu"
+    ((x, y),) = made.train.stream([np.arange(3)], epoch=0)
+    assert x.device == y.device == elsewhere.device

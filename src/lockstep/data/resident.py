@@ -63,17 +63,24 @@ def build(wish: Wish, kind: ImageSet, read: Read) -> Splits:
 
 def _source(wish: Wish, kind: ImageSet, pixels: Tensor, labels: Tensor, variations: tuple[str, ...]) -> Source:
     device = wish.world.device
-    normalise = Normalise(kind.mean, kind.std, pixels=kind.height * kind.width, dtype=wish.dtype, device=device)
-    augment = Augment(variations, wish.seed, kind.height, kind.width)
     labels = labels.to(device)
-    if not variations and pixels.numel() * wish.dtype.itemsize <= READY_BYTES:
-        images = pixels[:-1].view(-1, kind.height, kind.width, pixels.shape[1]).to(device)
-        ready = channels_first(normalise(images), channels_last=wish.channels_last)
+
+    def normalise_on(device: torch.device) -> Normalise:
+        return Normalise(kind.mean, kind.std, pixels=kind.height * kind.width, dtype=wish.dtype, device=device)
+
+    ready_bytes = pixels.numel() * wish.dtype.itemsize
+    if not variations and ready_bytes <= READY_BYTES:
+        home = device if belongs_on_device(wish, ready_bytes) else pixels.device
+        images = pixels[:-1].view(-1, kind.height, kind.width, pixels.shape[1]).to(home)
+        ready = channels_first(normalise_on(home)(images), channels_last=wish.channels_last)
         return ResidentTensors(ready, labels, classes=kind.classes, channels_last=wish.channels_last)
-    if belongs_on_device(wish, pixels.nbytes):
-        pixels = pixels.to(device)
     return ResidentImages(
-        pixels, labels, classes=kind.classes, augment=augment, normalise=normalise, channels_last=wish.channels_last
+        pixels.to(device) if belongs_on_device(wish, pixels.nbytes) else pixels,
+        labels,
+        classes=kind.classes,
+        augment=Augment(variations, wish.seed, kind.height, kind.width),
+        normalise=normalise_on(device),
+        channels_last=wish.channels_last,
     )
 
 
