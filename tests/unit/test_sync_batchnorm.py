@@ -110,3 +110,18 @@ def test_one_rank_gives_torchs_numbers(dtype: torch.dtype, memory_format: torch.
         )
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(results[0], results[1], **tolerance)
+
+
+def test_torchs_own_synchronous_layer_is_replaced_too() -> None:
+    assert type(convert(nn.SyncBatchNorm(3), PAIR)) is SyncBatchNorm
+
+
+def test_a_layer_with_a_group_of_its_own_is_refused() -> None:
+    layer = nn.SyncBatchNorm(3, process_group=object())
+    with pytest.raises(RequestError, match="is a SyncBatchNorm, a BatchNorm of its own kind"):
+        convert(layer, PAIR)
+
+
+def test_a_gpu_has_the_same_layer() -> None:
+    world = World(PAIR.topology, torch.device("cuda", 0))
+    assert type(convert(nn.BatchNorm2d(3), world)) is SyncBatchNorm

@@ -11,8 +11,9 @@ the global count of values per channel,
 The gradients of weight and bias stay those of the rank's own samples, like every other parameter's: the strategy
 reduces them. A rank whose share is empty joins both collectives with zeros.
 
-On a GPU torch's own `SyncBatchNorm` does this; on a CPU that one refuses, and the one here takes its place. The
-sums travel in float64, so that the square sum loses nothing of a float32 variance.
+torch's own `SyncBatchNorm` refuses a CPU, and on a GPU the host waits once a layer for it, to find the ranks without
+a sample. Here the global count stays on the device, so that nobody waits. The sums travel in float64, so that the
+square sum loses nothing of a float32 variance.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from ..errors import RequestError
 from ..world import World
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_DENSE = (torch.channels_last, torch.channels_last_3d)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm1d, 2d and 3d over the samples of all ranks of `world`, on a CPU.
+    """BatchNorm1d, 2d and 3d over the samples of all ranks of `world`.
 
     Input and output (N, C) or (N, C, …), N may differ between ranks and be 0. In training `forward` and the
     backward pass are *collective*; in evaluation nothing is communicated.
@@ -57,21 +59,22 @@ class SyncBatchNorm(_BatchNorm):
             return functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, batch_statistics, 0.0, self.eps
             )
-        statistics_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        mean, var, count = _global_statistics(x.detach(), self.world, statistics_dtype)
+        if x.is_cuda:
+            x = x.contiguous(memory_format=_memory_format(x))  # as its kernels need it
+        mean, var, count = _global_statistics(x.detach(), self.world, self.eps)
         self._track(mean, var, count)
         y: Tensor = _Normalise.apply(x, self.weight, self.bias, mean, var, count, self.eps, self.world)
         return y
 
-    def _track(self, mean: Tensor, var: Tensor, count: float) -> None:
+    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
         """Move the running statistics towards those of this global micro-batch; the variance's is the unbiased one."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
         # Without a momentum the running statistics are the plain average over all batches so far.
-        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
-        self.running_var.mul_(1 - momentum).add_(var, alpha=momentum * count / (count - 1))
+        momentum = 1.0 / self.num_batches_tracked.double() if self.momentum is None else self.momentum
+        self.running_mean.mul_(1 - momentum).add_(mean * momentum)
+        self.running_var.mul_(1 - momentum).add_(var * (momentum * count / (count - 1)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         # A process group cannot be copied; a copy of the layer belongs to the same world.
@@ -82,38 +85,52 @@ class SyncBatchNorm(_BatchNorm):
         return copied
 
 
-def _global_statistics(x: Tensor, world: World, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
-    """Return mean and biased variance per channel (C,) of all ranks' `x`, and the values per channel (*collective*)."""
+def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all ranks' mean and biased variance per channel (C,), and values per channel (0-dim) (*collective*).
+
+    On a CPU a single value raises `ValueError`. On a GPU the host would have to wait to know it: the running
+    variance becomes NaN there.
+    """
     channels = x.shape[1]
     local_count = x.numel() // channels
-    sums = torch.zeros(2 * channels + 1, dtype=torch.float64)
+    sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
     if local_count:
-        mean, var = _local_statistics(x, dtype)
+        mean, var = _local_statistics(x, eps)
         torch.mul(mean, local_count, out=sums[:channels])
         torch.mul(var + mean * mean, local_count, out=sums[channels:-1])
         sums[-1] = local_count
     sums = world.sum(sums)
-    count = float(sums[-1])
-    if count <= 1:
+    count = sums[-1]
+    if not x.is_cuda and count <= 1:
         raise ValueError(f"BatchNorm needs more than 1 value per channel in training, found {count:.0f} in all ranks")
-    mean, square = sums[:-1].div_(count).chunk(2)
+    mean, square = (sums[:-1] / count).chunk(2)
     var = (square - mean * mean).clamp_(min=0)
+    dtype = _statistics_dtype(x)
     return mean.to(dtype), var.to(dtype), count
 
 
-def _local_statistics(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _local_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance per channel of this rank's `x`, in float64 (C,)."""
+    if x.is_cuda:
+        mean, invstd = torch.batch_norm_stats(x, eps)
+        return mean.double(), invstd.double().square_().reciprocal_().sub_(eps)
     # The buffers are left as they are (momentum 0): they only say in which type to compute the statistics of bf16.
-    zeros = torch.zeros(x.shape[1], dtype=dtype)
+    zeros = torch.zeros(x.shape[1], dtype=_statistics_dtype(x))
     mean, var = torch.batch_norm_update_stats(x, zeros, zeros.clone(), 0.0)
     return mean.double(), var.double()
 
 
-def _local_sums(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _local_sums(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Return Σ(dy·x̂) and Σdy of this rank's samples, per channel (C,)."""
     if x.numel() == 0:
         # torch's kernel divides by the number of samples: on an empty batch it kills the process (SIGFPE).
         return torch.zeros_like(mean), torch.zeros_like(mean)
+    if x.is_cuda:
+        invstd = _invstd(var, eps)
+        total, dot, _, _ = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, False, False)
+        return dot * invstd, total
     # The gradients of weight and bias, had the statistics been fixed, are these sums.
     _, dot, total = torch.ops.aten.native_batch_norm_backward(
         dy, x, None, mean, var, None, None, False, eps, [False, True, True]
@@ -122,16 +139,37 @@ def _local_sums(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) ->
 
 
 def _input_gradient(
-    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float, scale: Tensor, dot: Tensor, total: Tensor
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, dot: Tensor, total: Tensor
 ) -> Tensor:
-    """Return scale · (dy - total - x̂ · dot); `scale` is w/s, `dot` and `total` are the global means, each (C,)."""
+    """Return w/s · (dy - total - x̂ · dot); `dot` and `total` are the means over all ranks, each (C,)."""
+    invstd = _invstd(var, eps)
+    if x.is_cuda:
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        # The kernel takes sums and counts: the means are sums of one. It wants Σdy·(x - mean), hence the division.
+        one = torch.ones(1, dtype=torch.int32, device=x.device)
+        return torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, total, dot / invstd, one)
+    scale = invstd if weight is None else invstd * weight
     # Affine in x̂, so the forward's kernel does it in one pass.
     dx = functional.batch_norm(x, mean, var, -scale * dot, -scale * total, False, 0.0, eps)
     if dx.dtype == scale.dtype:
         return dx.addcmul_(dy, scale.view(-1, *[1] * (x.dim() - 2)))
     # A product of bfloat16 and float32 is 4 to 20 times slower than the kernel that is made for the mixture.
-    zero, one = torch.zeros_like(scale), torch.ones_like(scale)
-    return dx.add_(functional.batch_norm(dy, zero, one, scale, zero, False, 0.0, 0.0))
+    zero, ones = torch.zeros_like(scale), torch.ones_like(scale)
+    return dx.add_(functional.batch_norm(dy, zero, ones, scale, zero, False, 0.0, 0.0))
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _invstd(var: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(var.double() + eps).to(var.dtype)
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    """Return the order in which `x` lies in memory without gaps, or the plain one."""
+    return next((order for order in _DENSE if x.is_contiguous(memory_format=order)), torch.contiguous_format)
 
 
 class _Normalise(torch.autograd.Function):
@@ -145,25 +183,25 @@ class _Normalise(torch.autograd.Function):
         bias: Tensor | None,
         mean: Tensor,
         var: Tensor,
-        count: float,
+        count: Tensor,
         eps: float,
         world: World,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, mean, var)
-        ctx.count, ctx.eps, ctx.world = count, eps, world
+        ctx.save_for_backward(x, weight, mean, var, count)
+        ctx.eps, ctx.world = eps, world
         return functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, var = ctx.saved_tensors
-        dot, total = _local_sums(dy, x, mean, var, ctx.eps)
+        x, weight, mean, var, count = ctx.saved_tensors
+        if x.is_cuda:
+            dy = dy.contiguous(memory_format=_memory_format(x))  # one order for both, or the kernels misread one
+        dot, total = _local_sums(dy, x, weight, mean, var, ctx.eps)
         dx = None
         if ctx.needs_input_grad[0]:
-            means = ctx.world.sum(torch.stack([dot, total]).double()).div_(ctx.count).to(mean.dtype)
-            scale = torch.rsqrt(var.double() + ctx.eps).to(mean.dtype)
-            scale = scale if weight is None else scale * weight
-            dx = _input_gradient(dy, x, mean, var, ctx.eps, scale, *means)
+            means = (ctx.world.sum(torch.stack([dot, total]).double()) / count).to(mean.dtype)
+            dx = _input_gradient(dy, x, weight, mean, var, ctx.eps, *means)
         return dx, dot if ctx.needs_input_grad[1] else None, total if ctx.needs_input_grad[2] else None, *[None] * 5
 
 
@@ -175,30 +213,30 @@ def has_batchnorm(model: nn.Module) -> bool:
 def convert(model: nn.Module, world: World) -> nn.Module:
     """Return `model` with every BatchNorm made synchronous over `world`; unchanged where the world has one rank.
 
-    Layers are replaced in place, parameters, buffers, their names and their order stay. On a GPU the layers
-    become torch's `SyncBatchNorm`, on a CPU the one of this module.
+    Layers are replaced in place, parameters, buffers, their names and their order stay. torch's `SyncBatchNorm` is
+    replaced too, unless it has a process group of its own.
 
     Raises `RequestError` where a layer is a kind of BatchNorm whose own behaviour the exchange would drop.
     """
     if world.size == 1:
         return model
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and type(module) not in (*_PLAIN, nn.SyncBatchNorm, SyncBatchNorm):
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and not _replaceable(module):
             raise RequestError(
                 f"Layer {name!r} is a {type(module).__name__}, a BatchNorm of its own kind, which cannot be made "
                 f"synchronous; use --batchnorm local, or nn.BatchNorm in the model."
             )
-    if world.device.type == "cuda":
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(  # type: ignore[no-untyped-call]
-            model, world.group
-        )
-        return converted
     return _replace(model, world, {})
+
+
+def _replaceable(module: nn.Module) -> bool:
+    """Return whether `module` is a BatchNorm of torch's own that, made synchronous, is no other layer."""
+    return type(module) in _PLAIN or (type(module) is nn.SyncBatchNorm and module.process_group is None)
 
 
 def _replace(module: nn.Module, world: World, made: dict[nn.Module, SyncBatchNorm]) -> nn.Module:
     """Return `module` with its BatchNorms replaced; `made` keeps a layer that is used in two places one layer."""
-    if isinstance(module, _PLAIN):
+    if isinstance(module, _BatchNorm) and _replaceable(module):
         if module not in made:
             made[module] = SyncBatchNorm.of(module, world)
         return made[module]

@@ -1,0 +1,94 @@
+"""Synchronous BatchNorm on a GPU: torch's numbers, and a host that never waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+from lockstep.nn.sync_batchnorm import SyncBatchNorm
+from lockstep.topology import Topology
+from lockstep.world import World
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use")
+
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture
+def nccl() -> Iterator[World]:
+    """One rank in a process group of NCCL and gloo: its sums are exchanged, with itself."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    world = World.join(Topology(), device, HashStore(), timeout_s=60)
+    yield world
+    world.close()
+
+
+def _trained(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor | None]:
+    mine = x.clone().requires_grad_()
+    y = layer(mine)
+    y.backward(dy)
+    return [y.detach(), mine.grad, *(item.grad for item in layer.parameters()), *layer.buffers()]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "shape", "order"),
+    [
+        (nn.BatchNorm1d, (6, 5), torch.contiguous_format),
+        (nn.BatchNorm1d, (6, 5, 7), torch.contiguous_format),
+        (nn.BatchNorm2d, (6, 5, 4, 4), torch.contiguous_format),
+        (nn.BatchNorm2d, (6, 5, 4, 4), torch.channels_last),
+        (nn.BatchNorm2d, (6, 5, 1, 1), torch.channels_last),
+        (nn.BatchNorm3d, (6, 5, 2, 3, 4), torch.contiguous_format),
+        (nn.BatchNorm3d, (6, 5, 2, 3, 4), torch.channels_last_3d),
+    ],
+)
+@pytest.mark.parametrize("same_order", [True, False])
+def test_one_rank_gives_torchs_numbers(
+    nccl: World,
+    dtype: torch.dtype,
+    affine: bool,
+    kind: type[nn.Module],
+    shape: tuple[int, ...],
+    order: torch.memory_format,
+    same_order: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, dy = (torch.randn(shape, generator=generator).to(nccl.device, dtype) + 2 for _ in range(2))
+    x = x.contiguous(memory_format=order)
+    dy = dy.contiguous(memory_format=order) if same_order else dy
+    whole = torch.float64 if dtype == torch.float64 else torch.float32
+    plain, other = (kind(5, affine=affine).to(nccl.device, whole) for _ in range(2))
+    assert isinstance(other, nn.modules.batchnorm._BatchNorm)
+    found = _trained(SyncBatchNorm.of(other, nccl), x, dy)
+    close = TOLERANCES[dtype]
+    torch.testing.assert_close(found, _trained(plain, x, dy), rtol=close, atol=close)
+
+
+def test_a_rank_without_a_sample_takes_part(nccl: World) -> None:
+    # Alone in its world it has no statistics to speak of; what counts is that every kernel takes an empty batch.
+    layer = SyncBatchNorm.of(nn.BatchNorm2d(3).to(nccl.device), nccl)
+    x = torch.zeros(0, 3, 4, 4, device=nccl.device, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == x.shape
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_the_host_never_waits(nccl: World, momentum: float | None) -> None:
+    layer = SyncBatchNorm.of(nn.BatchNorm2d(8, momentum=momentum).to(nccl.device), nccl)
+    x = torch.randn(4, 8, 6, 6, device=nccl.device, requires_grad=True)
+    layer(x).sum().backward()  # the first exchange sets up NCCL
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
