@@ -52,7 +52,7 @@ def _epoch(world: World, config: DataConfig) -> tuple[list[int], dict[int, bytes
     [
         DataConfig(augment=("crop", "flip", "cutout")),
         DataConfig(name="fake", image_size=8, samples=300, augment=("crop",)),
-        DataConfig(name="imagefolder", image_size=32, workers=0),
+        DataConfig(name="imagefolder", image_size=32, workers=0, augment=("crop", "flip")),
         DataConfig(name="tests.own_data:drawn", workers=0),
     ],
     ids=lambda config: config.name,

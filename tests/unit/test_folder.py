@@ -81,7 +81,7 @@ def test_training_images_are_torchvisions_crops() -> None:
         random = counter.bits(counter.keys(23, seed), np.arange(1))[:, 0]
         left, top, right, bottom = folder.crop_box(image.width, image.height, random)
         expected = v2.functional.resized_crop(image, top, left, bottom - top, right - left, [64, 64])
-        found = np.asarray(folder.vary(image, 64, random))
+        found = np.asarray(folder.vary(image, 64, ("crop", "flip"), random))
         flipped = np.asarray(v2.functional.horizontal_flip(expected))
         assert np.array_equal(found, np.asarray(expected)) or np.array_equal(found, flipped)
         mirrored += np.array_equal(found, flipped)
@@ -120,7 +120,30 @@ def test_where_no_crop_fits_the_centre_is_taken(width: int, height: int) -> None
     assert expected in boxes
 
 
-@pytest.mark.parametrize("augment", [(), ("cutout",)], ids=["plain", "cutout"])
+def test_training_images_are_varied_as_asked_and_no_more() -> None:
+    images = [folder.decode(path) for path in sorted((photographs() / "train" / "ants").iterdir())[:12]]
+
+    def found(*augment: str, epoch: int = 0) -> list[torch.Tensor]:
+        return list(fetch(made(photographs(), augment=augment).train, range(12), epoch=epoch)[0])
+
+    normalise = v2.Normalize(folder.MEAN, folder.STD)
+    whole = [normalise(v2.functional.pil_to_tensor(folder.centre(image, 64)).float()) for image in images]
+    plain = found()
+    torch.testing.assert_close(torch.stack(plain), torch.stack(whole), rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.stack(found(epoch=1)), torch.stack(plain))
+
+    flipped = [torch.equal(x, original.flip(2)) for x, original in zip(found("flip"), plain, strict=True)]
+    kept = [torch.equal(x, original) for x, original in zip(found("flip"), plain, strict=True)]
+    assert [not each for each in flipped] == kept
+    assert 1 <= sum(flipped) <= 11
+
+    cropped = found("crop")
+    assert not any(torch.equal(x, original) for x, original in zip(cropped, plain, strict=True))
+    both = [x.flip(2) if mirrored else x for x, mirrored in zip(found("crop", "flip"), flipped, strict=True)]
+    assert torch.equal(torch.stack(both), torch.stack(cropped))
+
+
+@pytest.mark.parametrize("augment", [("crop", "flip"), ("crop", "flip", "cutout")], ids=["plain", "cutout"])
 def test_a_sample_does_not_depend_on_its_batch_or_worker(augment: tuple[str, ...]) -> None:
     here, workers = made(photographs(), augment=augment), made(photographs(), workers=2, augment=augment)
     x, y = fetch(here.train, [7, 100, 3, 64, 7], epoch=4)
@@ -235,12 +258,12 @@ def test_workers_stay_between_epochs_and_end_at_close() -> None:
 
 
 def test_an_unfinished_epoch_leaves_nothing_in_the_next() -> None:
-    splits = made(photographs(), workers=2)
+    splits = made(photographs(), workers=2, augment=("crop",))
     unfinished = splits.train.stream([np.array([index]) for index in range(50)], epoch=0)
     next(unfinished)
     x, y = fetch(splits.train, [110], [5], epoch=1)
     assert y.tolist() == [1, 0]
-    assert torch.equal(x, fetch(made(photographs()).train, [110, 5], epoch=1)[0])
+    assert torch.equal(x, fetch(made(photographs(), augment=("crop",)).train, [110, 5], epoch=1)[0])
     splits.close()
 
 

@@ -1,10 +1,11 @@
 """Folders of photographs, decoded while training goes on.
 
-Training images are cropped at random (8–100% of the area, sides 3:4 to 4:3), resized and mirrored in half of the
-cases: the "Inception" augmentation (Szegedy et al., 2015), with torchvision's RandomResizedCrop as the model for the
-details. What a sample gets is drawn by `counter` from (seed, epoch, sample index). Held-out images are resized so
-that the shorter side is 256/224 of the asked one, and their centre is taken. Workers decode and resize with
-Pillow, as torchvision's data sets do, and hand on bytes; the device turns those into normalised numbers.
+With --augment crop, training images are cropped at random (8–100% of the area, sides 3:4 to 4:3) and resized, with
+flip mirrored in half of the cases: together the "Inception" augmentation (Szegedy et al., 2015), with torchvision's
+RandomResizedCrop as the model for the details. What a sample gets is drawn by `counter` from (seed, epoch, sample
+index). Held-out images, and training images without crop, are resized so that the shorter side is 256/224 of the
+asked one, and their centre is taken. Workers decode and resize with Pillow, as torchvision's data sets do, and hand
+on bytes; the device turns those into normalised numbers.
 """
 
 from __future__ import annotations
@@ -41,22 +42,20 @@ _PURPOSE = 1
 
 @dataclass(frozen=True)
 class Photographs:
-    """Makes batches (n, size, size, 3) uint8 of the files in `table`; varied from `seed` where one is given."""
+    """Makes batches (n, size, size, 3) uint8 of the files in `table`, with `variations` (crop, flip) from `seed`."""
 
     table: tree.FileTable
     size: int
-    seed: int | None
+    seed: int
+    variations: tuple[str, ...]
 
     def __call__(self, epoch: int, share: Indices) -> Batch:
         """Return x and y of a share. Raises `RequestError` for a file that cannot be decoded."""
         x = np.empty((len(share), self.size, self.size, 3), np.uint8)
-        if self.seed is None:
-            for place, index in enumerate(share):
-                x[place] = np.asarray(centre(decode(self.table.path(index)), self.size))
-        else:
-            random = counter.bits(counter.keys(_DRAWS, self.seed, epoch, _PURPOSE), share)
-            for place, index in enumerate(share):
-                x[place] = np.asarray(vary(decode(self.table.path(index)), self.size, random[:, place]))
+        random = counter.bits(counter.keys(_DRAWS, self.seed, epoch, _PURPOSE), share)
+        for place, index in enumerate(share):
+            image = decode(self.table.path(index))
+            x[place] = np.asarray(vary(image, self.size, self.variations, random[:, place]))
         return torch.from_numpy(x), torch.from_numpy(self.table.labels[share])
 
 
@@ -83,14 +82,18 @@ def centre(image: Image.Image, size: int) -> Image.Image:
     return resized.crop((left, top, left + size, top + size))
 
 
-def vary(image: Image.Image, size: int, random: counter.UInt64) -> Image.Image:
-    """Return a random part of `image`, resized to size × size and mirrored in half of the cases.
+def vary(image: Image.Image, size: int, variations: tuple[str, ...], random: counter.UInt64) -> Image.Image:
+    """Return size × size pixels: with "crop" of a random part of `image`, with "flip" mirrored in half of the cases.
 
     `random` (23,) holds the bits that decide.
     """
-    box = crop_box(image.width, image.height, random)
-    varied = image.crop(box).resize((size, size), Image.Resampling.BILINEAR)
-    return varied.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if counter.below(2, random[-1:])[0] else varied
+    if "crop" in variations:
+        box = crop_box(image.width, image.height, random)
+        image = image.crop(box).resize((size, size), Image.Resampling.BILINEAR)
+    else:
+        image = centre(image, size)
+    mirrored = "flip" in variations and counter.below(2, random[-1:])[0]
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else image
 
 
 def crop_box(width: int, height: int, random: counter.UInt64) -> tuple[int, int, int, int]:
@@ -150,10 +153,12 @@ def build(wish: Wish) -> Splits:
             tables[split] = files.without(corrupt) if corrupt else files
     normalise = Normalise(MEAN, STD, pixels=size * size, dtype=wish.dtype, device=wish.world.device)
 
-    def source(split: str, seed: int | None, variations: tuple[str, ...]) -> Streamed:
+    def source(split: str, variations: tuple[str, ...]) -> Streamed:
+        # Crop and flip are done by the workers, before an image is small; cutout is left to the device.
+        cutout = tuple(name for name in variations if name == "cutout")
         return Streamed(
-            Photographs(tables[split], size, seed),
-            _Finish(Augment(variations, wish.seed, size, size), normalise, wish.channels_last),
+            Photographs(tables[split], size, wish.seed, variations),
+            _Finish(Augment(cutout, wish.seed, size, size), normalise, wish.channels_last),
             samples=len(tables[split]),
             classes=int(arrays["classes"]),
             shape=(3, size, size),
@@ -163,9 +168,7 @@ def build(wish: Wish) -> Splits:
             skipped=skipped[split],
         )
 
-    # Crop and flip of photographs are always on, and done by the workers; cutout is left to the device.
-    cutout = tuple(name for name in config.augment if name == "cutout")
-    return Splits(source("train", wish.seed, cutout), source("test", None, ()))
+    return Splits(source("train", config.augment), source("test", ()))
 
 
 def _corrupt(wish: Wish, table: tree.FileTable) -> list[int]:
