@@ -46,10 +46,6 @@ def test_seed_and_epoch_change_the_order() -> None:
     assert tuple(whole(100, seed=7, epoch=3)) == orders[73]
 
 
-def test_without_shuffling_it_is_the_identity() -> None:
-    assert np.array_equal(Order(10, seed=1, epoch=2, shuffle=False).indices(3, 7), [3, 4, 5, 6])
-
-
 def chi_square(counts: np.ndarray) -> float:
     expected = counts.sum() / counts.size
     return float(((counts - expected) ** 2 / expected).sum())

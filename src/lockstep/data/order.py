@@ -26,15 +26,11 @@ _MULTIPLIERS = (np.uint64(0xD6E8FEB86659FD93), np.uint64(0x9E3779B97F4A7C15))
 
 
 class Order:
-    """The order in which an epoch visits `samples` samples.
+    """The order in which an epoch visits `samples` samples, shuffled by (`seed`, `epoch`)."""
 
-    Shuffled by (`seed`, `epoch`), or 0, 1, 2, … with `shuffle=False`.
-    """
-
-    def __init__(self, samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> None:
+    def __init__(self, samples: int, *, seed: int, epoch: int) -> None:
         assert 0 <= samples <= 2**62, samples
         self.samples = samples
-        self._shuffle = shuffle
         bits = max(samples - 1, 0).bit_length()
         self._domain = 1 << bits
         self._low_bits, self._high_bits = np.uint64(bits // 2), np.uint64(bits - bits // 2)
@@ -59,8 +55,6 @@ class Order:
         return self._chunk[: stop - start]
 
     def _compute(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        if not self._shuffle:
-            return np.arange(start, stop, dtype=np.int64)
         positions = np.arange(start, stop, dtype=np.uint64)
         # A small domain is enciphered once and then looked up, which makes the walk nearly free.
         table = self._encipher(np.arange(self._domain, dtype=np.uint64)) if self._domain <= CHUNK else None
