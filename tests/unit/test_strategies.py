@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import ParallelConfig
+from lockstep.errors import RequestError
 from lockstep.strategies import table
-from lockstep.strategies.data_parallel import ThreadReplicas
+from lockstep.strategies.data_parallel import DeviceReplicas, InAutocast, ThreadReplicas
 from lockstep.world import World
 
 
@@ -68,6 +69,69 @@ def test_autocast_holds_in_every_replica() -> None:
     assert replicas(x).dtype == torch.float32
     named = [seen for seen in model.seen if seen[0].startswith("replica")]
     assert [dtype for _, dtype, _ in named] == [torch.bfloat16] * 3 + [torch.float16] * 3 + [torch.float32] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+@pytest.mark.parametrize("on", [True, False])
+def test_the_callers_dtype_holds_in_a_thread_with_autocast_of_its_own(dtype: torch.dtype | None, on: bool) -> None:
+    # torch.nn.DataParallel's threads enter autocast as here: without a dtype.
+    model = _Witness()
+    replica = InAutocast(model)
+
+    def work() -> None:
+        with torch.amp.autocast("cpu", enabled=on):
+            replica(torch.randn(3, 4), dtype)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert [seen for _, seen, _ in model.seen] == [dtype or torch.float32]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, the replicas go there")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_replicas_on_devices_are_handed_the_callers_dtype(dtype: torch.dtype) -> None:
+    # Without a GPU nn.DataParallel passes its input through, and what came with it.
+    replicas = DeviceReplicas(_Witness(), (torch.device("cpu"),))
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", dtype=dtype):
+        assert replicas(x).dtype == dtype
+    assert replicas(x).dtype == torch.float32
+
+
+class _Branches(nn.Module):
+    """A parameter used in several places, in float32: the order of its gradient's sum shows in the last bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = x + torch.tanh(self.shared(x))
+        return x
+
+
+def test_what_came_before_has_no_part_in_the_bits() -> None:
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(2))
+    found = set()
+    for passes in range(4):
+        torch.manual_seed(0)
+        replicas = ThreadReplicas(_Branches(), 3)
+        for _ in range(passes):
+            replicas(x[:2])  # two parts: the third replica has none
+        _, gradients = _pass(replicas, x)
+        found.add(tuple(gradient.numpy().tobytes() for gradient in gradients))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_copies_of_a_compiled_model_are_refused(inner: bool) -> None:
+    model = _net()
+    (model[0] if inner else model).compile()  # type: ignore[index,operator]
+    with pytest.raises(RequestError, match="--compile cannot work under --strategy dp on 2 devices"):
+        table.build(ParallelConfig(strategy="dp", devices=2), World.alone()).wrap(model)
+    table.build(ParallelConfig(strategy="dp", devices=1), World.alone()).wrap(model)
 
 
 def test_evaluation_runs_in_one_piece() -> None:

@@ -8,17 +8,21 @@ running statistics are the ones that stay.
 
 On GPUs this is torch.nn.DataParallel. On a CPU that class passes its input through, so here the same is done with
 threads: the same split, threads, gather and single backward pass, over replicas that share the parameters.
+
+Autocast belongs to a thread, and torch.nn.DataParallel hands its threads only whether it is on, not its dtype: they
+would compute in float16 where bfloat16 was asked. `InAutocast` therefore takes the caller's dtype along.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..config import ParallelConfig
+from ..errors import RequestError
 from ..world import World
 from .base import Replicated
 
@@ -38,10 +42,42 @@ class DataParallel(Replicated):
             self.devices = (world.device,) * (config.devices or 1)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that splits its input over the devices."""
+        """Return the module that splits its input over the devices.
+
+        Raises `RequestError` where there are several devices and `model` is compiled.
+        """
+        if len(self.devices) > 1 and any(module._compiled_call_impl is not None for module in model.modules()):
+            raise RequestError(
+                f"--compile cannot work under --strategy dp on {len(self.devices)} devices, because a copy of a "
+                "compiled module calls the original; leave it out, or use --strategy ddp."
+            )
         if self.devices[0].type == "cuda":
-            return nn.DataParallel(model, device_ids=[device.index for device in self.devices])
+            return DeviceReplicas(model, self.devices)
         return ThreadReplicas(model, len(self.devices))
+
+
+class InAutocast(nn.Module):
+    """`module`, computed in the autocast dtype that comes with its input, whatever holds in the calling thread."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """Return the module's output for `x` under autocast to `dtype`, or without autocast."""
+        with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
+            return self.module(x)  # type: ignore[no-any-return]
+
+
+class DeviceReplicas(nn.DataParallel[InAutocast]):
+    """nn.DataParallel whose replicas compute in the caller's autocast dtype."""
+
+    def __init__(self, module: nn.Module, devices: tuple[torch.device, ...]) -> None:
+        super().__init__(InAutocast(module), device_ids=[device.index for device in devices])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the module's output for `x` (batch first), computed in parts of the batch."""
+        return super().forward(x, _autocast_dtype(x))  # type: ignore[no-any-return]
 
 
 class ThreadReplicas(nn.Module):
@@ -49,30 +85,61 @@ class ThreadReplicas(nn.Module):
 
     def __init__(self, module: nn.Module, replicas: int) -> None:
         super().__init__()
-        self.module = module
+        self.module = InAutocast(module)
         self.replicas = replicas
-        cores = max(1, torch.get_num_threads() // replicas)
-        # The number of OpenMP threads belongs to the thread that starts them, hence an initializer for each.
-        self._threads = ThreadPoolExecutor(replicas, "replica", torch.set_num_threads, (cores,))
+        self.cores = max(1, torch.get_num_threads() // replicas)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the module's output for `x` (batch first), computed in parts of the batch."""
+        dtype = _autocast_dtype(x)
         parts = x.chunk(self.replicas) if len(x) else (x,)
         if len(parts) == 1 or not torch.is_grad_enabled():
-            return self.module(x)  # type: ignore[no-any-return]
+            return self.module(x, dtype)  # type: ignore[no-any-return]
         # Replica 0 works on the module's own buffers, as in nn.DataParallel: its running statistics are kept.
         replicas = [self.module, *(_replicate(self.module) for _ in parts[1:])]
-        # Autocast is a thread's own; what holds here must hold in the threads.
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        pending = [
-            self._threads.submit(_run, replica, part, dtype) for replica, part in zip(replicas, parts, strict=True)
+        # New threads each time, as in nn.DataParallel: the backward pass takes operations in the order of numbers
+        # that a thread counts from its own start. In threads that are kept, one that was once without a part would
+        # lag behind, and the gradients of the replicas would be summed in another order ever after.
+        runs = [
+            _Run(f"replica-{index}", replica, part, dtype, self.cores)
+            for index, (replica, part) in enumerate(zip(replicas, parts, strict=True))
         ]
-        return torch.cat([one.result() for one in pending])
+        for run in runs:
+            run.start()
+        for run in runs:
+            run.join()
+        return torch.cat([run.result() for run in runs])
 
 
-def _run(replica: nn.Module, part: Tensor, dtype: torch.dtype | None) -> Tensor:
-    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-        return replica(part)  # type: ignore[no-any-return]
+class _Run(Thread):
+    """One replica's forward pass, in a thread of its own."""
+
+    def __init__(self, name: str, replica: nn.Module, part: Tensor, dtype: torch.dtype | None, cores: int) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work = (replica, part, dtype, cores)
+        self._output: Tensor | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        replica, part, dtype, cores = self._work
+        torch.set_num_threads(cores)  # of this thread: OpenMP keeps the number for each
+        try:
+            self._output = replica(part, dtype)
+        except BaseException as error:  # raised again by the caller
+            self._error = error
+
+    def result(self) -> Tensor:
+        """Return the output, once joined; raises what the replica raised."""
+        if self._error is not None:
+            raise self._error
+        assert self._output is not None
+        return self._output
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast has in this thread on the device of `x`; None where it is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _replicate(module: nn.Module) -> nn.Module:
