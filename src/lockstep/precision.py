@@ -62,9 +62,14 @@ class Precision:
         )
 
     def place(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """Return the model on `device`, in this precision's dtype and memory order."""
+        """Return the model on `device`, in this precision's dtype and, for what has four dimensions, memory order."""
         model = model.to(device=device, dtype=self.dtype)
-        return model.to(memory_format=torch.channels_last) if self.channels_last else model
+        if self.channels_last:
+            # Module.to would convert tensors of five dimensions (Conv3d) too, for which this order is not defined.
+            for held in (*model.parameters(), *model.buffers()):
+                if held.dim() == 4:
+                    held.data = held.data.contiguous(memory_format=torch.channels_last)
+        return model
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for forward and loss."""
@@ -78,7 +83,7 @@ class Precision:
         """Clip and apply the gradients; return the norm before clipping if `clip` is set.
 
         Under fp16 the gradients are unscaled first, and a step with non-finite gradients changes nothing but the
-        scale.
+        scale. SGD and AdamW find that out on the device; for Muon, which has no fused kernel, the host waits for it.
         """
         if self.scaler is not None:
             for each in optimizers:

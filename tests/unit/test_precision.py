@@ -59,6 +59,16 @@ def test_memory_order(name: str, asked: str, expected: bool) -> None:
     assert weight.is_contiguous(memory_format=torch.channels_last) is expected
 
 
+def test_what_has_other_dimensions_keeps_its_order() -> None:
+    model = nn.ModuleList([nn.Conv2d(2, 3, 3), nn.Conv3d(2, 3, 3), nn.Conv1d(2, 3, 3)])
+    strides = [model[index].weight.stride() for index in (1, 2)]  # type: ignore[union-attr,operator]
+    held = [id(item) for item in model.parameters()]
+    placed = _precision("fp32", "on").place(model, CPU)
+    assert placed[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
+    assert [placed[index].weight.stride() for index in (1, 2)] == strides  # type: ignore[index]
+    assert [id(item) for item in placed.parameters()] == held
+
+
 def test_auto_follows_the_hardware() -> None:
     assert resolve("auto", CPU) == ("bf16" if hardware.has_bf16_units() else "fp32")
     assert resolve("fp16", CPU) == "fp16"
