@@ -51,7 +51,9 @@ class Average:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.module = copy.deepcopy(model).requires_grad_(False)
+        # A process group, as torch's SyncBatchNorm may hold one, cannot be copied: copies share it.
+        groups = (getattr(module, "process_group", None) for module in model.modules())
+        self.module = copy.deepcopy(model, {id(group): group for group in groups}).requires_grad_(False)
         self._share = 1 - decay
         self._ours: list[Tensor] = list(self.module.parameters())
         self._theirs: list[Tensor] = list(model.parameters())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep import optim
 from lockstep.models import table
 from lockstep.nn import sync_batchnorm
 from lockstep.world import World
@@ -184,6 +185,17 @@ def _copied(world: World) -> bool:
 
 def test_a_copy_belongs_to_the_same_world(pool: RankPool) -> None:
     assert pool.run(2, _copied) == [True, True]
+
+
+def _averaged(world: World) -> bool:
+    model = nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3, process_group=world.group))
+    average = optim.Average(model, 0.9)
+    average.update()
+    return average.module[1].process_group is world.group and average.module[1].weight is not model[1].weight
+
+
+def test_an_average_of_a_model_with_a_process_group_shares_it(pool: RankPool) -> None:
+    assert pool.run(2, _averaged) == [True, True]
 
 
 def _one_value(world: World) -> str:
