@@ -68,7 +68,10 @@ class Replicated:
         """One process has one set of buffers."""
 
     def full_state(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
-        """Return this rank's own state, which is every rank's."""
+        """Return this rank's own state: every rank's, but for buffers, which differ under local BatchNorm.
+
+        After `agree_on_buffers` they are rank 0's on all.
+        """
         optimizer = optimizer_state(model, optimizers)
         return State(model_tensors(model) | optimizer.tensors, optimizer.meta)
 
