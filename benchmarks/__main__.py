@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from .harness import Neighbours, Skipped, write
+from .harness import DISTURBED, Neighbours, Skipped, write
 
 NAMES = ("start", "overhead", "feed", "pyramidnet", "ddp", "memory", "strategies")
 
@@ -22,8 +22,10 @@ def main(names: list[str]) -> int:
         except Skipped as reason:
             print(f"{name}: skipped: {reason}", flush=True)
             continue
-        path = write(name, report, command=f"python -m benchmarks {name}", disturbed=neighbours.share())
-        print(f"{name}: {report.finding} ({path})", flush=True)
+        disturbed = neighbours.share()
+        path = write(name, report, command=f"python -m benchmarks {name}", disturbed=disturbed)
+        caution = f" Disturbed: other programs used {disturbed:.0%} of the processors." * (disturbed > DISTURBED)
+        print(f"{name}: {report.finding}{caution} ({path})", flush=True)
     return 0
 
 

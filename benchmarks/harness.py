@@ -17,6 +17,8 @@ import psutil
 from lockstep import hardware
 
 RESULTS = Path(__file__).parent / "results"
+DISTURBED = 0.1
+"""Share of the processors that other programs may use before a result says that it is not to be trusted."""
 
 
 class Skipped(Exception):
@@ -102,6 +104,11 @@ def write(name: str, report: Report, *, command: str, disturbed: float, folder: 
         "",
         report.finding,
         "",
+        *(
+            ["**Disturbed:** other programs kept the processors busy; measure again.", ""]
+            if disturbed > DISTURBED
+            else []
+        ),
         *table(report.columns, report.rows),
         "",
         report.method,
