@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,40 @@ def test_ranks_with_different_own_data_are_refused(pool: RankPool) -> None:
     for words, sentence in zip(_DIFFERENT.values(), first, strict=True):
         assert words in sentence
         assert "\n" not in sentence
+
+
+_MODULE = """
+import torch
+
+class Mine(torch.utils.data.Dataset):
+    classes = 2
+    def __len__(self): return 6
+    def __getitem__(self, index): return torch.tensor([float(index)]), index % 2
+
+def mine(): return Mine(), Mine()
+"""
+
+
+_SPAWNS = """
+import multiprocessing, numpy, torch
+from lockstep.config import DataConfig
+from lockstep.data.sets import build
+from lockstep.world import World
+
+multiprocessing.set_start_method("spawn")  # as it is in a rank that was spawned
+config = DataConfig(name="mine_in_a_folder:mine", workers=1)
+splits = build(config, seed=0, world=World.alone(), dtype=torch.float32, channels_last=False)
+((x, _),) = splits.train.stream([numpy.arange(6)], epoch=0)
+splits.close()
+print(x.flatten().tolist())
+"""
+
+
+def test_workers_that_are_spawned_find_a_module_in_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine_in_a_folder.py").write_text(_MODULE)
+    command = [sys.executable, "-P", "-c", _SPAWNS]  # -P: the current folder is not importable by itself
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.split("\n")[0] == "[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]", done.stderr
 
 
 def _skipping(world: World, folder: str) -> tuple[tuple[str, ...], int]:

@@ -146,7 +146,7 @@ def _source(wish: Wish, dataset: Any, split: str, classes: int, variations: tupl
         _check_labels(wish.config.name, split, tensors[1], classes)
         return _resident(wish, tensors, classes, variations, normalise)
     return Streamed(
-        _Samples(wish.config.name, split, wish.seed, dataset, classes, tuple(first.shape), first.dtype),
+        _Samples(_Module(wish.config.name), split, wish.seed, dataset, classes, tuple(first.shape), first.dtype),
         _Finish(wish.dtype, wish.channels_last, normalise, _augment(wish, variations, first)),
         samples=len(dataset),
         classes=classes,
@@ -222,10 +222,26 @@ def _sample(name: str, split: str, dataset: Any, index: int, classes: int) -> tu
 
 
 @dataclass(frozen=True)
+class _Module:
+    """The user's module, which a worker that was not forked imports, from the current folder too, on receiving this."""
+
+    name: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _imported, (self.name,)
+
+
+def _imported(name: str) -> _Module:
+    own.load("--data", name)
+    return _Module(name)
+
+
+@dataclass(frozen=True)
 class _Samples:
     """What a worker runs: makes batches of a map-style data set's samples, whose randomness comes from `seed`."""
 
-    name: str
+    module: _Module
+    """Before `dataset`, since fields are unpickled in order and its class is found in this module."""
     split: str
     seed: int
     dataset: Any
@@ -245,11 +261,11 @@ class _Samples:
         with generators_kept():
             for place, index in enumerate(share.tolist()):
                 seed_generators(own_seeds[place])
-                sample, label = _sample(self.name, self.split, self.dataset, index, self.classes)
+                sample, label = _sample(self.module.name, self.split, self.dataset, index, self.classes)
                 if sample.shape != self.shape or sample.dtype != self.dtype:
                     raise RequestError(
-                        f"--data {self.name}: {self.split} sample {index} is {sample.dtype} {tuple(sample.shape)}, "
-                        f"sample 0 is {self.dtype} {self.shape}; all must be alike."
+                        f"--data {self.module.name}: {self.split} sample {index} is {sample.dtype} "
+                        f"{tuple(sample.shape)}, sample 0 is {self.dtype} {self.shape}; all must be alike."
                     )
                 x[place], y[place] = sample, label
         return x, y
