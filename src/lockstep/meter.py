@@ -23,6 +23,8 @@ from .world import World
 _INTERVAL_S = 2.0
 """With slow steps an interval ends after about this time: a person who asked to stop waits no longer than that."""
 
+_SAMPLE_EVERY_S = 1.0
+
 
 @dataclass
 class _Pending:
@@ -49,6 +51,7 @@ class Meter:
         self._interval = 1
         self._pending = _Pending()
         self._since_s = 0.0
+        self._sampled_s = 0.0
 
     def start(self) -> None:
         """Start the clock: at the first step, and again after whatever is not training."""
@@ -104,6 +107,14 @@ class Meter:
         self.wait_s += wait_s
         self.images += sum(samples for *_, samples in pending.rows)
 
+    def _sampled(self) -> dict[str, float | int]:
+        """Return rank 0's telemetry, at most once a second: a sample costs as much as some tiny steps."""
+        now_s = time.perf_counter()
+        if not self._world.is_main or now_s - self._sampled_s < _SAMPLE_EVERY_S:
+            return {}
+        self._sampled_s = now_s
+        return self.telemetry.sample()
+
     def _check(self, pending: _Pending, losses: list[float], own: Tensor) -> None:
         for number, ((step, *_), loss) in enumerate(zip(pending.rows, losses, strict=True)):
             if not math.isfinite(loss):
@@ -141,7 +152,7 @@ class Meter:
             step_s=step_s,
             data_wait_s=wait_s / len(pending.rows),
             eta_s=step_s * (self._total_steps - step),
-            **(self.telemetry.sample() if self._world.is_main else {}),
+            **self._sampled(),
         )
 
 

@@ -82,6 +82,10 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizers:
         sgd = torch.optim.SGD(
             parameters, lr=lr, momentum=config.momentum, nesterov=config.nesterov, weight_decay=decay, fused=True
         )
+        if config.momentum:
+            # Made here, since the fused kernel, where an overflow skips its first step, leaves what it makes unwritten.
+            for parameter in parameters:
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return Optimizers((sgd,), tuple(parameters))
     if config.name == "adamw":
         adamw = torch.optim.AdamW(parameters, lr=lr, weight_decay=decay, fused=True)

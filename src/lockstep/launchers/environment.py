@@ -92,11 +92,9 @@ def _torchrun(env: Mapping[str, str]) -> Place:
     _check_below(env, "LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
     _check_below(env, "LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", size + 1)
     _check_below(env, "GROUP_RANK", node, "GROUP_WORLD_SIZE", nodes)
-    address, port = "", 0
-    if size > 1:
-        if not env.get("MASTER_ADDR"):
-            raise RequestError(f"WORLD_SIZE is {size}, but MASTER_ADDR is not set; it says where rank 0 listens.")
-        address, port = env["MASTER_ADDR"], _number(env, "MASTER_PORT")
+    if not env.get("MASTER_ADDR"):
+        raise RequestError(f"WORLD_SIZE is {size}, but MASTER_ADDR is not set; it says where rank 0 listens.")
+    address, port = env["MASTER_ADDR"], _number(env, "MASTER_PORT")
     error_file = env.get("TORCHELASTIC_ERROR_FILE")
     return Place(
         Topology(

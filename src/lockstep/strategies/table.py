@@ -28,6 +28,9 @@ TABLE = {
 
 def build(config: ParallelConfig, world: World) -> Strategy:
     """Return the strategy that `config` names, for this rank of `world`."""
-    entry = TABLE[config.strategy]
+    name = config.strategy
+    if name == "auto":  # for a library's caller; a launcher has resolved it before there is a world
+        name = "ddp" if world.size > 1 else "single"
+    entry = TABLE[name]
     strategy: Strategy = getattr(import_module(f".{entry.module}", __package__), entry.type)(config, world)
     return strategy
