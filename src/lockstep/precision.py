@@ -68,7 +68,7 @@ class Precision:
             # Module.to would convert tensors of five dimensions (Conv3d) too, for which this order is not defined.
             for held in (*model.parameters(), *model.buffers()):
                 if held.dim() == 4:
-                    # `to`, not `contiguous`: of a 1 × 1 kernel the latter keeps strides that its gradient will not have.
+                    # `to`, not `contiguous`, which leaves a 1 × 1 kernel strides that its gradient will not have.
                     held.data = held.data.to(memory_format=torch.channels_last)
         return model
 
