@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+PHOTOGRAPHS = 200
+
 
 def real_data() -> Path:
     """Return the folder of real data; skip the test, saying so, where there is none."""
@@ -22,8 +24,9 @@ def real_data() -> Path:
 def photographs() -> Path:
     """Return the folder of 200 JPEG photographs in ImageNet's layout."""
     folder = real_data() / "hymenoptera"
-    if not folder.is_dir():
-        pytest.skip(f"no photographs at {folder}")
+    found = len(list(folder.glob("*/*/*.jpg")))
+    if found != PHOTOGRAPHS:
+        pytest.skip(f"{folder} holds {found} of {PHOTOGRAPHS} photographs")
     return folder
 
 
