@@ -4,7 +4,8 @@ First the machine itself: the rate at which it multiplies bfloat16 matrices of r
 Then images a second of whole training steps (data already on the GPU, crop and flip there), timed by the GPU's own
 clock, for several networks, precisions and batches, compiled and not; what share of the matrix rate that is, with
 the operations counted by torch; and where one step's time goes. Nothing is downloaded: without --data-dir the images
-are made up on the GPU. `--only pyramidnet-110-48` measures a part, into a file of its own.
+are made up on the GPU. `--only pyramidnet-110-48` measures a part, into a file of its own. The file is written after
+each line of the table, since compiling takes minutes and a lent machine may go back before the last one.
 
 `--device cpu` runs all of it on a processor with tiny sizes: a rehearsal, whose numbers say nothing and are not kept.
 """
@@ -18,7 +19,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -281,8 +282,8 @@ def _data(folder: Path | None) -> dict[str, Any]:
     return {"data": "cifar10", "data_dir": folder, "download": False}
 
 
-def measure(device: torch.device, folder: Path | None, plan: Plan) -> Report:
-    """Return the whole report of one device."""
+def measure(device: torch.device, folder: Path | None, plan: Plan) -> Iterator[Report]:
+    """Yield the report of one device after each case, and last the whole one."""
     clock, data = Clock(device), _data(folder)
     rate, copied = (
         matrix_flops(clock, plan.matrix, torch.bfloat16, plan.rounds),
@@ -291,33 +292,46 @@ def measure(device: torch.device, folder: Path | None, plan: Plan) -> Report:
     _say(f"matrices {rate.median / 1e12:.1f} TFLOP/s bf16, copies {copied.median / 1e12:.3f} TB/s")
     _forget(device)
     flop = {model: image_flop(model) for model in dict.fromkeys(case.model for case in plan.cases)}
-    rows: list[tuple[str, ...]] = []
-    best: dict[str, float] = {}
+    done: list[tuple[Case, Measured]] = []
+
+    def report(sections: Sequence[str] = ()) -> Report:
+        left = len(plan.cases) - len(done)
+        return Report(
+            title=f"Training on one {_name(device)}",
+            finding=f"bf16 matrices of {plan.matrix}²: {rate.median / 1e12:.0f} TFLOP/s; copies: "
+            f"{copied.median / 1e12:.2f} TB/s read and written. Best rates: {_best(done, flop, rate.median)}."
+            + (f" **Cut short:** {left} cases were not measured." if left else ""),
+            columns=_COLUMNS,
+            rows=[_row(case, found, flop[case.model], rate.median) for case, found in done],
+            method=f"Whole training steps of ours (images fetched, cropped and flipped on the device; forward, "
+            f"backward, SGD) by CUDA events around {plan.steps} steps. Matrix rate: {rate.text('.3g')} FLOP/s, copy "
+            f"rate: {copied.text('.3g')} B/s. GFLOP are those of convolutions and products, forward and backward, as "
+            "torch.utils.flop_counter counts them. Memory is the allocator's peak. The data set is "
+            f"{data['data']}.",
+            n=f"{plan.rounds} rounds of {plan.steps} steps, fed and repeated in turns",
+            more="\n".join(sections),
+        )
+
     for case in plan.cases:
-        found = measure_case(case, data, plan, clock)
-        row = _row(case, found, flop[case.model], rate.median)
-        _say(" | ".join(row))
-        rows.append(row)
+        done.append((case, measure_case(case, data, plan, clock)))
+        found = report()
+        _say(" | ".join(found.rows[-1]))
+        yield found
+    sections: list[str] = []
+    for case in plan.profiled:
+        sections.append(kernels(case, data, plan, clock))
+        yield report(sections)
+
+
+def _best(done: Sequence[tuple[Case, Measured]], flop: dict[str, float], matrix_rate: float) -> str:
+    """Return each model's best rate, and what share of the matrix rate that is."""
+    best: dict[str, float] = {}
+    for case, found in done:
         if found.images_per_s is not None:
             best[case.model] = max(best.get(case.model, 0.0), found.images_per_s.median)
-    sections = [kernels(case, data, plan, clock) for case in plan.profiled]
-    shares = [
-        f"{model} {rate_per_s:,.0f} images/s ({rate_per_s * flop[model] / rate.median:.1%} of the matrix rate)"
-        for model, rate_per_s in best.items()
-    ]
-    return Report(
-        title=f"Training on one {_name(device)}",
-        finding=f"bf16 matrices of {plan.matrix}²: {rate.median / 1e12:.0f} TFLOP/s; copies: "
-        f"{copied.median / 1e12:.2f} TB/s read and written. Best rates: {'; '.join(shares)}.",
-        columns=_COLUMNS,
-        rows=rows,
-        method=f"Whole training steps of ours (images fetched, cropped and flipped on the device; forward, backward, "
-        f"SGD) by CUDA events around {plan.steps} steps. Matrix rate: {rate.text('.3g')} FLOP/s, copy rate: "
-        f"{copied.text('.3g')} B/s. GFLOP are those of convolutions and products, forward and backward, as "
-        "torch.utils.flop_counter counts them. Memory is the allocator's peak. The data set is "
-        f"{data['data']}.",
-        n=f"{plan.rounds} rounds of {plan.steps} steps, fed and repeated in turns",
-        more="\n".join(sections),
+    return "; ".join(
+        f"{model} {images_per_s:,.0f} images/s ({images_per_s * flop[model] / matrix_rate:.1%} of the matrix rate)"
+        for model, images_per_s in best.items()
     )
 
 
@@ -380,12 +394,14 @@ def main(arguments: list[str] | None = None) -> int:
         cases=tuple(case for case in plan.cases if asked.only in case.model),
         profiled=tuple(case for case in plan.profiled if asked.only in case.model),
     )
+    if not plan.cases:
+        parser.error(f"--only {asked.only}: no model's name contains it")
     neighbours = Neighbours()
-    report = measure(device, asked.data_dir, plan)
     folder = RESULTS if asked.device == "cuda" else Path(tempfile.mkdtemp(prefix="rehearsal-"))
     slug = re.sub(r"[^a-z0-9]+", "-", f"{_name(device)} {asked.only}".lower()).strip("-")
     command = " ".join(["python -m benchmarks.gpu", *(sys.argv[1:] if arguments is None else arguments)])
-    path = write(f"gpu-{slug}", report, command=command, disturbed=neighbours.share(), folder=folder)
+    for report in measure(device, asked.data_dir, plan):
+        path = write(f"gpu-{slug}", report, command=command, disturbed=neighbours.share(), folder=folder)
     _say(f"gpu: {report.finding} ({path})")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import statistics
@@ -9,12 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from lockstep import hardware
+from lockstep.versions import version_of
 
 RESULTS = Path(__file__).parent / "results"
 DISTURBED = 0.1
@@ -56,6 +59,43 @@ def interleave(subjects: Mapping[str, Callable[[], float]], *, rounds: int, warm
         for name, measure in subjects.items():
             values[name].append(measure())
     return {name: Series(tuple(all_[warm_up:])) for name, all_ in values.items()}
+
+
+class Apart:
+    """A subject in a process of its own: what it leaves in memory and caches does not slow the next one down.
+
+    `make(*given)`, a function of a module, is called there and returns what measures; calling this object has it
+    measure once. Use it in a `with` block, which ends the process.
+    """
+
+    def __init__(self, make: Callable[..., Callable[[], float]], *given: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_measure_when_asked, args=(theirs, make, given), daemon=False)
+        self._process.start()
+        theirs.close()
+
+    def __call__(self) -> float:
+        """Return what the subject measured."""
+        self._pipe.send(True)
+        return float(self._pipe.recv())
+
+    def __enter__(self) -> Apart:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pipe.close()
+        self._process.join()
+
+
+def _measure_when_asked(pipe: Connection, make: Callable[..., Callable[[], float]], given: tuple[Any, ...]) -> None:
+    subject = make(*given)
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:  # the asker has closed its end
+            return
+        pipe.send(subject())
 
 
 @dataclass(frozen=True)
@@ -135,7 +175,7 @@ def conditions(command: str, n: str, disturbed: float) -> list[str]:
     """Return lines that say where, when and how it was measured."""
     here = hardware.survey(os.environ.get("CUDA_VISIBLE_DEVICES"))
     gpus = "".join(f", {gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in here.gpus)
-    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "torchvision", "lockstep-torch"))
+    versions = ", ".join(f"{package} {version_of(package)}" for package in ("torch", "torchvision", "lockstep-torch"))
     return [
         f"- hardware: {here.cpus} × {here.cpu_name}, {here.memory_bytes / 2**30:.0f} GiB{gpus}",
         f"- versions: Python {platform.python_version()}, {versions}"

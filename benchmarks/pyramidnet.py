@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from lockstep import World
+from lockstep import World, hardware
 from lockstep.job import assemble
+from lockstep.precision import resolve
 
-from .harness import Report, interleave, verdict
+from .harness import Apart, Report, interleave, verdict
 from .images import cifar10
 from .loops import configured, fed, stepper
 from .reference import PlainLoop
@@ -24,17 +27,9 @@ ROUNDS = 7
 def measure() -> Report:
     """Return images a second of both, and their quotient."""
     folder = cifar10()
-    shared = {"model": MODEL, "data": "cifar10", "data_dir": folder, "augment": ["crop", "flip"], "batch": BATCH}
-    job = assemble(configured(**shared), World.alone())
-    ours = stepper(job, fed(job), steps=STEPS)
-    # The same network from the same seed, in the form in which the examples use it.
-    plain = assemble(configured(**shared, precision="fp32", channels_last="off"), World.alone()).model
-    loop = PlainLoop(plain, folder, batch=BATCH)
-    rates: dict[str, Callable[[], float]] = {
-        "plain": lambda: BATCH / loop.run(STEPS),
-        "ours": lambda: BATCH * STEPS / ours(),
-    }
-    found = interleave(rates, rounds=ROUNDS)
+    with Apart(_plain, folder) as plain, Apart(_ours, folder) as ours:
+        found = interleave({"plain": plain, "ours": ours}, rounds=ROUNDS)
+    precision = resolve("auto", torch.device("cpu"))
     gain = found["ours"].per(found["plain"])
     return Report(
         title="PyramidNet on CIFAR-10, one process",
@@ -43,7 +38,7 @@ def measure() -> Report:
         columns=("loop", "images/s", "ours ÷ it"),
         rows=(
             (
-                f"ours: {job.precision.name}, channels_last, crop and flip of whole batches",
+                f"ours: {precision}, channels_last, crop and flip of whole batches",
                 found["ours"].text(".1f"),
                 "",
             ),
@@ -54,7 +49,27 @@ def measure() -> Report:
                 gain.text(),
             ),
         ),
-        method=f"Batch {BATCH}, SGD 0.1 / 0.9 / 1e-4, padded crop and flip, {torch.get_num_threads()} threads in the "
-        "process that trains. The plain loop's workers start, and its first batch is there, before its clock does.",
+        method=f"Batch {BATCH}, SGD 0.1 / 0.9 / 1e-4, padded crop and flip, {hardware.cpus()} threads in the "
+        "process that trains, a process for each loop. The plain loop starts its workers "
+        "and has its first batch before its clock starts.",
         n=f"{ROUNDS} rounds of {STEPS} steps of each",
     )
+
+
+def _shared(folder: Path) -> dict[str, Any]:
+    augment = ["crop", "flip"]
+    return {"model": MODEL, "data": "cifar10", "data_dir": folder, "augment": augment, "batch": BATCH}
+
+
+def _ours(folder: Path) -> Callable[[], float]:
+    """Return what measures our loop in images a second."""
+    job = assemble(configured(**_shared(folder)), World.alone())
+    run = stepper(job, fed(job), steps=STEPS)
+    return lambda: BATCH * STEPS / run()
+
+
+def _plain(folder: Path) -> Callable[[], float]:
+    """Return what measures the plain loop: the same network from the same seed, in the form that examples use."""
+    config = configured(**_shared(folder), precision="fp32", channels_last="off")
+    loop = PlainLoop(assemble(config, World.alone()).model, folder, batch=BATCH)
+    return lambda: BATCH / loop.run(STEPS)

@@ -32,7 +32,12 @@ class PlainLoop:
         )
         self.model = model
         self.loader = DataLoader(
-            CIFAR10(folder, train=True, transform=varied), batch_size=batch, shuffle=True, num_workers=workers
+            CIFAR10(folder, train=True, transform=varied),
+            batch_size=batch,
+            shuffle=True,
+            num_workers=workers,
+            # As in a script; a child process that was spawned would spawn its workers too, and they import torch.
+            multiprocessing_context="fork",
         )
         self.criterion = nn.CrossEntropyLoss()
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)

@@ -11,6 +11,7 @@ number you give, each rank computes its share of it, and the summed loss is divi
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import torch
@@ -54,9 +55,22 @@ def entry(config: RunConfig, world: World) -> float:
         return nn.functional.cross_entropy(model(x.to(world.device)), y.to(world.device)).item()
 
 
-if __name__ == "__main__":
-    asked = dict(zip((flag.removeprefix("--") for flag in sys.argv[1::2]), sys.argv[2::2], strict=True))
-    values = {name: int(text) if text.isdecimal() else text for name, text in asked.items()}
-    final = lockstep.launch(entry, lockstep.override(RunConfig(epochs=3), batch=100, **values))
-    if final is not None:
+def main() -> int:
+    """Launch `entry` on the ranks that the flags ask for, and return the exit code."""
+    parser = argparse.ArgumentParser(description="A training loop of your own.", argument_default=argparse.SUPPRESS)
+    parser.add_argument("--strategy", help="single, dp or ddp")
+    parser.add_argument("--devices", help="GPUs, or processes on a CPU")
+    parser.add_argument("--batch", help="global batch: samples in one step, over all devices")
+    asked = {name: int(text) if text.isdecimal() else text for name, text in vars(parser.parse_args()).items()}
+    try:
+        final = lockstep.launch(entry, lockstep.override(RunConfig(epochs=3), **{"batch": 100} | asked))
+    except lockstep.LockstepError as error:  # its text is one sentence that says what to do
+        print(f"own_loop: {error}", file=sys.stderr)
+        return error.exit_code
+    if final is not None:  # rank 0's; the other ranks that torchrun started have None
         print(f"loss {final:.12f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

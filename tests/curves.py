@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 
 from lockstep import checkpoint
-from lockstep.config import RunConfig, override
+from lockstep.config import RunConfig
 from lockstep.engine import train
+from lockstep.options import override
 from lockstep.world import World
 
 from .pool import RankPool

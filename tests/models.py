@@ -31,6 +31,20 @@ class Unused(Dropped):
         self.forgotten = nn.Linear(3, 3)
 
 
+class TooFew(Dropped):
+    """A net with an output less than there are classes."""
+
+    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
+        super().__init__(classes - 1, in_channels, image_size)
+
+
+class Pair(Dropped):
+    """A net that returns auxiliary scores beside the scores."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), super().forward(x)
+
+
 class Exploding(Dropped):
     """A net whose outputs are not numbers from the fourth training step on."""
 
@@ -81,6 +95,14 @@ class Slow(Dropped):
         return super().forward(x)
 
 
+class SlowToEvaluate(Dropped):
+    """A net that takes half a second for each batch of an evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0 if self.training else 0.5)
+        return super().forward(x)
+
+
 class Interrupting(Dropped):
     """A net that asks its own process to stop in the 23rd training step: the last one of an epoch of the recipe."""
 
@@ -93,3 +115,17 @@ class Interrupting(Dropped):
         if self.passes == 23:
             os.kill(os.getpid(), signal.SIGTERM)
         return super().forward(x)
+
+
+class Normed(nn.Module):
+    """The smallest net with batch statistics: little for a compiler to do, before them and after."""
+
+    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.classifier = nn.Linear(4, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x)).relu()
+        return self.classifier(x.mean((2, 3)))  # type: ignore[no-any-return]

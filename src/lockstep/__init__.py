@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .batching import BatchPlan
-    from .config import RunConfig, override, recipe
+    from .config import RunConfig
     from .engine import train
     from .errors import LockstepError, ProofError, RequestError, RunError, Stopped
     from .evaluation import evaluate
     from .launchers.table import launch
+    from .options import override, recipe
     from .precision import Precision
     from .result import RunResult, Scores
     from .runs import run
@@ -39,8 +40,8 @@ _HOMES = {
     "build_strategy": "strategies.table:build",
     "evaluate": "evaluation",
     "launch": "launchers.table",
-    "override": "config",
-    "recipe": "config",
+    "override": "options",
+    "recipe": "options",
     "run": "runs",
     "train": "engine",
 }

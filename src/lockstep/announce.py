@@ -5,14 +5,28 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from . import resume
+from .folders import unwritable
 from .job import Job
+from .nn.sync_batchnorm import is_folded
 from .record.base import Recorder
 
 
 def announce(job: Job, first_step: int, recorder: Recorder) -> None:
+    """Record the start of the run.
+
+    Raises `RequestError` where the record cannot be begun.
+    """
+    try:
+        _record(job, first_step, recorder)
+    except OSError as error:
+        raise unwritable(job.config.record.output, error) from error
+
+
+def _record(job: Job, first_step: int, recorder: Recorder) -> None:
     recorder.record(
         "start",
-        lines=[str(job.plan), *_said(job), *_skipped(job)],
+        lines=[str(job.plan), *_said(job), *_skipped(job), *_continued(job, first_step)],
         plan=dataclasses.asdict(job.plan),
         chosen=_chosen(job),
         output=str(job.config.record.output or ""),
@@ -34,6 +48,7 @@ def _chosen(job: Job) -> dict[str, Any]:
         "precision": job.precision.name,
         "channels-last": job.precision.channels_last,
         "batchnorm": job.batchnorm,
+        "batchnorm-kernels": "folded" if is_folded(job.model) else "torch's",
         "accumulate": job.plan.accumulation,
     }
 
@@ -41,7 +56,18 @@ def _chosen(job: Job) -> dict[str, Any]:
 def _skipped(job: Job) -> list[str]:
     """Return a line for images that were left out, on request, because they cannot be decoded."""
     files = [*job.data.train.skipped, *job.data.test.skipped]
-    return [f"{len(files)} images that cannot be decoded are left out: {', '.join(files[:3])}"] if files else []
+    what = "1 image that cannot be decoded is" if len(files) == 1 else f"{len(files)} images that cannot be decoded are"
+    return [f"{what} left out: {', '.join(files[:3])}"] if files else []
+
+
+def _continued(job: Job, first_step: int) -> list[str]:
+    """Return a line that says whether the run goes on from a checkpoint, if that was asked for."""
+    path = resume.source(job.config)
+    if path is not None:
+        return [f"continuing at step {first_step:,} of {job.total_steps:,}, from {path}"]
+    if job.config.checkpoint.resume:
+        return [f"nothing to resume in {job.config.record.output}: a new run"]
+    return []
 
 
 def _said(job: Job) -> list[str]:

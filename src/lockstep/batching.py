@@ -69,10 +69,13 @@ class BatchPlan:
             accumulation = 1 if micro_size is None else -(-global_size // (micro_size * ranks))
         if accumulation > global_size // ranks:
             most = global_size // ranks
+            if micro_size is None:
+                instead = f"--accumulate {most} or less, or --batch {accumulation * ranks} or more"
+            else:  # it is 1: of any more, the fewest micro-batches that keep to it leave no rank without a sample
+                instead = f"--batch {most * ranks} or {(most + 1) * ranks}, or --micro-batch 2 or more"
             raise RequestError(
                 f"Global batch {global_size} does not split into {accumulation} micro-batches on "
-                f"{_counted(ranks, 'rank')}: each rank needs at least one sample of each; "
-                f"use --accumulate {most} or less, or --batch {accumulation * ranks} or more."
+                f"{_counted(ranks, 'rank')}: each rank needs at least one sample of each; use {instead}."
             )
         return cls(global_size=global_size, ranks=ranks, accumulation=accumulation)
 
@@ -96,6 +99,13 @@ class BatchPlan:
         """
         micros = self.micros(stop - start)
         return [Share(*_cut(*_cut(start, stop, micros, micro), self.ranks, rank)) for micro in range(micros)]
+
+    def leaves_ranks_empty(self, samples: int, *, drop_last: bool = False) -> bool:
+        """Return whether a share of an epoch of `samples` samples is empty, as its last batch's can be."""
+        last = samples % self.global_size
+        if last == 0 or drop_last:
+            return False
+        return last // self.micros(last) < self.ranks  # the smallest of its global micro-batches
 
     def __str__(self) -> str:
         """Return the line that is printed once: `global batch 256 = 4 ranks × 2 micro-batches × 32`."""

@@ -98,7 +98,7 @@ class Checkpoints:
         elif isinstance(outcome, OSError | SafetensorError):
             self._warn(
                 f"The checkpoint of step {self._step} could not be written to {self._folder} ({outcome}); "
-                f"training goes on, the checkpoints before it are untouched, and the next save tries again."
+                f"training goes on, and the checkpoints before it are untouched."
             )
         elif outcome is not None:
             raise outcome
@@ -152,7 +152,8 @@ def _publish(folder: Path, groups: dict[str, dict[str, Tensor]], text: bytes, *,
     kept = {final, before, _target(folder / "best")}
     for _, old in _steps(folder):
         if old not in kept:
-            _delete(old)
+            with contextlib.suppress(OSError):  # one that somebody reads over a network; the next save tries again
+                _delete(old)
     return final
 
 
@@ -349,8 +350,8 @@ def _offer(damaged: Path) -> str:
             with contextlib.suppress(_DamageError):
                 for _ in _verified(folder):
                     pass
-                return f"the last good one is {folder}: use --resume {folder}."
-    return "there is no other good one beside it: start again without --resume."
+                return f"the last good one is {folder}: give that one instead."
+    return "there is no other good one beside it."
 
 
 def _why_not(path: Path) -> str:

@@ -1,8 +1,8 @@
 """What a run is asked to do: frozen dataclasses, whole and valid once they exist.
 
 Each leaf has one public key. The key is the command's flag (`--batch 256`), the TOML key (`batch = 256`) and
-the name in `override(config, batch=256)`; the string under a field is its help on the command line. There is
-no second table of options anywhere.
+the name in `override(config, batch=256)` (see `options`); the string under a field is its help on the command line.
+There is no second table of options anywhere.
 
     recipe (TOML in the package)  <  --config FILE.toml  <  flags
 
@@ -14,17 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated
 
-import tomli_w
 import tyro
 
-from .errors import RequestError, choose, unknown
+from .errors import RequestError, choose
 
 _key = tyro.conf.arg
 
@@ -38,9 +34,37 @@ SWITCHES = ("auto", "on", "off")
 AUGMENTATIONS = ("crop", "flip", "cutout")
 
 
+LONGEST_WAIT_S = 366 * 24 * 3600
+"""A year: what torch and the operating system count time-outs in holds little more than centuries."""
+
+
 def _require(holds: bool, sentence: str) -> None:
     if not holds:
         raise RequestError(sentence)
+
+
+def _check_whole(flag: str, value: int | None, least: int = 1, unit: str = "") -> None:
+    """Raise where a whole number, if there is one, is below `least` or beyond what 64 bits hold."""
+    if value is not None:
+        _require(value >= least, f"--{flag} {value}: give {least} or more{unit}.")
+        _require(value < 2**63, f"--{flag} {value}: give a number below 2**63.")
+
+
+def _check_finite(section: object) -> None:
+    """Raise where a number is nan or infinite: nan slips through comparisons, infinity through those with one bound."""
+    for item in dataclasses.fields(section):  # type: ignore[arg-type]
+        value = getattr(section, item.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise RequestError(f"--{item.name.replace('_', '-')} {number}: give a finite number.")
+
+
+def _listed(numbers: tuple[float, ...]) -> str:
+    return " ".join(f"{number:g}" for number in numbers) or "none"
+
+
+def _check_wait(flag: str, seconds: float) -> None:
+    _require(0 < seconds <= LONGEST_WAIT_S, f"--{flag} {seconds:g}: give seconds above 0, and at most a year.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +75,9 @@ class ModelConfig:
     """A name from `lockstep info`, a torchvision classifier, or module:attribute of your own."""
     classes: Annotated[int | None, _key(metavar="INT")] = None
     """Number of classes; by default the data set's own."""
+
+    def __post_init__(self) -> None:
+        _check_whole("classes", self.classes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +107,9 @@ class DataConfig:
         for name in self.augment:
             choose("augmentation", name, AUGMENTATIONS)
         choose("value of --on-device", self.on_device, SWITCHES)
-        _require(self.workers >= 0, f"--workers {self.workers}: give 0 or more.")
-        _require(self.image_size >= 1, f"--image-size {self.image_size}: give 1 or more pixels.")
-        _require(self.samples >= 4, f"--samples {self.samples}: give 4 or more.")
+        _check_whole("workers", self.workers, least=0)
+        _check_whole("image-size", self.image_size, unit=" pixels")
+        _check_whole("samples", self.samples, least=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,34 +146,38 @@ class OptimConfig:
     """Decay of an exponential moving average of the weights, which evaluation then uses."""
 
     def __post_init__(self) -> None:
+        _check_finite(self)
         choose("optimizer", self.name, OPTIMIZERS)
         choose("schedule", self.schedule, SCHEDULES)
         choose("learning-rate rule", self.lr_rule, LR_RULES)
-        _require(math.isfinite(self.lr) and self.lr > 0, f"--lr {self.lr}: give a finite number above 0.")
+        _require(self.lr > 0, f"--lr {self.lr}: give a number above 0.")
         _require(0 <= self.momentum < 1, f"--momentum {self.momentum}: give a number from 0 up to, not including, 1.")
         _require(self.weight_decay >= 0, f"--weight-decay {self.weight_decay}: give 0 or more.")
+        _require(self.gamma > 0, f"--gamma {self.gamma}: give a factor above 0.")
         _require(self.warmup >= 0, f"--warmup {self.warmup}: give 0 or more epochs.")
         _require(0 <= self.label_smoothing < 1, f"--label-smoothing {self.label_smoothing}: give 0 up to below 1.")
         _require(self.clip is None or self.clip > 0, f"--clip {self.clip}: give a norm above 0.")
         _require(self.ema is None or 0 < self.ema < 1, f"--ema {self.ema}: give a decay between 0 and 1.")
         _require(
-            not self.nesterov or self.momentum > 0, "--nesterov needs --momentum above 0; set it or drop --nesterov."
+            not self.nesterov or self.momentum > 0,
+            f"--nesterov needs momentum, and --momentum is {self.momentum:g}; give more, or --no-nesterov.",
         )
+        _check_whole("base-batch", self.base_batch)
         _require(
-            self.lr_rule == "none" or (self.base_batch or 0) > 0,
+            self.lr_rule == "none" or self.base_batch is not None,
             f"--lr-rule {self.lr_rule} needs the batch that --lr was tuned for; add --base-batch N.",
         )
         if self.schedule == "multistep":
             rising = all(a < b for a, b in zip((0.0, *self.milestones), self.milestones, strict=False))
             _require(
                 bool(self.milestones) and rising,
-                f"--schedule multistep needs rising --milestones in epochs, found {list(self.milestones)}.",
+                f"--schedule multistep needs rising --milestones in epochs, found {_listed(self.milestones)}.",
             )
         if self.schedule == "step":
             _require(
                 len(self.milestones) == 1 and self.milestones[0] > 0,
                 f"--schedule step needs one --milestones value, the epochs between cuts; found "
-                f"{list(self.milestones)}.",
+                f"{_listed(self.milestones)}.",
             )
 
 
@@ -166,9 +197,10 @@ class BatchConfig:
     """Leave out an epoch's last, smaller batch."""
 
     def __post_init__(self) -> None:
-        for flag, value in (("batch", self.size), ("accumulate", self.accumulate), ("micro-batch", self.micro_batch)):
-            _require(value is None or value >= 1, f"--{flag} {value}: give 1 or more.")
-        _require(self.eval_batch is None or self.eval_batch >= 1, f"--eval-batch {self.eval_batch}: give 1 or more.")
+        _check_whole("batch", self.size)
+        _check_whole("accumulate", self.accumulate)
+        _check_whole("micro-batch", self.micro_batch)
+        _check_whole("eval-batch", self.eval_batch)
         _require(
             self.accumulate is None or self.micro_batch is None,
             f"--accumulate {self.accumulate} and --micro-batch {self.micro_batch} say the same thing twice; give one.",
@@ -209,10 +241,12 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         choose("accelerator", self.accelerator, ACCELERATORS)
         choose("value of --batchnorm", self.batchnorm, BATCHNORMS)
-        _require(self.devices is None or self.devices >= 1, f"--devices {self.devices}: give 1 or more.")
-        _require(self.nodes >= 1, f"--nodes {self.nodes}: give 1 or more.")
-        _require(self.timeout > 0, f"--timeout {self.timeout}: give seconds above 0.")
-        _require(self.stall_timeout > 0, f"--stall-timeout {self.stall_timeout}: give seconds above 0.")
+        _check_finite(self)
+        _check_whole("devices", self.devices)
+        _check_whole("nodes", self.nodes)
+        _check_whole("world-size", self.world_size)
+        _check_wait("timeout", self.timeout)
+        _check_wait("stall-timeout", self.stall_timeout)
         chosen = self.gpu_indices
         _require(
             self.devices is None or not chosen or self.devices == len(chosen),
@@ -225,7 +259,6 @@ class ParallelConfig:
                 f"--rank {self.rank} without --world-size: say how many ranks there are, such as --world-size 2.",
             )
         if self.world_size is not None:
-            _require(self.world_size >= 1, f"--world-size {self.world_size}: give 1 or more.")
             _require(
                 self.rank is None or 0 <= self.rank < self.world_size,
                 f"--rank {self.rank} lies outside the world of --world-size {self.world_size}; "
@@ -250,7 +283,7 @@ class PrecisionConfig:
     channels_last: str = "auto"
     """Memory order of images: auto (on where it helps), on, off."""
     compile: bool = False
-    """Compile the model with torch.compile."""
+    """Compile the model with torch.compile; synchronised BatchNorm layers stay as they are."""
     deterministic: bool = False
     """Use only algorithms that give the same bits each time (GPU); dropout is then bit for bit too."""
 
@@ -269,8 +302,7 @@ class CheckpointConfig:
     """Optimizer steps between checkpoints; by default once an epoch."""
 
     def __post_init__(self) -> None:
-        every = self.checkpoint_every
-        _require(every is None or every >= 1, f"--checkpoint-every {every}: give 1 or more steps.")
+        _check_whole("checkpoint-every", self.checkpoint_every, unit=" steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +315,7 @@ class RecordConfig:
     """Optimizer steps between log lines (sooner where steps are slow)."""
 
     def __post_init__(self) -> None:
-        _require(self.log_every >= 1, f"--log-every {self.log_every}: give 1 or more steps.")
+        _check_whole("log-every", self.log_every, unit=" steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,128 +341,11 @@ class RunConfig:
     """Seed of the weights, of the order and of the augmentation."""
 
     def __post_init__(self) -> None:
-        _require(self.epochs >= 1, f"--epochs {self.epochs}: give 1 or more.")
-        _require(self.max_steps is None or self.max_steps >= 1, f"--max-steps {self.max_steps}: give 1 or more.")
+        _check_whole("epochs", self.epochs)
+        _check_whole("max-steps", self.max_steps)
         _require(0 <= self.seed < 2**63, f"--seed {self.seed}: give a number from 0 to 2**63 - 1.")
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One option: its public `key`, the config `section` it lives in (None: RunConfig itself), attribute and type."""
-
-    key: str
-    section: str | None
-    attribute: str
-    type: Any
-
-
-def leaves() -> Iterator[Leaf]:
-    """Yield every option of a run, in the order of the dataclasses."""
-
-    def of(owner: type, section: str | None) -> Iterator[Leaf]:
-        hints = get_type_hints(owner, include_extras=True)
-        for item in dataclasses.fields(owner):
-            hint = hints[item.name]
-            if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-                yield from of(hint, item.name)
-                continue
-            plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-            named = [mark.name for mark in marks if mark.name]
-            yield Leaf(named[0] if named else item.name.replace("_", "-"), section, item.name, plain)
-
-    yield from of(RunConfig, None)
-
-
-def flatten(config: RunConfig) -> dict[str, Any]:
-    """Return {public key: value} of every option, paths and tuples as TOML and JSON hold them."""
-    flat = {}
-    for leaf in leaves():
-        owner = getattr(config, leaf.section) if leaf.section else config
-        value = getattr(owner, leaf.attribute)
-        flat[leaf.key] = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
-    return flat
-
-
-def override(config: RunConfig, **values: Any) -> RunConfig:
-    """Return `config` with options replaced by their public keys (`batch=256, data_dir="data"`).
-
-    Raises `RequestError` for a key that no option has, a value of another type, or one that cannot be honoured.
-    """
-    return apply(config, values, source="override")
-
-
-def apply(config: RunConfig, values: Mapping[str, Any], *, source: str) -> RunConfig:
-    """Return `config` with `{public key: value}` applied; `source` names their origin in errors."""
-    known = {leaf.key: leaf for leaf in leaves()}
-    sections: dict[str | None, dict[str, Any]] = {}
-    for name, value in values.items():
-        leaf = known.get(name.replace("_", "-"))
-        if leaf is None:
-            raise unknown(f"option in {source}", name, known)
-        sections.setdefault(leaf.section, {})[leaf.attribute] = _coerce(leaf, value, source)
-    top = sections.pop(None, {})
-    # A section is built once with all its new values, so that options which check one another agree.
-    parts = {name: dataclasses.replace(getattr(config, name), **new) for name, new in sections.items() if name}
-    return dataclasses.replace(config, **parts, **top)
-
-
-def _coerce(leaf: Leaf, value: Any, source: str) -> Any:
-    """Return `value` as the leaf's type, or raise: TOML has no paths and tuples, and writes 1 where 1.0 is meant."""
-    accepted = get_args(leaf.type) if type(None) in get_args(leaf.type) else (leaf.type,)
-    if value is None and type(None) in accepted:
-        return None
-    for kind in accepted:
-        if kind is Path and isinstance(value, str | Path):
-            return Path(value)
-        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if kind in (int, bool, str) and type(value) is kind:
-            return value
-        if get_args(kind) and isinstance(value, list | tuple):
-            item = get_args(kind)[0]
-            if item is str and all(isinstance(each, str) for each in value):
-                return tuple(value)
-            if item is float and all(isinstance(each, int | float) for each in value):
-                return tuple(float(each) for each in value)
-    names = " or ".join("nothing" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in accepted)
-    raise RequestError(f"{leaf.key} in {source} is {value!r}; it takes {names}.")
-
-
-def to_toml(config: RunConfig) -> str:
-    """Return the config as TOML that `from_toml` reads back to an equal config; unset options are left out."""
-    return tomli_w.dumps({key: value for key, value in flatten(config).items() if value is not None})
-
-
-def from_toml(text: str, *, base: RunConfig | None = None, source: str = "TOML") -> RunConfig:
-    """Return `base` (by default RunConfig()) with the options in `text`.
-
-    Raises `RequestError` where the text is not TOML or an option is unknown or of another type.
-    """
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RequestError(f"{source} is not valid TOML: {error}.") from error
-    return apply(base or RunConfig(), values, source=source)
-
-
-def read_toml(path: Path, *, base: RunConfig | None = None) -> RunConfig:
-    """Return the config in the file at `path`, over `base`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"--config {path} cannot be read: {error}.") from error
-    return from_toml(text, base=base, source=str(path))
-
-
-def recipes() -> list[str]:
-    """Return the names of the recipes in the package."""
-    folder = resources.files("lockstep") / "recipes"
-    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
-
-
-def recipe(name: str, **values: Any) -> RunConfig:
-    """Return the named recipe, with options replaced by their public keys."""
-    if name not in (names := recipes()):
-        raise unknown("recipe", name, names, "Your own file goes with --config FILE.toml.")
-    text = (resources.files("lockstep") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
-    return override(from_toml(text, source=f"recipe {name}"), **values)
+        _require(
+            self.optim.warmup <= self.epochs,
+            f"--warmup {self.optim.warmup:g} (in epochs) is longer than the run's --epochs {self.epochs}, and the "
+            f"learning rate would never reach --lr; give --warmup {self.epochs} or less, or 0 for none.",
+        )

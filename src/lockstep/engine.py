@@ -2,11 +2,15 @@
 
 It is written with what a user has for a loop of their own: a `World` that says which ranks there are, a `BatchPlan`
 that shares the global batch out, a `Strategy` that exchanges gradients, a `Precision` that does the arithmetic. It
-never asks which strategy or launcher it has. One optimizer step is `train_step`; everything around it decides when
-to read the metrics, evaluate, save and stop. Whatever talks to other ranks is called by all of them.
+never asks which strategy or launcher it has. `train_step` computes the gradients of a global batch, `advance` makes the
+optimizer step that they serve; everything around them decides when to read the metrics, evaluate, save and stop.
+Whatever talks to other ranks is called by all of them.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,7 +26,7 @@ from .meter import Meter, NonFiniteLossError
 from .record.base import Recorder
 from .record.files import write_json
 from .result import RunResult, Scores
-from .saving import Progress, Saver, restore
+from .saving import Progress, Saver, remedy, restore, restore_model
 from .state import State
 from .world import World
 
@@ -45,6 +49,22 @@ def train_step(job: Job, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     return total, (logits.detach(), y)
 
 
+def advance(job: Job, step: int, batch: Batch, meter: Meter) -> tuple[Tensor, Tensor]:
+    """Make optimizer step `step`, counted from 0, and note it in `meter`; the host waits for nothing (*collective*).
+
+    Returns the last micro-batch's (logits, labels).
+    """
+    lr = job.lr(step)
+    job.optimizer.set_lr(lr)
+    loss, last = train_step(job, batch)
+    norm = job.precision.step(job.optimizer.each, clip=job.config.optim.clip)
+    job.optimizer.zero_grad()
+    if job.average is not None:
+        job.average.update()
+    meter.add(step + 1, step // job.steps_per_epoch, lr, batch.count, loss, norm)
+    return last
+
+
 def train(config: RunConfig, world: World, recorder: Recorder, *, state: State | None = None) -> RunResult:
     """Train as `config` says and return what came of it (*collective*).
 
@@ -54,30 +74,38 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     """
     loaded = state or resume.load(config, world)
     job = assemble(config, world, accumulation=None if loaded is None else loaded.meta["accumulation"])
-    progress = Progress() if loaded is None else restore(job, loaded)
-    job.strategy.settle(job.model, lambda: _rehearse(job))
-    meter = Meter(world, recorder, log_every=config.record.log_every, total_steps=job.total_steps)
-    announce(job, progress.step, recorder)
     try:
-        with StopRequest() as stop, Saver(config.record.output, world, recorder) as saver:
+        progress = Progress() if loaded is None else restore(job, loaded)
+        job.strategy.settle(job.model, lambda: _rehearse(job))
+        meter = Meter(world, recorder, log_every=config.record.log_every, total_steps=job.total_steps)
+        world.together(lambda: announce(job, progress.step, recorder))
+        with StopRequest(quiet=not world.is_main) as stop, Saver(config.record.output, world, recorder) as saver:
             while progress.step < job.total_steps or progress.evaluated < progress.step:
                 _train_epoch(job, progress, meter, stop, saver)
-                _evaluate_epoch(job, progress, meter, recorder, saver)
+                _evaluate_epoch(job, progress, meter, recorder, stop, saver)
+            saver.conclude(progress.step)
+        return _result(job, progress, meter, recorder)
     except NonFiniteLossError as bad:
         raise _explain(bad, job) from bad
     finally:
         job.data.close()
-    return _result(job, progress, meter, recorder)
 
 
 def evaluate_checkpoint(config: RunConfig, world: World) -> Scores:
     """Return the exact scores of the checkpoint that `config.checkpoint.resume` names (*collective*)."""
-    loaded = resume.load(config, world)
+    loaded = resume.load(config, world, keys=resume.EVALUATED)
     assert loaded is not None, "the command names a checkpoint"
-    job = assemble(config, world, accumulation=loaded.meta["accumulation"])
+    # An evaluation has no global batch that would have to be split; each rank takes this many samples at once.
+    share = config.batch.eval_batch or -(-config.batch.size // world.size)
+    batch = dataclasses.replace(
+        config.batch, size=share * world.size, accumulate=None, micro_batch=None, drop_last=False
+    )
+    job = assemble(dataclasses.replace(config, batch=batch), world, only_evaluates=True)
     try:
-        restore(job, loaded)
-        return _evaluate(job)
+        restore_model(job, loaded)
+        scores = _evaluate(job, lambda: False)
+        assert scores is not None, "nobody stops it"
+        return scores
     finally:
         job.data.close()
 
@@ -90,21 +118,13 @@ def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, 
     if progress.step >= end:
         return
     every = job.config.checkpoint.checkpoint_every
-    clip = job.config.optim.clip
     train_s = meter.train_s - progress.partial_s
     batches = job.batches(epoch, first=first)
     read_s = 0.0
     meter.start()
     for batch in batches:
-        lr = job.lr(progress.step)
-        job.optimizer.set_lr(lr)
-        loss, last = train_step(job, batch)
-        norm = job.precision.step(job.optimizer.each, clip=clip)
-        job.optimizer.zero_grad()
-        if job.average is not None:
-            job.average.update()
+        last = advance(job, progress.step, batch, meter)
         progress.step += 1
-        meter.add(progress.step, epoch, lr, batch.count, loss, norm)
         save = every is not None and progress.step % every == 0 and progress.step < end
         if progress.step == end or save or meter.due(stop.asked):
             stopping = meter.flush(stop=stop.asked, wait_s=batches.wait_s - read_s, last=last)
@@ -115,17 +135,21 @@ def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, 
                 saver.save(job, progress)
                 meter.start()
             if stopping:
-                raise Stopped(
-                    f"Stopped on request at step {progress.step} of {job.total_steps}{saver.finish(progress.step)}"
-                )
+                raise _stopped(job, progress, saver)
         if progress.step == end:
             break
 
 
-def _evaluate_epoch(job: Job, progress: Progress, meter: Meter, recorder: Recorder, saver: Saver) -> None:
-    """Evaluate at the end of an epoch or of the run, and save."""
-    scores = progress.scores = _evaluate(job)
-    progress.evaluated = progress.step
+def _evaluate_epoch(
+    job: Job, progress: Progress, meter: Meter, recorder: Recorder, stop: StopRequest, saver: Saver
+) -> None:
+    """Evaluate at the end of an epoch or of the run, and save; what a stop cuts short is done again on resuming."""
+    recorder.record("evaluate", step=progress.step, epoch=progress.epochs, samples=len(job.data.test))
+    scores = _evaluate(job, lambda: stop.asked)
+    if scores is None:
+        saver.save(job, progress)
+        raise _stopped(job, progress, saver)
+    progress.scores, progress.evaluated = scores, progress.step
     epoch = progress.epochs
     if progress.step == (epoch + 1) * job.steps_per_epoch:
         progress.epochs += 1
@@ -139,12 +163,16 @@ def _evaluate_epoch(job: Job, progress: Progress, meter: Meter, recorder: Record
     saver.save(job, progress, best=best)
 
 
-def _evaluate(job: Job) -> Scores:
+def _stopped(job: Job, progress: Progress, saver: Saver) -> Stopped:
+    return Stopped(f"Stopped on request at step {progress.step} of {job.total_steps}{saver.finish(progress.step)}")
+
+
+def _evaluate(job: Job, stop: Callable[[], bool]) -> Scores | None:
     job.strategy.agree_on_buffers(job.model)
     if job.average is not None:
         job.strategy.agree_on_buffers(job.average.module)
     return evaluate(
-        job.evaluated_model, job.data.test, job.world, batch=job.eval_batch, autocast=job.precision.autocast
+        job.evaluated_model, job.data.test, job.world, batch=job.eval_batch, autocast=job.precision.autocast, stop=stop
     )
 
 
@@ -169,10 +197,7 @@ def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
     if folder is not None:
         where = f"; the batch's sample indices are in {folder / 'failures'}"
     ranks = " and ".join(f"rank {rank}" for rank in bad.ranks)
-    return RunError(
-        f"The loss at step {bad.step} is not a finite number on {ranks}{where}. "
-        "Lower --lr, add --clip or --warmup, or use --precision fp32; the last checkpoint is from before."
-    )
+    return RunError(f"The loss at step {bad.step} is not a finite number on {ranks}{where}. {remedy(job)}")
 
 
 def _result(job: Job, progress: Progress, meter: Meter, recorder: Recorder) -> RunResult:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from .synonyms import meant
+
 
 class LockstepError(Exception):
     """Base of all deliberate errors; `exit_code` is what the command returns."""
@@ -44,20 +46,31 @@ class ProofError(LockstepError):
 
 
 class Stopped(LockstepError):
-    """Stopped by Ctrl-C or SIGTERM after saving; resumable."""
+    """Stopped by Ctrl-C, SIGTERM or SIGHUP after saving; resumable."""
 
     exit_code = 75
+
+
+_LIST_AT_MOST = 12
+"""Names that a sentence can hold; where there are more, it says where the list is instead."""
 
 
 def unknown(kind: str, asked: str, known: Iterable[str], hint: str = "") -> RequestError:
     """Return the error for a name that no table holds, with the nearest names that exist.
 
-    `kind` is the word for the thing ("strategy"), `known` the names there are, `hint` a last clause
-    such as "or give your own as module:attribute".
+    `kind` is the word for the thing ("strategy"), `known` the names there are, `hint` a last sentence, such as where
+    the names are listed.
     """
-    names = sorted(known)
-    near = difflib.get_close_matches(asked.lower(), names, n=3, cutoff=0.4)
-    offer = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}."
+    names = {name.lstrip("-"): name for name in sorted(known)}  # dashes would make all flags alike
+    word = asked.lower().lstrip("-").replace("_", "-")
+    exact = [word] if word in names else []
+    near = exact or meant(word, names) or difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    if near:
+        offer = f"did you mean {' or '.join(names[name] for name in near)}?"
+    elif len(names) <= _LIST_AT_MOST:
+        offer = f"choose from {', '.join(names.values())}."
+    else:
+        offer = "no name is like it."
     return RequestError(f"Unknown {kind} {asked!r}: {offer}{' ' + hint if hint else ''}")
 
 

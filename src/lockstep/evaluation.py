@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .models.modes import evaluating
 from .result import Scores
 from .world import World
+
+_INTERVAL_S = 2.0
+"""A person who asked to stop waits no longer than about this."""
 
 if TYPE_CHECKING:
     from .data.source import Source
@@ -24,8 +31,9 @@ def evaluate(
     *,
     batch: int,
     autocast: Callable[[], AbstractContextManager[Any]],
-) -> Scores:
-    """Return the scores of `model` over all of `source` (*collective*).
+    stop: Callable[[], bool] = lambda: False,
+) -> Scores | None:
+    """Return the scores of `model` over all of `source`, or None once `stop()` holds on any rank (*collective*).
 
     Each rank takes a run of consecutive samples, `batch` at a time; nothing is padded, so ranks may evaluate
     different numbers of batches, and the model is called without a wrapper that would wait for the others.
@@ -34,21 +42,32 @@ def evaluate(
     samples = len(source)
     first, end = (samples * part // world.size for part in (world.rank, world.rank + 1))
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # top1, top5, loss, samples
-    # Each module's own: a part that its user has frozen in evaluation mode stays so.
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.inference_mode():
-            for x, y in source.stream(_batches(first, end, batch), epoch=0):
+    with evaluating(model), torch.inference_mode():
+        stream = source.stream(_batches(first, end, batch), epoch=0)
+        left = math.ceil(math.ceil(samples / world.size) / batch)  # of the rank that has the most
+        interval = 1
+        while left > 0:
+            begun_s = time.perf_counter()
+            for x, y in islice(stream, interval):
                 with autocast():
                     logits = model(x)
                 totals += _count(logits.float() if logits.dtype.itemsize < 4 else logits, y)
-    finally:
-        for module in training:
-            module.training = True
+            left -= interval
+            stopped, interval = _agree(world, stop(), interval, totals, begun_s)
+            if stopped and left > 0:
+                return None
     top1, top5, loss, evaluated = world.sum(totals).tolist()
     assert evaluated == samples, f"evaluated {evaluated:.0f} of {samples} samples"
     return Scores(top1=top1 / samples, top5=top5 / samples, loss=loss / samples, samples=samples)
+
+
+def _agree(world: World, stop: bool, interval: int, totals: Tensor, begun_s: float) -> tuple[bool, int]:
+    """Return whether any rank wants to stop, and for how many batches to go on before asking again (*collective*)."""
+    totals.sum().item()  # the device has then done all that is timed
+    proposal = max(1, round(_INTERVAL_S * interval / (time.perf_counter() - begun_s)))
+    # Rank 0's clock decides, so that all come to the next collective after the same number of batches.
+    told = world.sum(torch.tensor([float(stop), float(proposal if world.is_main else 0)]))
+    return bool(told[0] > 0), int(told[1])
 
 
 def _batches(first: int, end: int, size: int) -> Iterator[np.ndarray]:

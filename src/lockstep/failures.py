@@ -1,7 +1,8 @@
 """A failure as one sentence: which rank, where, why; the whole trace goes to a file.
 
 When one rank of many fails, the others fail too, a moment later, because their neighbour is gone. Such an *echo*
-is recognised by what torch raises when a peer is lost, so that the first cause is told and not the loudest.
+is recognised by what torch raises when a peer is lost, so that the first cause is told and not the loudest. Its own
+trace explains nothing, and is kept in the file alone.
 """
 
 from __future__ import annotations
@@ -14,19 +15,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .config import RunConfig
 from .errors import LockstepError, ProofError, RequestError, RunError, Stopped
 
 _CLASSES: dict[str, type[LockstepError]] = {kind.__name__: kind for kind in (ProofError, RequestError, Stopped)}
 _LONGEST_REASON = 400
+_RESUME = "continue with --resume auto"
 _PACKAGE = str(Path(__file__).parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
-# Classes by name, since this module runs where torch is not imported.
-_ECHO_CLASSES = frozenset({"DistNetworkError", "DistBackendError", "DistStoreError"})
-# gloo raises plain RuntimeErrors: a path in its own sources, then "Connection closed by peer", "Timed out waiting".
-_ECHO_MESSAGE = re.compile(
-    r"gloo/|Connection (closed|reset|refused)|Broken pipe|Socket (closed|Timeout)|[Tt]imed out|NCCL (comm|error)"
+# Classes by name, since this module runs where torch is not imported. gloo raises plain RuntimeErrors, whose text
+# begins with a place in its own sources.
+_NETWORK_CLASSES = frozenset({"DistNetworkError", "DistBackendError", "DistStoreError"})
+_GLOO = re.compile(r"\bgloo/\S+:\d+\]")
+_WAITED = re.compile(r"(?:after|waiting|ran for) (?P<ms>\d+) ?(ms|milliseconds)")
+_LOST = re.compile(
+    r"Connection (was likely )?(closed|reset|refused)( by peer)?|Broken pipe|Socket closed|[Tt]imed out|"
+    r"Socket Timeout|wait timeout|remote process exited|network error|NCCL communicator was aborted"
 )
+_ADDRESS = re.compile(r"\[(?P<host>[\w.:]+)\]:\d+")
+_CPP_FRAMES = "Exception raised from"
 _WORKER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
@@ -47,22 +55,33 @@ class Failure:
     def error(self) -> LockstepError:
         """Return the error to raise for this failure in the process that speaks to the user."""
         known = _CLASSES.get(self.kind)
-        return known(self.sentence) if known else RunError(self.sentence, trace=self.trace)
+        # What lockstep raises on purpose is told by its sentence; its trace is for the file.
+        told = self.is_echo or self.kind == RunError.__name__
+        return known(self.sentence) if known else RunError(self.sentence, trace="" if told else self.trace)
 
 
-def describe(error: BaseException, rank: int) -> Failure:
-    """Return the failure of `rank` that `error` stands for.
+class RankLostError(RunError):
+    """This rank ends only because another one went away."""
+
+
+def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
+    """Return the failure of `rank` that `error` stands for; `again` says how to go on after one that is an echo.
 
     lockstep's own errors keep their sentence. Of any other, the sentence names the deepest frame that is the user's
     code or lockstep's: the frames below it belong to libraries, and seldom to the cause.
     """
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, LockstepError):
-        return Failure(rank, type(error).__name__, str(error), getattr(error, "trace", "") or trace)
-    is_echo = _is_echo(error)
-    verb = "lost another rank" if is_echo else "failed"
-    sentence = f"Rank {rank} {verb}{_place(error)}: {_reason(error)}"
-    return Failure(rank, type(error).__name__, sentence, trace, is_echo=is_echo)
+        trace = getattr(error, "trace", "") or trace
+        return Failure(rank, type(error).__name__, str(error), trace, is_echo=isinstance(error, RankLostError))
+    if is_echo(error):
+        return Failure(rank, type(error).__name__, _loss(error, rank, again), trace, is_echo=True)
+    return Failure(rank, type(error).__name__, f"Rank {rank} failed{_place(error)}: {_reason(error)}", trace)
+
+
+def again(config: RunConfig) -> str:
+    """Return how to take up again what was lost through no fault of the request."""
+    return "start the same command again" if config.checkpoint.resume else _RESUME
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
@@ -78,10 +97,36 @@ def write(failure: Failure, folder: Path) -> Path:
     return path
 
 
-def _is_echo(error: BaseException) -> bool:
+def is_echo(error: BaseException) -> bool:
+    """Return whether `error` is what torch raises on a rank that has lost another one.
+
+    Other errors of the network's libraries, such as collectives that do not match, are causes.
+    """
     if not isinstance(error, RuntimeError):
         return False
-    return type(error).__name__ in _ECHO_CLASSES or bool(_ECHO_MESSAGE.search(str(error)))
+    text = _first_words(error)
+    from_network = type(error).__name__ in _NETWORK_CLASSES or bool(_GLOO.search(text))
+    return from_network and bool(_LOST.search(text) or _WAITED.search(text))
+
+
+def _loss(error: BaseException, rank: int, again: str) -> str:
+    """Return the sentence of a rank that another one left alone."""
+    text = _first_words(error)
+    if waited := _WAITED.search(text):
+        return (
+            f"Rank {rank} waited {int(waited['ms']) / 1000:.4g} s (--stall-timeout) in a collective for another rank, "
+            f"which hangs, was stopped or is cut off: end the ranks that are left, and {again}."
+        )
+    found, where = _LOST.search(text), _ADDRESS.search(text)
+    how = (found[0] if found else "") + (f" at {where['host']}" if where else "")
+    return (
+        f"Rank {rank} lost another rank while it waited for it in a collective ({how}): "
+        f"that rank's own message, if it could leave one, says why; {again}."
+    )
+
+
+def _first_words(error: BaseException) -> str:
+    return str(error).partition(_CPP_FRAMES)[0]
 
 
 def _place(error: BaseException) -> str:

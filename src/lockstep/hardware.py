@@ -1,20 +1,27 @@
 """What this machine has: processors, memory, GPUs. Read without torch, so that asking is quick.
 
-Numbers are those that *this process* may use: processors by its affinity mask (a container or `taskset` gives
-fewer than the machine has), GPUs by `CUDA_VISIBLE_DEVICES`, which the caller passes in.
+Numbers are those that *this process* may use: processors by its affinity mask (`taskset` or a scheduler gives fewer
+than the machine has) and the quota of its control group (a container's limit), GPUs by `CUDA_VISIBLE_DEVICES`, which
+the caller passes in.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 
+Answer = TypeVar("Answer")
+
 _CPUINFO = Path("/proc/cpuinfo")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
@@ -25,6 +32,7 @@ class Gpu:
     name: str
     uuid: str
     memory_bytes: int
+    """Its own memory; the host's where it computes in that."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Hardware:
 
     cpu_name: str
     cpus: int
-    """Processors that this process may run on."""
+    """Processors that this process may keep busy."""
     memory_bytes: int
     """Memory of the host."""
     has_bf16_units: bool
@@ -51,10 +59,33 @@ def survey(visible: str | None) -> Hardware:
 
 
 def cpus() -> int:
-    """Return the number of processors that this process may run on, at least 1."""
+    """Return the number of processors that this process may keep busy, at least 1; a quota is rounded up."""
+    return max(1, math.ceil(min(len(processors()), quota(_OWN_GROUPS, _GROUPS))))
+
+
+def processors() -> tuple[int, ...]:
+    """Return the numbers of the processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0)) or 1
-    return os.cpu_count() or 1
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def quota(own_groups: Path, groups: Path) -> float:
+    """Return the processors' worth of time that control groups (cgroup v2) leave a process; infinite without a limit.
+
+    `own_groups` is the process's /proc/PID/cgroup, `groups` where the hierarchy is mounted. Each group's `cpu.max`
+    holds the microseconds, or `max`, out of a period's (https://docs.kernel.org/admin-guide/cgroup-v2.html).
+    """
+    own = next((line[3:].strip("/") for line in _lines(own_groups) if line.startswith("0::")), "")
+    group = groups / own
+    limits = [math.inf]
+    for each in (group, *group.parents):
+        if not each.is_relative_to(groups):
+            break
+        words = " ".join(_lines(each / "cpu.max")).split()
+        if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
+            limits.append(int(words[0]) / int(words[1]))
+    return min(limits)
 
 
 def memory_bytes() -> int:
@@ -77,20 +108,26 @@ def has_bf16_units() -> bool:
 
 
 def gpus(visible: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that a process with this CUDA_VISIBLE_DEVICES sees; none without a driver."""
+    """Return the GPUs that a process with this CUDA_VISIBLE_DEVICES sees; none without a driver.
+
+    GPUs that are lost, or that this process may not use, are not among them.
+    """
     return _nvidia(visible)[0]
 
 
-def select(found: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
+def select(found: Sequence[Gpu], visible: str | None, parts: Mapping[str, Gpu] | None = None) -> tuple[Gpu, ...]:
     """Return those of `found` that CUDA_VISIBLE_DEVICES leaves, in its order.
 
     As CUDA reads it: indices or unambiguous beginnings of UUIDs, up to the first one that does not exist.
-    Indices count in the driver's order, which is CUDA's too where all GPUs of a machine are alike.
+    Indices count in the driver's order, which is CUDA's too where all GPUs of a machine are alike. `parts` are the
+    parts of divided GPUs (MIG) by their names; a process sees the first that is named, and nothing else.
     """
     if visible is None:
         return tuple(found)
     chosen: list[Gpu] = []
     for word in (word.strip() for word in visible.split(",")):
+        if parts and word in parts:
+            return (parts[word],)
         if word.isdecimal():
             named = [found[int(word)]] if int(word) < len(found) else []
         else:
@@ -102,8 +139,12 @@ def select(found: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
 
 
 def _cpuinfo() -> list[str]:
+    return _lines(_CPUINFO)
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        return _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
 
@@ -117,15 +158,53 @@ def _nvidia(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
     except pynvml.NVMLError:
         return (), ""
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        found = [
-            Gpu(
-                pynvml.nvmlDeviceGetName(handle),
-                pynvml.nvmlDeviceGetUUID(handle),
-                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-            )
-            for handle in handles
+        handles = [
+            handle
+            for index in range(pynvml.nvmlDeviceGetCount())
+            if (handle := _asked(pynvml.nvmlDeviceGetHandleByIndex, index)) is not None
         ]
-        return select(found, visible), str(pynvml.nvmlSystemGetDriverVersion())
+        found = [gpu for handle in handles if (gpu := _asked(_gpu, handle)) is not None]
+        parts = (
+            {name: gpu for handle in handles for name, gpu in _parts(handle).items()}
+            if "MIG-" in (visible or "")
+            else {}
+        )
+        return select(found, visible, parts), str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return (), ""
     finally:
         pynvml.nvmlShutdown()
+
+
+def _asked(question: Callable[[Any], Answer], about: Any) -> Answer | None:
+    """Return the driver's answer; None where the GPU is lost, forbidden to this process, or not there."""
+    import pynvml
+
+    try:
+        return question(about)
+    except pynvml.NVMLError:
+        return None
+
+
+def _gpu(handle: Any) -> Gpu:
+    import pynvml
+
+    memory = _asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    own_bytes = int(memory.total) if memory is not None else memory_bytes()
+    return Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle), own_bytes)
+
+
+def _parts(handle: Any) -> dict[str, Gpu]:
+    """Return the parts that a GPU is divided into (MIG), by both names that CUDA knows each by."""
+    import pynvml
+
+    parts: dict[str, Gpu] = {}
+    for index in range(_asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        part = _asked(lambda index: pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index), index)
+        if part is None or (gpu := _asked(_gpu, part)) is None:
+            continue
+        parts[gpu.uuid] = gpu
+        gpu_instance = _asked(pynvml.nvmlDeviceGetGpuInstanceId, part)
+        compute_instance = _asked(pynvml.nvmlDeviceGetComputeInstanceId, part)
+        parts[f"MIG-{pynvml.nvmlDeviceGetUUID(handle)}/{gpu_instance}/{compute_instance}"] = gpu
+    return parts

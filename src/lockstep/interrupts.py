@@ -1,36 +1,80 @@
-"""Ctrl-C and SIGTERM: the first one asks the run to save and stop, a second one ends the process at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks the run to save and stop, a second one ends the process at once."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from enum import Enum
 from types import FrameType
 
 from .errors import RunError
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What asks a run to stop; SIGHUP comes when the terminal goes, and is left alone under nohup."""
+
 KILLED = "Killed by a second signal, without saving; the last checkpoint, if there is one, is whole."
+STOPPING = "stopping: finishes the step under way and saves; a second signal ends it at once"
 SHOW_CURSOR = "\x1b[?25h"
 _ECHO_S = 0.5
-"""A launcher may pass on a signal that the terminal has sent already; so close together they are one."""
+"""A closed terminal's kernel and shell both send SIGHUP, torchrun passes on what the terminal has sent already: so
+close together, they are one."""
 
 
-class StopRequest:
-    """A context in which SIGINT and SIGTERM set `asked` instead of ending the process.
+class Heard(Enum):
+    """What one more signal means to a process."""
 
-    Signals reach Python's main thread alone; entered from another thread, this changes nothing.
-    """
+    FIRST = "save and stop"
+    ECHO = "the first one once more, from somebody else"
+    SECOND = "end at once"
+
+
+class Interrupts:
+    """The signals that a process has heard, by which the next one is judged."""
 
     def __init__(self) -> None:
         self.asked = False
+        """Whether a first one came."""
+        self.insisted = False
+        """Whether a second one came."""
         self._since_s = 0.0
+
+    def hear(self) -> Heard:
+        """Return what the signal that came just now means."""
+        now_s = time.monotonic()
+        if not self.asked:
+            self.asked, self._since_s = True, now_s
+            return Heard.FIRST
+        if now_s - self._since_s <= _ECHO_S:
+            return Heard.ECHO
+        self.insisted = True
+        return Heard.SECOND
+
+
+class StopRequest:
+    """A context in which `SIGNALS` set `asked` instead of ending the process; the first is answered on stderr.
+
+    Signals reach Python's main thread alone; entered from another thread, this changes nothing. `quiet` leaves the
+    answer to another rank.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._interrupts = Interrupts()
+        self._quiet = quiet
         self._before: dict[int, object] = {}
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal came."""
+        return self._interrupts.asked
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._heard)
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._heard)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -39,11 +83,12 @@ class StopRequest:
         self._before.clear()
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        now_s = time.monotonic()
-        if self.asked and now_s - self._since_s > _ECHO_S:
+        heard = self._interrupts.hear()
+        if heard is Heard.SECOND:
             # Neither an `except` of the user's nor a save that is under way may hold this up. A terminal whose bar
             # has hidden the cursor gets it back.
             os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}\nlockstep: {KILLED}\n".encode())
             os._exit(RunError.exit_code)
-        if not self.asked:
-            self.asked, self._since_s = True, now_s
+        if heard is Heard.FIRST and not self._quiet:
+            with contextlib.suppress(OSError):  # the terminal may be what has gone
+                os.write(2, f"\nlockstep: {STOPPING}\n".encode())

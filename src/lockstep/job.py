@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from . import optim
@@ -19,6 +18,8 @@ from .data import sets
 from .data.order import Order
 from .errors import RequestError
 from .models import table as models_table
+from .models import trial
+from .models.weights import seed_weights
 from .nn import sync_batchnorm
 from .optim import Average, Optimizers
 from .precision import Precision
@@ -80,8 +81,8 @@ class Job:
 
     @property
     def replicas(self) -> int:
-        """Copies of the model that share out a micro-batch: one a rank, or a single rank's devices."""
-        return self.world.size if self.world.size > 1 else self.config.parallel.devices or 1
+        """Copies of the model that share out a micro-batch: one for each device of each rank."""
+        return self.world.size * len(self.strategy.devices)
 
     @property
     def evaluated_model(self) -> nn.Module:
@@ -91,7 +92,7 @@ class Job:
     @property
     def eval_batch(self) -> int:
         """Samples that a rank evaluates at once."""
-        parts = self.plan.ranks * self.plan.accumulation
+        parts = self.replicas * self.plan.accumulation
         return self.config.batch.eval_batch or -(-self.plan.global_size // parts)
 
     def order(self, epoch: int) -> Order:
@@ -140,11 +141,12 @@ class Batches:
             yield x, y, number == count - 1
 
 
-def assemble(config: RunConfig, world: World, *, accumulation: int | None = None) -> Job:
+def assemble(config: RunConfig, world: World, *, accumulation: int | None = None, only_evaluates: bool = False) -> Job:
     """Return the job that `config` asks for (*collective*).
 
     `accumulation` is the number of global micro-batches of a run that is being continued: it is part of the model,
-    and stays whatever the world has become. Raises `RequestError` for what cannot be honoured.
+    and stays whatever the world has become. A job that only evaluates has no batch that leaves a rank empty. Raises
+    `RequestError` for what cannot be honoured.
     """
     asked = config.batch
     plan = BatchPlan.solve(
@@ -170,13 +172,19 @@ def assemble(config: RunConfig, world: World, *, accumulation: int | None = None
             f"{asked.size}; use --batch {len(data.train)} or less."
         )
     model, batchnorm = _model(config, world, strategy, data)
+    if world.device.type == "cpu" and precision.channels_last and not config.precision.compile:
+        model = sync_batchnorm.fold(model)
     model = precision.place(model, world.device)
+    train = data.train
+    empty = not only_evaluates and plan.leaves_ranks_empty(len(train), drop_last=asked.drop_last)
+    with precision.autocast():
+        trial.check(config.model.name, model, classes=train.classes, shape=train.shape, dtype=train.dtype, empty=empty)
     if config.precision.compile:
         model.compile()
     optimizer = optim.build(model, config.optim)
     replica = strategy.wrap(model)
     # From here on the generators serve the model's own randomness alone, which each rank draws for itself.
-    seed_all(config.seed, world.rank)
+    seed_all(config.seed, world.rank, devices=strategy.devices)
     peak = optim.peak_lr(config.optim, plan.global_size)
     steps_per_epoch = plan.steps(len(data.train), drop_last=asked.drop_last)
     factor = optim.schedule(config.optim, steps_per_epoch=steps_per_epoch, epochs=config.epochs)
@@ -216,9 +224,8 @@ def _model(config: RunConfig, world: World, strategy: Strategy, data: Splits) ->
             f"--classes {classes} is less than the {data.train.classes} classes of {config.data.name}: labels would "
             f"lie outside the model's outputs; use {data.train.classes} or more."
         )
-    torch.manual_seed(config.seed)  # every rank draws the same weights
-    shape = data.train.shape
-    model = models_table.build(config.model.name, classes=classes, in_channels=shape[0], image_size=shape[-1])
+    seed_weights(config.seed)  # every rank draws the same ones
+    model = models_table.build_for(config.model.name, classes=classes, shape=data.train.shape)
     asked = config.parallel.batchnorm
     if asked == "sync" and not strategy.can_sync_batchnorm:
         raise RequestError(

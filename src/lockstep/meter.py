@@ -145,7 +145,7 @@ class Meter:
             "log",
             step=step,
             epoch=epoch,
-            loss=sum(losses) / images,
+            loss=rows[-1]["loss"],
             lr=lr,
             top1=top1,
             images_per_s=images / elapsed_s,

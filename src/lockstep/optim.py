@@ -57,14 +57,15 @@ class Average:
         self._share = 1 - decay
         self._ours: list[Tensor] = list(self.module.parameters())
         self._theirs: list[Tensor] = list(model.parameters())
-        self._buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
+        self._our_buffers: list[Tensor] = list(self.module.buffers())
+        self._their_buffers: list[Tensor] = list(model.buffers())
 
     @torch.no_grad()
     def update(self) -> None:
         """Take in the model's weights after a step."""
         torch._foreach_lerp_(self._ours, self._theirs, self._share)
-        for ours, theirs in self._buffers:
-            ours.copy_(theirs)
+        if self._our_buffers:
+            torch._foreach_copy_(self._our_buffers, self._their_buffers)
 
 
 def build(model: nn.Module, config: OptimConfig) -> Optimizers:
@@ -110,15 +111,23 @@ def peak_lr(config: OptimConfig, batch: int) -> float:
     """Return the peak rate for a global batch: `lr` times (batch ÷ base batch), its root, or 1.
 
     Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". Square root: Krizhevsky 2014, "One weird trick".
+    Raises `RequestError` where that is no finite number.
     """
     ratio = batch / config.base_batch if config.base_batch else 1.0
-    return config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_rule]
+    peak = config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_rule]
+    if not math.isfinite(peak):
+        raise RequestError(
+            f"--lr {config.lr:g} by --lr-rule {config.lr_rule} for a batch of {batch} instead of {config.base_batch} "
+            "is beyond any number; give a smaller --lr."
+        )
+    return peak
 
 
 def schedule(config: OptimConfig, *, steps_per_epoch: int, epochs: int) -> Schedule:
     """Return the factor on the peak rate as a function of the optimizer step.
 
-    The config speaks in epochs, as people do; here they become steps, rounded to the nearest.
+    The config speaks in epochs, as people do; here they become steps, rounded to the nearest. Raises `RequestError`
+    where the factor grows beyond any number.
     """
     total = steps_per_epoch * epochs
     warmup = round(config.warmup * steps_per_epoch)
@@ -151,6 +160,13 @@ def schedule(config: OptimConfig, *, steps_per_epoch: int, epochs: int) -> Sched
     after = {"constant": constant, "step": every, "multistep": multistep, "cosine": cosine, "onecycle": onecycle}[
         config.schedule
     ]
+    try:
+        after(total)
+    except OverflowError:
+        raise RequestError(
+            f"--gamma {config.gamma:g} raises the learning rate beyond any number before the last epoch; give a factor "
+            "below 1, or fewer cuts by --milestones."
+        ) from None
     return warmed if warmup and config.schedule != "onecycle" else after
 
 

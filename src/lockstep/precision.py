@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +49,10 @@ class Precision:
         if device.type == "cuda":
             # Trying algorithms for the fastest is worth it for fixed shapes, and gives other bits each time.
             torch.backends.cudnn.benchmark = not config.deterministic
-            products = "tf32" if name == "tf32" else "ieee"
-            torch.backends.cuda.matmul.fp32_precision = products
-            torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]
+            # Through torch's older switches: its compiler and cudnn.flags ask these, and raise where only the newer
+            # ones (fp32_precision) were set, for one kind of product.
+            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+            torch.backends.cudnn.allow_tf32 = name == "tf32"
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         return cls(
             name=name,
@@ -83,23 +84,18 @@ class Precision:
     def step(self, optimizers: Sequence[Optimizer], *, clip: float | None) -> Tensor | None:
         """Clip and apply the gradients; return the norm before clipping if `clip` is set.
 
-        Under fp16 the gradients are unscaled first, and a step with non-finite gradients changes nothing but the
-        scale. SGD and AdamW find that out on the device; for Muon, which has no fused kernel, the host waits for it.
+        Under fp16 the gradients are unscaled first, and where one of them is not finite, nothing changes but the scale.
         """
-        if self.scaler is not None:
+        if self.scaler is None:
+            norm = _clipped(optimizers, clip)
             for each in optimizers:
-                self.scaler.unscale_(each)
-        norm = None
-        if clip is not None:
-            parameters = [item for each in optimizers for group in each.param_groups for item in group["params"]]
-            norm = nn.utils.clip_grad_norm_(parameters, clip)
-        for each in optimizers:
-            if self.scaler is None:
                 each.step()
-            else:
-                self.scaler.step(each)
-        if self.scaler is not None:
-            self.scaler.update()
+            return norm
+        together = cast(Optimizer, _Together(optimizers))
+        self.scaler.unscale_(together)
+        norm = _clipped(optimizers, clip)
+        self.scaler.step(together)
+        self.scaler.update()
         return norm
 
     def state(self) -> dict[str, Any]:
@@ -110,6 +106,60 @@ class Precision:
         """Continue from what `state` returned."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+class _Together:
+    """Several optimizers that GradScaler takes for one: if a gradient of any is not finite, none steps.
+
+    To an optimizer with the attribute below GradScaler gives `found_inf`, a number on the device that is not 0 after an
+    overflow, and leaves the rest to its `step`; for any other the host waits for that number. torch's fused optimizers
+    take it as it is. For others, such as Muon, the step is made and then, on the device, taken back.
+    """
+
+    _step_supports_amp_scaling = True
+    found_inf: Tensor
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = optimizers
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+
+    def step(self) -> None:
+        """Step all of them, or none."""
+        for each in self.optimizers:
+            if getattr(each, "_step_supports_amp_scaling", False):
+                vars(each).update(grad_scale=None, found_inf=self.found_inf)
+                each.step()
+                del each.grad_scale, each.found_inf  # type: ignore[attr-defined]
+            else:
+                _step_unless(each, self.found_inf > 0)
+
+
+@torch.no_grad()
+def _step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
+    """Step, and put everything back as it was where `overflow` (0-dim, bool) holds, without asking the host.
+
+    That takes a copy of parameters and state for the time of the step. State made in this step becomes zeros, which is
+    what Muon's momentum begins with.
+    """
+    before = {held: held.clone() for held in _held(optimizer)}
+    optimizer.step()
+    for held in _held(optimizer):
+        held.copy_(torch.where(overflow, before.get(held, 0), held))
+
+
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors that a step changes: parameters and state."""
+    parameters = [item for group in optimizer.param_groups for item in group["params"]]
+    states = [value for item in parameters for value in optimizer.state[item].values() if isinstance(value, Tensor)]
+    return [*parameters, *states]
+
+
+def _clipped(optimizers: Sequence[Optimizer], clip: float | None) -> Tensor | None:
+    """Scale the gradients to a norm of at most `clip`, if it is set; return the norm before."""
+    if clip is None:
+        return None
+    parameters = [item for each in optimizers for group in each.param_groups for item in group["params"]]
+    return nn.utils.clip_grad_norm_(parameters, clip)
 
 
 def resolve(name: str, device: torch.device) -> str:

@@ -17,14 +17,22 @@ class Scores:
     samples: int
 
 
+COVERS = {
+    "top1 top5 loss best_top1": "the whole test set, by all ranks",
+    "epoch_s": "the whole run, resumed parts included",
+    "images_per_s": "all ranks' training images, since the last start",
+    "step_p50_s step_p95_s data_wait_s": "rank 0, since the last start",
+    "peak_memory_bytes": "the sum over all ranks of each process's peak: resident (host), allocated (device)",
+}
+"""Of whom, and since when, the numbers of a result are."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """The outcome of a run; the names are those of `summary.json`.
 
-    Accuracies and losses cover the whole test set and all ranks; `images_per_s` counts all ranks' training images;
-    `step_p50_s`, `step_p95_s` and `data_wait_s` are rank 0's; `peak_memory_bytes` is the sum over all ranks of
-    each process's peak resident memory (host) and of its peak allocation (device). Rates and step times are None where
-    this process trained no step.
+    `COVERS` says of whom each measured number is; it goes into the file too. Rates and step times are None where this
+    process trained no step.
     """
 
     top1: float
@@ -44,4 +52,4 @@ class RunResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON holds them."""
-        return dataclasses.asdict(self) | {"epoch_s": list(self.epoch_s)}
+        return dataclasses.asdict(self) | {"epoch_s": list(self.epoch_s), "covers": COVERS}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from . import checkpoint
-from .config import RunConfig, flatten
+from .config import RunConfig
 from .errors import RequestError
+from .options import flatten
 from .state import State
 from .world import World
 
@@ -40,6 +42,10 @@ _IDENTITY = (
 )
 
 
+EVALUATED = ("model", "classes", "data", "image-size", "ema")
+"""The options that an evaluation has to share with the run whose weights it takes."""
+
+
 def identity(config: RunConfig) -> dict[str, Any]:
     """Return the options that a continued run has to share with the one it continues."""
     flat = flatten(config)
@@ -56,13 +62,13 @@ def source(config: RunConfig) -> Path | None:
     return Path(asked)
 
 
-def load(config: RunConfig, world: World) -> State | None:
-    """Return the state to continue from, None for a fresh start (*collective*).
+def load(config: RunConfig, world: World, *, keys: Collection[str] = _IDENTITY) -> State | None:
+    """Return the state to continue from, None for a fresh start (*collective*); `keys` are the options it must share.
 
     Raises `RequestError`, on every rank, for a checkpoint that one cannot use or that is another run's, and where
     the ranks see different ones: a node without the run's folder would begin anew beside others that go on.
     """
-    state = world.together(lambda: _load(config))
+    state = world.together(lambda: _load(config, keys))
     path = source(config)
     seen = world.gather(None if path is None or state is None else checkpoint.fingerprint(path))
     for rank, theirs in enumerate(seen):
@@ -74,23 +80,20 @@ def load(config: RunConfig, world: World) -> State | None:
     return state
 
 
-def _load(config: RunConfig) -> State | None:
+def _load(config: RunConfig, keys: Collection[str]) -> State | None:
     path = source(config)
     if path is None:
         return None
     loaded = checkpoint.load(path)
-    _check_same_run(loaded.meta, config, path)
+    _check_same_run(loaded.meta, config, path, keys)
     return loaded
 
 
-def _check_same_run(meta: dict[str, Any], config: RunConfig, path: Path) -> None:
+def _check_same_run(meta: dict[str, Any], config: RunConfig, path: Path, keys: Collection[str]) -> None:
     saved, asked = meta["config"], identity(config)
-    differ = [f"--{key} {asked[key]} (it has {saved.get(key)})" for key in asked if asked[key] != saved.get(key)]
+    differ = [f"--{key} {asked[key]} (it has {saved.get(key)})" for key in keys if asked[key] != saved.get(key)]
     if differ:
-        raise RequestError(
-            f"{path} is another run's: asked for {', '.join(differ)}; continue it with its own values, "
-            "or start anew without --resume."
-        )
+        raise RequestError(f"{path} is another run's: asked for {', '.join(differ)}; take it with its own values.")
     accumulate = config.batch.accumulate
     if accumulate is not None and accumulate != meta["accumulation"]:
         raise RequestError(
@@ -104,7 +107,7 @@ def check_samples(meta: dict[str, Any], samples: int, config: RunConfig) -> None
     if meta["samples"] != samples:
         raise RequestError(
             f"The checkpoint was trained on {meta['samples']} samples, and {config.data.name} has {samples} here: "
-            "its order would be another; give it the same data, or start anew without --resume."
+            "its order would be another; give it the same data, or start a new run in another --output."
         )
 
 
@@ -118,5 +121,5 @@ def check_batchnorm(meta: dict[str, Any], batchnorm: str, replicas: int) -> None
         words = [f"{kind} of {count} replicas" if count else kind for kind, count in (before, now)]
         raise RequestError(
             f"The checkpoint was trained with batch statistics {words[0]}, and this run would take {words[1]}, which "
-            "is another model; continue with --batchnorm and --devices as they were."
+            "is another model; continue with --strategy, --batchnorm and --devices as they were."
         )

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from . import resume
-from .checkpoint import Checkpoints
-from .errors import RunError
+from .checkpoint import Checkpoints, find
+from .errors import RequestError, RunError
+from .folders import unwritable
 from .job import Job
 from .randomness import load_generators, save_generators
 from .record.base import Recorder
@@ -46,8 +47,14 @@ class Saver:
         self._recorder = recorder
         self._on_disk: int | None = None
         self._checkpoints: Checkpoints | None = None
-        if folder is not None and world.is_main:
-            self._checkpoints = Checkpoints(folder / "checkpoints", warn=self._warn, saved=self._saved)
+        if folder is not None:
+            self._checkpoints = world.together(lambda: self._open(folder) if world.is_main else None)
+
+    def _open(self, folder: Path) -> Checkpoints:
+        try:
+            return Checkpoints(folder / "checkpoints", warn=self._warn, saved=self._saved)
+        except OSError as error:
+            raise unwritable(folder / "checkpoints", error) from error
 
     def _warn(self, text: str) -> None:
         self._recorder.record("warning", text=text)
@@ -83,6 +90,16 @@ class Saver:
         last = "none before it was" if on_disk is None else f"the last one is of step {on_disk}: make room and {again}"
         return f", but its checkpoint could not be written; {last}."
 
+    def conclude(self, step: int) -> None:
+        """Wait until the last save is on the disk, and warn where it is not."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+            if self._on_disk != step:
+                newest = (
+                    "there is no checkpoint" if self._on_disk is None else f"the last one is of step {self._on_disk}"
+                )
+                self._warn(f"The weights of the last step, {step}, are not on the disk: {newest}.")
+
     def __enter__(self) -> Saver:
         return self
 
@@ -92,14 +109,26 @@ class Saver:
 
 
 def _check_weights(job: Job, step: int) -> None:
-    """Raise `RunError` where the weights are not finite: a loss can be finite and its gradients not."""
-    parameters: list[torch.Tensor] = list(job.model.parameters())
-    if not bool(torch.stack(torch._foreach_norm(parameters)).isfinite().all()):
-        bad = [name for name, item in job.model.named_parameters() if not bool(item.isfinite().all())]
+    """Raise `RunError` where weights or statistics are not finite: a loss can be finite and its gradients not."""
+    held = {name: item for name, item in job.model.state_dict().items() if item.is_floating_point() and item.numel()}
+    if not bool(torch.stack(torch._foreach_norm(list(held.values()))).isfinite().all()):
+        bad = [name for name, item in held.items() if not bool(item.isfinite().all())]
         raise RunError(
-            f"The weights after step {step} are not finite numbers ({', '.join(bad[:3])}), though the loss was; they "
-            "were not saved. Lower --lr, add --clip or --warmup, or use --precision fp32; the last checkpoint is good."
+            f"The weights or statistics after step {step} are not finite numbers ({', '.join(bad[:3])}), though the "
+            f"loss was; they were not saved. {remedy(job)}"
         )
+
+
+def remedy(job: Job) -> str:
+    """Return what to do about numbers that are not finite, and where the run can be taken up again."""
+    optim = job.config.optim
+    ways = ["lower --lr"]
+    ways += ["add --clip"] * (optim.clip is None) + ["add --warmup"] * (optim.warmup == 0)
+    ways += ["use --precision fp32"] * (job.precision.name in ("bf16", "fp16", "tf32"))
+    folder = job.config.record.output
+    kept = "" if folder is None or find(folder) is None else f"; the last checkpoint in {folder} is from before"
+    text = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
+    return f"{text[0].upper()}{text[1:]}{kept}."
 
 
 def _state(job: Job, progress: Progress) -> State:
@@ -122,7 +151,7 @@ def _state(job: Job, progress: Progress) -> State:
         "ranks": job.world.size,
         "samples": job.samples,
         "scaler": job.precision.state(),
-        "generators": save_generators(job.world),
+        "generators": save_generators(job.world, job.strategy.devices),
         "config": resume.identity(job.config),
     }
     return State(tensors, meta)
@@ -133,11 +162,17 @@ def restore(job: Job, loaded: State) -> Progress:
     meta = loaded.meta
     resume.check_samples(meta, job.samples, job.config)
     resume.check_batchnorm(meta, job.batchnorm, job.replicas)
+    if meta["step"] > job.total_steps:
+        raise RequestError(
+            f"The checkpoint is of step {meta['step']}, and this run would end at step {job.total_steps}; give more "
+            "--epochs or --max-steps, or start a new run in another --output."
+        )
     job.strategy.load_state(job.model, job.optimizer.each, loaded)
     if job.average is not None:
         load_model(job.average.module, loaded.part("ema"))
     job.precision.load_state(meta["scaler"])
-    load_generators(job.world, meta["generators"], job.config.seed, meta["step"])
+    devices = job.strategy.devices
+    load_generators(job.world, meta["generators"], job.config.seed, meta["step"], devices=devices)
     return Progress(
         step=meta["step"],
         epochs=meta["epochs"],
@@ -147,3 +182,10 @@ def restore(job: Job, loaded: State) -> Progress:
         scores=None if meta["scores"] is None else Scores(**meta["scores"]),
         evaluated=meta["evaluated"],
     )
+
+
+def restore_model(job: Job, loaded: State) -> None:
+    """Put a loaded state's weights into the job's model, and into the averaged one, for evaluation alone."""
+    job.strategy.load_state(job.model, (), loaded)
+    if job.average is not None:
+        load_model(job.average.module, loaded.part("ema"))

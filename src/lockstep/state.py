@@ -54,8 +54,7 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     ]
     if differences:
         raise RequestError(
-            f"The checkpoint is of another model: {'; '.join(differences)}. "
-            "Give the model it was trained with, or start anew without --resume."
+            f"The checkpoint is of another model: {'; '.join(differences)}. Give the model it was trained with."
         )
     with torch.no_grad():
         for name, value in own.items():

@@ -38,11 +38,20 @@ class World:
         return cls(Topology(), torch.device(device))
 
     @classmethod
-    def join(cls, topology: Topology, device: torch.device, store: Store, *, timeout_s: float) -> World:
+    def join(
+        cls,
+        topology: Topology,
+        device: torch.device,
+        store: Store,
+        *,
+        timeout_s: float,
+        form_s: float | None = None,
+    ) -> World:
         """Form the process group of all ranks over `store` and return it (*collective*).
 
         NCCL moves CUDA tensors, gloo everything else; both are set up where the device is a GPU. A collective
-        that waits longer than `timeout_s` for a rank raises in the others.
+        that waits longer than `timeout_s` for a rank raises in the others; forming the group waits `form_s`, by
+        default as long.
         """
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -50,9 +59,13 @@ class World:
             store=store,
             rank=topology.rank,
             world_size=topology.size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=timeout_s if form_s is None else form_s),
             device_id=device if device.type == "cuda" else None,
         )
+        if form_s is not None:
+            # Public from torch 2.15 on; before, the same function has a private name alone.
+            set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+            set_timeout(timedelta(seconds=timeout_s))
         return cls(topology, device, dist.group.WORLD)
 
     @property
@@ -84,6 +97,14 @@ class World:
         result = tensor.clone()
         dist.all_reduce(result, op, group=self.group)
         return result
+
+    def stack(self, tensor: Tensor) -> Tensor:
+        """Return every rank's `tensor`, in the order of the ranks: (ranks, *its shape) (*collective*)."""
+        if self.group is None:
+            return tensor[None]
+        flat = tensor.new_empty(self.group.size() * tensor.numel())
+        dist.all_gather_into_tensor(flat, tensor.reshape(-1).contiguous(), group=self.group)
+        return flat.view(-1, *tensor.shape)
 
     def gather(self, item: Any) -> list[Any]:
         """Return every rank's `item` (small and JSON-able), in the order of the ranks, on all ranks (*collective*)."""

@@ -6,12 +6,17 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep.config import RunConfig
 from lockstep.errors import ProofError, RequestError, Stopped
+from lockstep.interrupts import StopRequest
+from lockstep.launchers import stores
+from lockstep.launchers.claims import Claim
+from lockstep.launchers.rendezvous import RollCall
 from lockstep.world import World
 
 
@@ -82,6 +87,44 @@ def stubborn(config: RunConfig, world: World) -> None:
     next(batches)
     _note(config, world)
     time.sleep(120)
+
+
+def fed(config: RunConfig, world: World) -> None:
+    """Read from data workers, and end in the way that the config's data folder names while they go on."""
+    loader = torch.utils.data.DataLoader(
+        torch.arange(1000.0).unbind(), batch_size=1, num_workers=2, persistent_workers=True
+    )
+    next(batches := iter(loader))
+    world.barrier()
+    if config.data.dir.name == "stop":
+        raise Stopped("Enough.")
+    if config.data.dir.name == "raise":
+        _refuse()
+    del batches
+
+
+def lose(config: RunConfig, world: World) -> None:
+    """Send a signal, which the config's data folder names, to the rank that its seed names; the others wait for it."""
+    world.barrier()
+    if world.rank == config.seed:
+        os.kill(os.getpid(), signal.Signals[config.data.dir.name])
+    world.sum(torch.ones(1))
+
+
+def busy(config: RunConfig, world: World) -> None:
+    """Kill rank 1, while the others are in a long step and would hear a request to stop."""
+    world.barrier()
+    if world.rank == 1:
+        _killed()
+    with StopRequest():
+        time.sleep(30)
+
+
+def desert(path: str, rank: int, size: int) -> None:
+    """Answer the roll call at a file, and end with code 3 before the process group is formed."""
+    call = RollCall(stores.open_file(Path(path)), Claim(rank=rank, size=size, accelerator="cpu"))
+    call.take(60)
+    os._exit(3)
 
 
 def _note(config: RunConfig, world: World) -> None:

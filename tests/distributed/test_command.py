@@ -20,7 +20,7 @@ import pytest
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpoints
 from lockstep.cli.main import main
-from lockstep.config import from_toml, to_toml
+from lockstep.options import from_toml, to_toml
 from lockstep.state import State
 
 from ..command import Ended, command, end, events, gone, losses, processes, refusal, sentence, start, until, weights
@@ -195,7 +195,7 @@ def test_killed_at_any_step_a_run_ends_with_the_same_bits(
 
 def test_stopped_by_signals_a_run_saves_and_ends_with_the_same_bits(whole: Whole, tmp_path: Path) -> None:
     words = (*NET, *DDP, "--output", "run", "--resume", "auto")
-    for number, least in ((signal.SIGTERM, 7), (signal.SIGINT, 27)):
+    for number, least in ((signal.SIGTERM, 7), (signal.SIGINT, 17), (signal.SIGHUP, 30)):
         run = start(tmp_path, *words)
         family = _reached(run, tmp_path / "run", least)
         run.send_signal(number)
@@ -249,6 +249,9 @@ def test_a_finished_run_is_left_as_it_is_and_can_be_extended(whole: Whole, tmp_p
     assert weights(run) == weights(done)
     assert _summary(run)["top1"] == _summary(done)["top1"]
     assert _summary(run)["steps"] == STEPS
+    assert "is of step 50, and this run would end at step 20" in sentence(
+        command(tmp_path, *NET, "--max-steps", 20, *ONE, "--resume", "run"), code=2
+    )
     more = command(tmp_path, *NET, "--max-steps", STEPS + 3, *ONE, "--resume", "run")
     assert more.code == 0, more
     assert [step for step, _ in losses(run)] == list(range(1, STEPS + 4))
@@ -264,7 +267,7 @@ def test_what_is_another_run_is_refused(
     for option, value, had in (("--model", "mlp", "resnet8"), ("--batch", 32, 64), ("--seed", 1, 0)):
         said = refusal(capsys, *NET, *ONE, option, value, "--resume", "run")
         assert f"another run's: asked for {option} {value} (it has {had})" in said
-        assert "start anew without --resume" in said
+        assert "take it with its own values" in said
     assert "they are part of the model" in refusal(capsys, *NET, *ONE, "--accumulate", 2, "--resume", "run")
     assert "holds a run already: continue it with --resume auto" in refusal(capsys, *NET, *ONE, "--output", "run")
     assert "no such file or folder" in refusal(capsys, *NET, *ONE, "--resume", "nowhere")
@@ -274,8 +277,11 @@ def test_what_is_another_run_is_refused(
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     said = refusal(capsys, *NET, *ONE, "--resume", "auto", "--output", "run")
     assert "model.safetensors does not match its checksum" in said
-    assert f"the last good one is {older}: use --resume {older}" in said
+    assert f"the last good one is {older}: give that one instead" in said
     assert newest not in said
+    advised = _copy(run, tmp_path / "advised")
+    good = advised / "checkpoints" / "step-00000046"
+    assert command(tmp_path, *NET, *ONE, "--output", advised, "--resume", good.relative_to(tmp_path)).code == 0
     damaged.with_name("state.json").unlink()
     assert older in refusal(capsys, "eval", "run")
 
@@ -292,7 +298,8 @@ def test_what_is_another_run_is_refused(
     said = refusal(capsys, *NET, *ONE, "--resume", "other/last")
     assert f"The checkpoint is of another model: it lacks {names[0].removeprefix('model/')}." in said
     changed = {path for path, time_ns in before.items() if not path.exists() or path.stat().st_mtime_ns != time_ns}
-    assert {path.name for path in changed} <= {"last", "best", "step-00000050", "model.safetensors", "state.json"}
+    damaged_here = {"last", "best", "step-00000050", "model.safetensors", "state.json"}
+    assert {path.name for path in changed} <= {*damaged_here, ".lock"}  # who looked last
 
 
 # ---- evaluation
@@ -304,6 +311,8 @@ def test_a_checkpoint_has_the_scores_that_the_run_gave(whole: Whole, capsys: pyt
     said = f"test accuracy {scores['top1']:.2%}  top-5 {scores['top5']:.2%}  loss {scores['loss']:.4f}  360 images"
     two = command(run.parent, "eval", "run", "--devices", 2)
     assert (two.code, two.out.strip(), two.err) == (0, said, "")
+    many = command(run.parent, "eval", "run", "--devices", 3, "--batch", 2)  # no batch of two ranks' is split here
+    assert (many.code, many.out.strip()) == (0, said)
     best = max(events(run, "eval"), key=lambda row: row["top1"])
     one = command(run.parent, "eval", "run/checkpoints/best")
     assert (one.code, one.err) == (0, "")

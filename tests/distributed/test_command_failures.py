@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -34,11 +35,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_loss_that_is_no_number_names_step_rank_and_samples(folder: Path) -> None:
-    ended = command(folder, *TRAIN, *DDP, "--model", "tests.models:Exploding", "--output", "run")
+    ended = command(folder, *TRAIN, *DDP, "--model", "tests.models:Exploding", "--precision", "fp32", "--output", "run")
     said = sentence(ended, code=1)
     # Not a number from the fourth pass on, of which the rehearsal before the first step is one.
     assert said.startswith("The loss at step 3 is not a finite number on rank 0 and rank 1;")
-    assert "--lr" in said
+    assert "Traceback" not in ended.err
+    assert said.endswith("Lower --lr or add --clip.")  # what the run has not got already
     found = []
     for rank in (0, 1):
         told = json.loads((folder / "run" / "failures" / f"nonfinite_step_3_rank_{rank}.json").read_text())
@@ -86,6 +88,14 @@ def test_labels_outside_the_classes_are_refused(folder: Path, capsys: pytest.Cap
     assert "labels would lie outside" in refusal(capsys, *TRAIN, "--classes", 9, "--output", "other")
 
 
+def test_outputs_that_cannot_be_scored_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, *TRAIN, "--strategy", "single", "--model", "tests.models:TooFew")
+    assert "returns 9 scores a sample, and the labels are of 10 classes" in said
+    said = sentence(command(folder, *TRAIN, *DDP, "--model", "tests.models:Pair"))
+    assert "returns 2 things at once" in said
+    assert not list(folder.glob("runs/*"))
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk that is nearly full after a first checkpoint."""
@@ -105,6 +115,7 @@ def test_a_full_disk_stops_no_training(folder: Path, small_disk: Path) -> None:
     assert "The checkpoint of step 10 could not be written" in ended.err
     assert "No space left" in ended.err
     assert "training goes on" in ended.err
+    assert "The weights of the last step, 12, are not on the disk: the last one is of step 5." in ended.err
     assert "Traceback" not in ended.err
     assert checkpoint.load(run).meta["step"] == 5
     assert "done after 12 steps" in ended.out
@@ -126,7 +137,62 @@ def test_a_second_signal_ends_the_run_at_once(folder: Path) -> None:
     until(lambda: gone(family), 2)
 
 
+@pytest.mark.parametrize("strategy", [("--strategy", "single"), DDP], ids=["single", "ddp"])
+def test_a_stop_does_not_wait_for_the_end_of_an_evaluation(folder: Path, strategy: tuple[object, ...]) -> None:
+    words = (*TRAIN, *strategy, "--output", "run", "--resume", "auto", "--model", "tests.models:SlowToEvaluate")
+    run = start(folder, *words, "--eval-batch", 3)  # half a minute and more
+    until(lambda: bool(events(folder / "run", "evaluate")))
+    time.sleep(1)
+    run.send_signal(signal.SIGTERM)
+    sent_s = time.monotonic()
+    ended = end(run)
+    assert time.monotonic() - sent_s < 10
+    assert "Stopped on request at step 12 of 12 and saved" in sentence(ended, code=75)
+    assert "stopping: finishes the step" in ended.err
+    again = command(folder, *words)
+    assert again.code == 0, again
+    assert [row["step"] for row in events(folder / "run", "eval")] == [12]
+
+
+def test_two_runs_do_not_write_to_one_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = start(folder, *TRAIN, "--strategy", "single", "--model", "tests.models:Slow", "--output", "run")
+    until(lambda: bool(events(folder / "run", "start")))
+    for more in ((), ("--resume", "auto")):
+        said = refusal(capsys, *TRAIN, "--strategy", "single", *more, "--output", "run")
+        assert said.startswith("run is in use by another run (process ")
+    first.kill()  # without a chance to give the folder back
+    end(first)
+    assert command(folder, *TRAIN, "--strategy", "single", "--output", "run", "--resume", "auto").code == 0
+
+
 # ---- before training
+
+
+def test_a_run_that_is_refused_leaves_no_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refusal(capsys, *TRAIN, "--strategy", "single", "--classes", 9)
+    refusal(capsys, *TRAIN, "--strategy", "single", "--classes", 9, "--output", "run")
+    assert [path for path in folder.rglob("*") if path.name != "runs"] == []
+    (folder / "mine").mkdir()
+    (folder / "mine" / "notes.txt").touch()
+    refusal(capsys, *TRAIN, "--strategy", "single", "--classes", 9, "--output", "mine")
+    assert (folder / "mine" / "notes.txt").exists()
+
+
+def test_a_disk_that_is_full_at_the_start_is_refused(
+    folder: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(OSError), (small_disk / "full").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    said = refusal(capsys, *TRAIN, "--strategy", "single", "--output", small_disk / "run")
+    assert said.endswith("No space left on device; make room there, or give another --output.")
+
+
+def test_whether_a_run_goes_on_is_said(folder: Path) -> None:
+    words = (*TRAIN, "--strategy", "single", "--output", "run", "--resume", "auto")
+    assert "nothing to resume in run: a new run" in command(folder, *words).out
+    again = command(folder, *words, "--max-steps", 14)
+    assert "continuing at step 12 of 14, from run/checkpoints/last" in again.out
 
 
 def _free_port() -> int:

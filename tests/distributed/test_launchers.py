@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from lockstep.config import RunConfig, override
+from lockstep import hardware
+from lockstep.config import RunConfig
 from lockstep.errors import LockstepError, ProofError, RequestError, RunError
-from lockstep.launchers import stores
+from lockstep.launchers import rank, stores
 from lockstep.launchers.rendezvous import Claim, RollCall
 from lockstep.launchers.table import launch
+from lockstep.options import override
+from lockstep.topology import Topology
 
 from . import entries
 
@@ -33,11 +39,14 @@ def _config(**values: Any) -> RunConfig:
     return override(RunConfig(), accelerator="cpu", **values)
 
 
-def _start(entry: str, *, through: Sequence[str] = (), **values: Any) -> subprocess.Popen[str]:
+def _start(
+    entry: str, *, through: Sequence[str] = (), env: Mapping[str, str] | None = None, **values: Any
+) -> subprocess.Popen[str]:
     options = json.dumps({"accelerator": "cpu", **values})
     return subprocess.Popen(
         [sys.executable, *through, "-m", "tests.distributed.run_entry", entry, options],
         cwd=ROOT,
+        env={**os.environ, **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -71,7 +80,7 @@ def test_spawned_ranks_form_one_world(size: int) -> None:
     assert told["sum"] == [size, sum(range(size))]
     assert [rank[:3] for rank in told["ranks"]] == [[rank, rank, size] for rank in range(size)]
     assert len({os.getpid(), *(rank[3] for rank in told["ranks"])}) == size + 1
-    assert told["threads"] == [max(1, len(os.sched_getaffinity(0)) // size)] * size
+    assert told["threads"] == [max(1, hardware.cpus() // size)] * size
     assert told["interface"] == "lo"
     assert told["seed"] == 7
     assert not any(psutil.pid_exists(rank[3]) for rank in told["ranks"])
@@ -83,7 +92,7 @@ def test_spawned_ranks_form_one_world(size: int) -> None:
         ("raise", RunError, r"^Rank 1 failed at .*entries\.py:\d+: ValueError: labels reach 10$"),
         ("exit", RunError, r"^Rank 1 failed at .*entries\.py:\d+: it called sys\.exit\(3\)"),
         ("vanish", RunError, r"^Rank 1 exited with code 7 before it was done"),
-        ("killed", RunError, r"^Rank 1 was killed by SIGKILL"),
+        ("killed", RunError, r"^Rank 1 was killed by SIGKILL \(out of memory\?\); continue with --resume auto\.$"),
         ("refuse", RequestError, r"^The data set has no image\.$"),
         ("disprove", ProofError, r"^Rank 1 differs in fc\.weight\.$"),
     ],
@@ -102,6 +111,19 @@ def test_the_first_failing_rank_is_named_and_nobody_is_left(
         assert isinstance(caught.value, RunError)
         assert 'raise ValueError("labels reach 10")' in caught.value.trace
         assert "labels reach 10" in (tmp_path / "failures" / "rank_1.txt").read_text()
+
+
+def test_a_spawned_rank_that_stalls_is_named_and_ended() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(RunError, match=r"^Rank 1 did not come to a collective .*; continue with --resume auto\.$"):
+        launch(entries.lose, _config(devices=2, data_dir="SIGSTOP", seed=1, stall_timeout=2), {})
+    ranks = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    assert not [child for child in ranks if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+def test_ranks_that_are_left_are_not_asked_to_save() -> None:
+    code, _, err = _end(_start("busy", devices=2))
+    assert (code, err) == (1, "RunError: Rank 1 was killed by SIGKILL (out of memory?); continue with --resume auto.\n")
 
 
 def _noted(folder: Path, size: int) -> list[psutil.Process]:
@@ -126,12 +148,36 @@ def test_a_stop_reaches_every_rank_and_comes_back_as_one(tmp_path: Path) -> None
     assert _gone(ranks)
 
 
+def test_one_signal_from_two_senders_is_one_request(tmp_path: Path) -> None:
+    """When a terminal is closed, its kernel and its shell both send SIGHUP."""
+    run = tmp_path / "run"
+    words = ("--strategy", "ddp", "--devices", "2", "--accelerator", "cpu", "--epochs", "1000", "--output", str(run))
+    command = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "train", "digits", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    steps = run / "steps.jsonl"
+    _until(lambda: (steps.exists() and '"step"' in steps.read_text()) or command.poll() is not None, STARTED_S)
+    ranks = psutil.Process(command.pid).children(recursive=True)
+    command.send_signal(signal.SIGHUP)
+    time.sleep(0.02)
+    command.send_signal(signal.SIGHUP)
+    code, _, err = _end(command)
+    assert code == 75, err
+    assert "and saved" in err
+    assert list((run / "checkpoints").iterdir())
+    assert _gone(ranks)
+
+
 def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     command = _start("stubborn", devices=2, data_dir=str(tmp_path))
     processes = _noted(tmp_path, 2)
     assert len(processes) == 4
     command.terminate()
-    time.sleep(0.5)
+    time.sleep(0.7)
     assert not _gone(processes)
     command.terminate()
     code, _, err = _end(command)
@@ -147,6 +193,25 @@ def test_no_orphan_outlives_a_killed_parent(tmp_path: Path) -> None:
     _until(lambda: _gone(processes), 10)  # data workers look for their parent every 5 s
 
 
+@pytest.mark.parametrize("way", ["", "stop", "raise"])
+def test_data_workers_leave_nothing_behind(way: str, tmp_path: Path) -> None:
+    """Neither a word on stderr nor a file, however the rank ends."""
+    left = tmp_path / "left"
+    left.mkdir()
+    command = _start("fed", devices=2, data_dir=str(tmp_path / (way or "done")), env={"TMPDIR": str(left)})
+    code, _, err = _end(command)
+    told = {"": "", "stop": "Stopped: Enough.\n", "raise": "RequestError: The data set has no image.\n"}[way]
+    assert (code, err) == ({"": 0, "stop": 75, "raise": 2}[way], told)
+    assert list(left.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a torch that cannot use the GPUs says")
+def test_gpus_that_torch_cannot_use_are_refused_in_words_that_hold_for_auto_too() -> None:
+    resolved = override(RunConfig(), accelerator="cuda")
+    with pytest.raises(RequestError, match=r"^The driver shows GPUs, .* \(auto takes it too\), .* --accelerator cpu"):
+        rank.settle(resolved, {}, Topology())
+
+
 # ---- environment
 
 
@@ -155,7 +220,7 @@ def test_torchrun_starts_the_same_world() -> None:
     assert code == 0, err
     told = json.loads(out)
     assert told["sum"] == [2, 1]
-    assert told["threads"] == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
+    assert told["threads"] == [max(1, hardware.cpus() // 2)] * 2
     assert told["interface"] == "lo"
 
 
@@ -193,6 +258,73 @@ def test_ranks_started_by_hand_meet_and_leave_nothing(scheme: str, tmp_path: Pat
         assert [rank[:3] for rank in told["ranks"]] == [[0, 0, 2], [1, 1, 2]]
         assert told["interface"] == "lo"
         assert not meeting.exists()
+
+
+@pytest.mark.parametrize(("victim", "signal_name"), [(0, "SIGKILL"), (1, "SIGKILL"), (1, "SIGSTOP")])
+def test_a_rank_that_is_lost_or_stalls_is_one_sentence_on_the_others(
+    victim: int, signal_name: str, tmp_path: Path
+) -> None:
+    url = f"tcp://127.0.0.1:{_free_port()}"
+    values = {"init_method": url, "world_size": 2, "stall_timeout": 3, "seed": victim, "output": str(tmp_path)}
+    ranks = [_start("lose", rank=rank, data_dir=signal_name, **values) for rank in range(2)]
+    survivor = 1 - victim
+    code, _, err = _end(ranks[survivor])
+    ranks[victim].kill()
+    ranks[victim].communicate()
+    lost = {
+        "SIGKILL": rf"RunError: Rank {survivor} lost another rank while it waited for it in a collective "
+        r"\(Connection (closed|reset) by peer( at 127\.0\.0\.1)?\): that rank's own message, if it could leave one, "
+        r"says why; "
+        r"continue with --resume auto\.\n",
+        "SIGSTOP": rf"RunError: Rank {survivor} waited 3 s \(--stall-timeout\) in a collective for another rank, "
+        r"which hangs, was stopped or is cut off: end the ranks that are left, and continue with --resume auto\.\n",
+    }
+    assert code == 1
+    assert re.fullmatch(lost[signal_name], err), err
+    assert "Traceback" in (tmp_path / "failures" / f"rank_{survivor}.txt").read_text()
+
+
+def test_a_rank_lost_between_the_roll_call_and_the_group_is_noticed(tmp_path: Path) -> None:
+    url = f"file://{tmp_path / 'meeting'}"
+    waiting = _start("total", init_method=url, rank=0, world_size=2)
+    deserting = [sys.executable, "-c", f"from tests.distributed import entries; entries.desert({url[7:]!r}, 1, 2)"]
+    assert subprocess.run(deserting, cwd=ROOT, check=False).returncode == 3
+    lost_s = time.monotonic()
+    code, _, err = _end(waiting)
+    assert time.monotonic() - lost_s < 10  # of --timeout 60 and --stall-timeout 600
+    assert code == 1
+    assert re.fullmatch(
+        r"RankLostError: Rank 0: rank 1 \(process \d+ on \S+\) came, but ended before training began: "
+        r"its own message says why; then start all ranks again\.\n",
+        err,
+    )
+
+
+def test_a_rank_that_does_not_get_ready_is_waited_for_as_long_as_the_roll_call(tmp_path: Path) -> None:
+    door = _doors("file", tmp_path, [0])[0]
+    waiting = _start("total", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=2, timeout=5)
+    call = RollCall(door(), _claim(1, 2))
+    call.take(STARTED_S)
+    came_s = time.monotonic()
+    code, _, err = _end(waiting)
+    assert 4 < time.monotonic() - came_s < 15
+    assert code == 1
+    assert "rank 1 (process" in err
+    assert "did not get ready within --timeout 5 s" in err
+    call.leave(clean=False)
+
+
+def test_ranks_hear_that_one_was_stopped_while_it_waited(tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{_free_port()}"
+    first = _start("total", init_method=url, rank=0, world_size=3)
+    second = _start("total", init_method=url, rank=1, world_size=3)
+    probe = stores.connect("127.0.0.1", int(url.rpartition(":")[2]), STARTED_S)
+    _until(lambda: bool(probe.store.check(["claim/0", "claim/1"])), STARTED_S)
+    first.send_signal(signal.SIGINT)
+    code, _, err = _end(second)
+    _end(first)
+    assert code == 2
+    assert re.fullmatch(r"RequestError: tcp\S+ rank 0 \(process \d+ on \S+\) was stopped while .*\n", err)
 
 
 def test_a_file_left_by_a_killed_run_is_explained(tmp_path: Path) -> None:
@@ -314,6 +446,62 @@ def test_a_place_where_nobody_can_meet_is_one_sentence(tmp_path: Path) -> None:
                 door()
         assert time.monotonic() - start < 25
     assert (tmp_path / "notes.txt").read_text() == "not ours\n"
+
+
+@contextlib.contextmanager
+def _service(kind: str) -> Iterator[int]:
+    """Serve something that is no store; yield its port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def serve() -> None:
+            with contextlib.ExitStack() as peers, contextlib.suppress(OSError):
+                while True:
+                    peer = peers.enter_context(listener.accept()[0])
+                    if kind == "speaks":
+                        peer.sendall(b"SSH-2.0-OpenSSH\r\n")
+                    if kind == "closes":
+                        peer.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield int(listener.getsockname()[1])
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_another_service_at_the_address_is_one_sentence_and_nothing_else() -> None:
+    with contextlib.ExitStack() as services:
+        ports = {kind: services.enter_context(_service(kind)) for kind in ("speaks", "closes", "silent")}
+        ranks = [
+            _start("total", init_method=f"tcp://127.0.0.1:{ports[kind]}", rank=rank, world_size=2, timeout=2)
+            for kind, rank in (("speaks", 0), ("speaks", 1), ("closes", 1), ("silent", 1))
+        ]
+        told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports["speaks"])}
+        ranks.append(_start("total", timeout=2, env=told))
+        first, *others = [_end(rank) for rank in ranks]
+    for ended, words in ((first, "another program uses the port"), *((each, "not the store of") for each in others)):
+        code, out, err = ended
+        assert (code, out, len(err.splitlines())) == (2, "", 1), err
+        assert words in err
+
+
+def test_the_store_of_this_torch_is_known_by_its_answer() -> None:
+    assert stores._greeting_is_torchs()
+    meeting = stores.serve("127.0.0.1", port := _free_port(), 5)
+    other = stores.connect("127.0.0.1", port, 5)
+    other.store.set("word", "heard")
+    assert meeting.store.get("word") == b"heard"
+    assert other.is_open()
+
+
+def test_a_store_of_a_torch_that_greets_otherwise_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_GREETING", b"")  # which no store answers
+    monkeypatch.setattr(stores, "_PROBE_S", 1.0)
+    meeting = stores.serve("127.0.0.1", port := _free_port(), 5)
+    assert stores.connect("127.0.0.1", port, 1).store.set("word", "heard") is None
+    assert meeting.store.get("word") == b"heard"
 
 
 def test_a_store_listens_on_its_address_alone() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from lockstep import resume
-from lockstep.config import RunConfig, override
+from lockstep.config import RunConfig
 from lockstep.errors import RequestError
+from lockstep.options import override
 from lockstep.world import World
 
 from ..curves import curve

@@ -209,3 +209,17 @@ def _one_value(world: World) -> str:
 
 def test_one_value_has_no_variance_and_every_rank_says_so(pool: RankPool) -> None:
     assert all("more than 1 value per channel" in text for text in pool.run(2, _one_value))
+
+
+def _variance(world: World, x: torch.Tensor) -> list[float]:
+    layer = sync_batchnorm.convert(nn.BatchNorm1d(CHANNELS).double(), world)
+    layer(x[world.rank :: world.size])
+    return [float(each) for each in layer.running_var]
+
+
+def test_a_variance_far_smaller_than_the_mean_is_exact(pool: RankPool) -> None:
+    x = torch.randn(64, CHANNELS, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1e5
+    alone = nn.BatchNorm1d(CHANNELS).double()
+    alone(x)
+    for var in pool.run(2, _variance, x):
+        torch.testing.assert_close(torch.tensor(var, dtype=torch.float64), alone.running_var, rtol=1e-9, atol=0)

@@ -15,16 +15,19 @@ from lockstep.world import World
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use")
 
-TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
-@pytest.fixture
-def nccl() -> Iterator[World]:
-    """One rank in a process group of NCCL and gloo: its sums are exchanged, with itself."""
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    """One rank that takes itself for one of two, in a process group of NCCL and gloo: it exchanges with itself alone.
+
+    So everything that several ranks run is run, and the sums are this rank's own.
+    """
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     world = World.join(Topology(), device, HashStore(), timeout_s=60)
-    yield world
+    yield World(Topology(size=2, local_size=2), device, world.group)
     world.close()
 
 
@@ -50,8 +53,8 @@ def _trained(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor | None]:
     ],
 )
 @pytest.mark.parametrize("same_order", [True, False])
-def test_one_rank_gives_torchs_numbers(
-    nccl: World,
+def test_a_ranks_own_sums_give_torchs_numbers(
+    pair: World,
     dtype: torch.dtype,
     affine: bool,
     kind: type[nn.Module],
@@ -60,32 +63,33 @@ def test_one_rank_gives_torchs_numbers(
     same_order: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(5)
-    x, dy = (torch.randn(shape, generator=generator).to(nccl.device, dtype) + 2 for _ in range(2))
+    x, dy = (torch.randn(shape, generator=generator).to(pair.device, dtype) + 2 for _ in range(2))
     x = x.contiguous(memory_format=order)
     dy = dy.contiguous(memory_format=order) if same_order else dy
     whole = torch.float64 if dtype == torch.float64 else torch.float32
-    plain, other = (kind(5, affine=affine).to(nccl.device, whole) for _ in range(2))
+    plain, other = (kind(5, affine=affine).to(pair.device, whole) for _ in range(2))
     assert isinstance(other, nn.modules.batchnorm._BatchNorm)
-    found = _trained(SyncBatchNorm.of(other, nccl), x, dy)
+    found = _trained(SyncBatchNorm.of(other, pair), x, dy)
     close = TOLERANCES[dtype]
     torch.testing.assert_close(found, _trained(plain, x, dy), rtol=close, atol=close)
 
 
-def test_a_rank_without_a_sample_takes_part(nccl: World) -> None:
-    # Alone in its world it has no statistics to speak of; what counts is that every kernel takes an empty batch.
-    layer = SyncBatchNorm.of(nn.BatchNorm2d(3).to(nccl.device), nccl)
-    x = torch.zeros(0, 3, 4, 4, device=nccl.device, requires_grad=True)
+def test_a_rank_without_a_sample_takes_part(pair: World) -> None:
+    # With nobody else in its group it has no statistics to speak of; what counts is that every kernel takes no sample.
+    layer = SyncBatchNorm.of(nn.BatchNorm2d(3).to(pair.device), pair)
+    x = torch.zeros(0, 3, 4, 4, device=pair.device, requires_grad=True)
     y = layer(x)
     y.sum().backward()
     assert y.shape == x.shape
     assert x.grad is not None
     assert x.grad.shape == x.shape
+    assert [item.grad.tolist() for item in layer.parameters() if item.grad is not None] == [[0.0] * 3] * 2
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_the_host_never_waits(nccl: World, momentum: float | None) -> None:
-    layer = SyncBatchNorm.of(nn.BatchNorm2d(8, momentum=momentum).to(nccl.device), nccl)
-    x = torch.randn(4, 8, 6, 6, device=nccl.device, requires_grad=True)
+def test_the_host_never_waits(pair: World, momentum: float | None) -> None:
+    layer = SyncBatchNorm.of(nn.BatchNorm2d(8, momentum=momentum).to(pair.device), pair)
+    x = torch.randn(4, 8, 6, 6, device=pair.device, requires_grad=True)
     layer(x).sum().backward()  # the first exchange sets up NCCL
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -15,13 +15,17 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+import lockstep
 from lockstep import checkpoint, optim
-from lockstep.config import OptimConfig, PrecisionConfig, RunConfig, override
+from lockstep.config import OptimConfig, PrecisionConfig, RunConfig
 from lockstep.data import sets
-from lockstep.engine import train, train_step
+from lockstep.engine import advance, train
 from lockstep.job import assemble
+from lockstep.kinds import KINDS
+from lockstep.meter import Meter
+from lockstep.options import override
 from lockstep.precision import Precision
-from lockstep.strategies.table import TABLE
+from lockstep.record.base import Nothing
 from lockstep.topology import Topology
 from lockstep.world import World
 
@@ -74,7 +78,7 @@ def curve(world: World, folder: Path, **values: Any) -> Curve:
     return losses.by_step, {name: held.numpy() for name, held in checkpoint.load(folder).tensors.items()}
 
 
-@pytest.mark.parametrize("strategy", TABLE)
+@pytest.mark.parametrize("strategy", KINDS)
 @pytest.mark.parametrize("model", ["resnet8", "pyramidnet-20-48"])
 def test_a_gpu_trains_the_model_that_a_cpu_trains(nccl: World, tmp_path: Path, strategy: str, model: str) -> None:
     on_cpu = curve(World.alone(), tmp_path / "cpu", model=model)
@@ -137,7 +141,7 @@ def test_fp32_is_not_tf32_in_disguise(cuda: World) -> None:
         assert error("tf32") > 5 * error("fp32")
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_a_step_whose_fp16_gradients_overflow_changes_nothing_but_the_scale(
     cuda: World, optimizer: str, steps_before: int
@@ -167,11 +171,11 @@ def test_a_step_whose_fp16_gradients_overflow_changes_nothing_but_the_scale(
 
 def test_a_continued_fp16_run_keeps_its_scale(cuda: World, tmp_path: Path) -> None:
     curve(cuda, tmp_path, precision="fp16", max_steps=5)
-    scale = checkpoint.load(tmp_path).meta["scaler"]["scale"]
+    before = checkpoint.load(tmp_path).meta["scaler"]
     curve(cuda, tmp_path, precision="fp16", max_steps=10, resume="auto")
     after = checkpoint.load(tmp_path).meta["scaler"]
-    assert after["scale"] <= scale
-    assert after["_growth_tracker"] > 0
+    # It only falls with an overflow, and the steps since the last one are counted on.
+    assert after["scale"] < before["scale"] or after["_growth_tracker"] == before["_growth_tracker"] + 5
 
 
 def test_a_compiled_model_is_the_same_model(cuda: World, tmp_path: Path) -> None:
@@ -203,7 +207,16 @@ def test_deterministic_runs_give_the_same_bits(cuda: World, tmp_path: Path, mode
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"precision": "fp16"}, {"model": "tests.models:Dropped"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"model": "tests.models:Dropped"},
+        # Each GPU draws from a generator of its own.
+        {"model": "tests.models:Dropped", "strategy": "dp", "devices": max(1, torch.cuda.device_count())},
+    ],
+)
 def test_a_continued_run_ends_with_the_same_bits(cuda: World, tmp_path: Path, options: dict[str, Any]) -> None:
     # 30 steps an epoch: stopped within the second one, and continued past its end.
     values = {"deterministic": True, "schedule": "cosine", "epochs": 3, "max_steps": 70, "ema": 0.9} | options
@@ -222,29 +235,41 @@ def test_a_run_moves_between_gpu_and_cpu(cuda: World, tmp_path: Path, gpu_first:
     assert apart((first[0] | second[0], second[1]), curve(World.alone(), tmp_path / "stayed")) < LAW
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_step_never_makes_the_host_wait(cuda: World, precision: str) -> None:
-    options = {"precision": precision, "accumulate": 2, "augment": ["crop", "flip", "cutout"]}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "fp32"},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"precision": "fp16", "optimizer": "adamw", "lr": 1e-3},
+        {"precision": "fp16", "optimizer": "muon", "lr": 1e-3},
+    ],
+    ids=lambda options: "-".join(str(value) for value in options.values()),
+)
+def test_a_step_never_makes_the_host_wait(cuda: World, options: dict[str, Any]) -> None:
+    options = options | {"accumulate": 2, "augment": ["crop", "flip", "cutout"], "clip": 1.0, "ema": 0.9}
     job = assemble(override(RunConfig(), **NET | options), cuda)
     batches = iter(job.batches(0))
 
-    def step() -> None:
-        job.optimizer.set_lr(job.lr(0))
-        train_step(job, next(batches))
-        job.precision.step(job.optimizer.each, clip=1.0)
-        job.optimizer.zero_grad()
-
-    for _ in range(3):  # the first steps may allocate and choose algorithms
-        step()
+    meter = Meter(cuda, Nothing(), log_every=100, total_steps=job.total_steps)
+    for step in range(3):  # the first steps may allocate and choose algorithms
+        advance(job, step, next(batches), meter)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(5):
-            step()
+        for step in range(3, 8):
+            advance(job, step, next(batches), meter)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("strategy", TABLE)
+def _environment() -> dict[str, str]:
+    """Return ours, so that the command finds this package, and has to set up cuBLAS by itself."""
+    path = os.pathsep.join(filter(None, [str(Path(lockstep.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    kept = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    return kept | {"PYTHONPATH": path}
+
+
+@pytest.mark.parametrize("strategy", KINDS)
 @pytest.mark.parametrize("launcher", ["auto", "torchrun"])
 def test_the_command_trains_on_the_gpu(tmp_path: Path, strategy: str, launcher: str) -> None:
     start = [sys.executable, "-m"]
@@ -255,7 +280,7 @@ def test_the_command_trains_on_the_gpu(tmp_path: Path, strategy: str, launcher: 
     done = subprocess.run(
         [*start, "lockstep", "train", "digits", *flags],
         cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"},
+        env=_environment(),
         capture_output=True,
         text=True,
         timeout=200,

@@ -98,3 +98,25 @@ def test_a_batch_that_leaves_ranks_without_work_is_refused() -> None:
         BatchPlan.solve(2, 3)
     with pytest.raises(RequestError, match="use --accumulate 3 or less, or --batch 12 or more"):
         BatchPlan.solve(10, 3, accumulation=4)
+    with pytest.raises(RequestError, match=r"; use --batch 8 or 12, or --micro-batch 2 or more\.$"):
+        BatchPlan.solve(10, 4, micro_size=1)
+
+
+@given(plans(), st.integers(1, 40))
+def test_the_batch_sizes_advised_for_a_micro_size_work(plan: BatchPlan, micro: int) -> None:
+    try:
+        BatchPlan.solve(plan.global_size, plan.ranks, micro_size=micro)
+    except RequestError as error:
+        sizes = [int(word.strip(",")) for word in str(error).partition("--batch ")[2].split() if word[0].isdigit()]
+        below, above, larger = sizes
+        assert below < plan.global_size < above
+        for size in (below, above):
+            BatchPlan.solve(size, plan.ranks, micro_size=micro)
+        BatchPlan.solve(plan.global_size, plan.ranks, micro_size=larger)
+
+
+@given(plans(), sizes, st.booleans())
+def test_it_is_known_whether_a_share_is_empty(plan: BatchPlan, samples: int, drop_last: bool) -> None:
+    batches = [plan.batch(step, samples) for step in range(plan.steps(samples, drop_last=drop_last))]
+    shares = [share for batch in batches for rank in range(plan.ranks) for share in plan.split(*batch, rank)]
+    assert plan.leaves_ranks_empty(samples, drop_last=drop_last) == any(len(share) == 0 for share in shares)

@@ -379,7 +379,7 @@ def test_damage_names_the_file_and_the_newest_good_checkpoint(tmp_path: Path, na
     with pytest.raises(RequestError, match=name) as refusal:
         load(folder / "last")
     good = folder / "step-00000002"
-    assert str(refusal.value).endswith(f"the last good one is {good}: use --resume {good}.")
+    assert str(refusal.value).endswith(f"the last good one is {good}: give that one instead.")
     assert load(good).meta["step"] == 2
     # With that one damaged too, the next is offered; with none left, it says so.
     for other, offer in ((2, f"{folder}/step-00000001:"), (1, "no other good one")):
@@ -419,3 +419,21 @@ def test_foreign_things_are_refused(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"who": "someone else"}')
     with pytest.raises(RequestError, match=r"holds no lockstep checkpoint"):
         load(tmp_path)
+
+
+def test_an_old_checkpoint_that_cannot_go_costs_no_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(folder: Path) -> None:
+        raise OSError(39, "Directory not empty")
+
+    ear = Ear()
+    saver = ear.open(tmp_path / "checkpoints")
+    monkeypatch.setattr(checkpoint, "_delete", busy)
+    for step in (1, 2, 3):
+        saver.save(state_of(step), step=step, best=True)
+    saver.close()
+    assert (ear.saved, ear.warnings) == ([1, 2, 3], [])
+    monkeypatch.undo()
+    saver = ear.open(tmp_path / "checkpoints")
+    saver.save(state_of(4), step=4, best=True)
+    saver.close()
+    assert names(tmp_path / "checkpoints") == ["best", "last", "step-00000003", "step-00000004"]

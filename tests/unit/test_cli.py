@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep import hardware
-from lockstep.cli import flags
+from lockstep.cli import flags, info
 from lockstep.cli.main import VERBS, main
-from lockstep.config import flatten, leaves, recipe, recipes
 from lockstep.errors import RequestError
+from lockstep.options import flatten, leaves, recipe, recipes, to_toml
 
-from ..command import refusal
+from ..command import Ended, refusal, sentence
 
 GONE = "a-folder-that-is-not-there"
 
@@ -28,10 +30,36 @@ GONE = "a-folder-that-is-not-there"
         ("train digits --modle x", "Unknown flag '--modle': did you mean --model"),
         ("train digits --no-batch", "Unknown flag '--no-batch': did you mean --batch"),
         ("train --batch 64 digits", "'digits' belongs to no flag; a recipe comes first"),
-        ("train digits extra", "Unrecognized options: extra;"),
-        ("train digits --batch", "Missing value for argument '--batch'"),
-        ("train digits --batch two", "Error parsing --batch: invalid literal for int() with base 10: 'two';"),
-        ("train digits --milestones 1 x", "Error parsing --milestones"),
+        ("train digits extra", "'extra' belongs to no flag; lockstep train --help lists all."),
+        ("train digits --batch", "--batch lacks its value; give a whole number."),
+        ("train digits --batch two", "--batch two: give a whole number."),
+        ("train digits --batch=2.5", "--batch 2.5: give a whole number."),
+        ("train digits --batch 3 4", "'4' belongs to no flag"),
+        ("train digits --clip x", "--clip x: give a number."),
+        ("train digits --milestones 1 x", "--milestones x: give a list of numbers."),
+        ("train digits --output=", "--output '': give a path."),
+        ("train digits --nesterov true", "takes no value, found 'true'; write --nesterov or --no-nesterov."),
+        ("train digits --no-download x", "'x' belongs to no flag"),
+        ("train digits --config", "--config lacks its value; give a path."),
+        ("train digits -batch 3", "Unknown flag '-batch': did you mean --batch?"),
+        ("train digits -b 3", "Unknown flag '-b': did you mean --batch?"),
+        ("train digits --xyzzy", "Unknown flag '--xyzzy': no name is like it. lockstep train --help lists all."),
+        ("train digits --model xyzzy", "Unknown model 'xyzzy': no name is like it. lockstep info lists models"),
+        ("train digits --learning_rate 1", "did you mean --lr?"),
+        ("train digits --learning-rate 1", "did you mean --lr?"),
+        ("train digits --batch-size 1", "did you mean --batch?"),
+        ("train digits --bs 1", "did you mean --batch?"),
+        ("train digits --num-workers 1", "did you mean --workers?"),
+        ("train digits --nproc 1", "did you mean --devices?"),
+        ("train digits --num-gpus 1", "did you mean --devices?"),
+        ("train digits --ngpus 1", "did you mean --devices?"),
+        ("train digits --dataset x", "did you mean --data?"),
+        ("train digits --amp", "did you mean --precision?"),
+        ("train digits --fp16", "did you mean --precision?"),
+        ("train digits --bf16", "did you mean --precision?"),
+        ("train digits --wd 1", "did you mean --weight-decay?"),
+        ("train digits --gpu 1", "did you mean --gpus?"),
+        ("train digits --no-downlod", "did you mean --no-download"),
         ("train digits --strategy dpp", "Unknown strategy 'dpp': did you mean dp or ddp?"),
         ("train digits --launcher spwan", "Unknown launcher 'spwan': did you mean spawn?"),
         ("train digits --data digit", "Unknown data set 'digit': did you mean digits?"),
@@ -42,15 +70,25 @@ GONE = "a-folder-that-is-not-there"
         ("train digits --optimizer sdg", "Unknown optimizer 'sdg': did you mean sgd?"),
         ("train digits --schedule cosin", "Unknown schedule 'cosin': did you mean cosine"),
         ("train digits --lr-rule liner", "Unknown learning-rate rule 'liner': did you mean linear"),
-        ("train digits --accelerator gpu", "Unknown accelerator 'gpu'"),
+        ("train digits --accelerator gpu", "Unknown accelerator 'gpu': did you mean cuda?"),
         ("train digits --batchnorm snyc", "Unknown value of --batchnorm 'snyc': did you mean sync?"),
         ("train digits --augment crop flup", "Unknown augmentation 'flup': did you mean flip?"),
-        ("train digits --lr 0", "--lr 0.0: give a finite number above 0."),
-        ("train digits --lr nan", "--lr nan: give a finite number above 0."),
+        ("train digits --lr 0", "--lr 0.0: give a number above 0."),
+        ("train digits --lr nan", "--lr nan: give a finite number."),
+        ("train digits --lr inf", "--lr inf: give a finite number."),
+        ("train digits --warmup inf", "--warmup inf: give a finite number."),
+        ("train digits --ema nan", "--ema nan: give a finite number."),
+        ("train digits --milestones 1 nan", "--milestones nan: give a finite number."),
+        ("train digits --stall-timeout inf", "--stall-timeout inf: give a finite number."),
+        ("train digits --timeout 1e9", "--timeout 1e+09: give seconds above 0, and at most a year."),
+        ("train digits --warmup 21", "--warmup 21 (in epochs) is longer than the run's --epochs 20"),
+        ("train digits --classes 0", "--classes 0: give 1 or more."),
+        ("train digits --gamma -1", "--gamma -1.0: give a factor above 0."),
+        ("train digits --base-batch 0", "--base-batch 0: give 1 or more."),
         ("train digits --epochs -1", "--epochs -1: give 1 or more."),
         ("train digits --seed -1", "--seed -1: give a number from 0"),
         ("train digits --lr-rule linear", "add --base-batch N"),
-        ("train digits --schedule multistep", "needs rising --milestones in epochs, found []"),
+        ("train digits --schedule multistep", "needs rising --milestones in epochs, found none."),
         ("train digits --accumulate 2 --micro-batch 3", "say the same thing twice"),
         ("train digits --batch 2 --devices 3", "Global batch 2 does not split into 3 ranks: each needs at least one"),
         ("train digits --batch 1 --devices 3", "use --batch 3 or more, or at most 1 rank."),
@@ -63,10 +101,12 @@ GONE = "a-folder-that-is-not-there"
         ("train digits --strategy single --devices 2", "take ddp or one device"),
         ("train digits --devices 2 --gpus 0", "--devices 2 disagrees with --gpus 0"),
         ("train digits --gpus a", "--gpus a: give different indices with commas"),
-        (f"train digits --config {GONE}.toml", f"--config {GONE}.toml cannot be read"),
+        (f"train digits --config {GONE}.toml", f"{GONE}.toml cannot be read: No such file or directory."),
         (f"train digits --data imagefolder --data-dir {GONE}", f"{GONE}/train is not there; give --data-dir"),
         (f"train digits --data cifar10 --no-download --data-dir {GONE}", f"needs {GONE}/cifar-10-batches-py"),
         (f"eval {GONE}", f"{GONE} lies in no run's folder"),
+        ("eval", "lockstep eval lacks the run to evaluate, which comes first"),
+        ("eval --devices 2", "lockstep eval lacks the run to evaluate, which comes first"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(
@@ -97,6 +137,16 @@ def test_a_damaged_data_set_is_refused_before_anything_starts(
     assert str(folder) in said
 
 
+@pytest.mark.parametrize("words", ["--epochs 3", "--output x", "--resume auto", "--log-every 9"])
+def test_an_evaluation_refuses_what_it_could_only_ignore(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text(to_toml(recipe("digits")))
+    said = refusal(capsys, "eval", tmp_path, *words.split())
+    assert said.startswith(f"lockstep eval has no use for {words.split()[0]}")
+    assert "'extra' belongs to no flag" in refusal(capsys, "eval", tmp_path, "extra")
+
+
 def test_refusals_and_help_import_no_torch() -> None:
     code = (
         "import sys; from lockstep.cli.main import main\n"
@@ -119,6 +169,35 @@ def test_help_names_every_verb_and_every_flag(capsys: pytest.CaptureFixture[str]
         main(["train", "--help"])
     told = capsys.readouterr().out
     assert [leaf.key for leaf in leaves() if f"--{leaf.key} " not in told and f"--{leaf.key}," not in told] == []
+
+
+def _lockstep(words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "lockstep", *words.split()], text=True, check=False, **options)
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "info", "train --help", "eval --help"])
+def test_what_cannot_be_written_is_one_sentence(words: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = _lockstep(words, stdout=full, stderr=subprocess.PIPE)
+    assert sentence(Ended(ended.returncode, "", ended.stderr), code=1).endswith("No space left on device.")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", ["--help", "info", "train --help"])
+def test_a_reader_that_has_gone_hears_nothing(words: str) -> None:
+    gone, ours = os.pipe()
+    os.close(gone)
+    ended = _lockstep(words, stdout=ours, stderr=subprocess.PIPE)
+    os.close(ours)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("words", ["--help", "info", "train --help", "train digits --lr-rule linéar"])
+def test_a_terminal_of_plain_ascii_is_spoken_to(words: str) -> None:
+    ended = _lockstep(words, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "80"})
+    assert ended.returncode == (2 if "linéar" in words else 0)
+    assert "lockstep" in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_info_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,3 +228,21 @@ def test_every_flag_reaches_its_option() -> None:
     assert (found["model"], found["gpus"], found["milestones"]) == ("mlp", "1,0", [1.0, 2.5])
     assert (found["clip"], found["drop-last"], found["rank"], found["world-size"]) == (1.0, True, 0, 1)
     assert flags.parse(["--data_dir", "x"], prog="lockstep train").data.dir == Path("x")
+    assert flags.parse(["digits", "--augment", "--lr=1e-2"], prog="lockstep train").data.augment == ()
+    assert flags.parse(["digits", "--augment=crop", "flip"], prog="lockstep train").data.augment == ("crop", "flip")
+    assert flags.parse(["--clip", "none", "--classes", "None"], prog="lockstep train").optim.clip is None
+    with pytest.raises(RequestError, match="--epochs -1: give 1 or more"):
+        flags.parse(["--epochs", "-1"], prog="lockstep train")
+
+
+def test_a_sentence_is_printed_letter_by_letter(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sentence = "Rank 0 failed at models.py:100: ValueError: [bold] \\[x] :smile:"
+
+    def fail(given: list[str]) -> int:
+        raise RequestError(sentence)
+
+    monkeypatch.setattr(info, "main", fail)
+    assert main(["info"]) == 2
+    assert capsys.readouterr().err == f"lockstep: {sentence}\n"

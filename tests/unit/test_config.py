@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.config import RunConfig, flatten, from_toml, leaves, override, read_toml, recipe, recipes, to_toml
+from lockstep.config import RunConfig
 from lockstep.errors import RequestError
+from lockstep.options import flatten, from_toml, leaves, override, read_toml, recipe, recipes, to_toml
 
 FLAGS = """
 model classes
@@ -84,20 +85,42 @@ def test_options_that_check_one_another_are_set_together() -> None:
     ("values", "words"),
     [
         ({"bacth": 3}, "Unknown option in override 'bacth': did you mean batch"),
-        ({"batch": "3"}, "batch in override is '3'; it takes int"),
-        ({"batch": 3.0}, "it takes int"),
-        ({"batch": True}, "it takes int"),
-        ({"lr": "0.1"}, "it takes float"),
-        ({"lr": True}, "it takes float"),
-        ({"download": 1}, "it takes bool"),
-        ({"augment": "crop"}, "it takes tuple"),
-        ({"augment": [1]}, "it takes tuple"),
-        ({"batch": None}, "it takes int"),
-        ({"clip": "x"}, "it takes float or nothing"),
+        ({"batch": "3"}, 'batch in override is "3"; it takes a whole number'),
+        ({"batch": 3.0}, "it takes a whole number"),
+        ({"batch": True}, "it takes a whole number"),
+        ({"lr": "0.1"}, "it takes a number"),
+        ({"lr": True}, "it takes a number"),
+        ({"download": 1}, "it takes true or false"),
+        ({"augment": "crop"}, "it takes a list of words"),
+        ({"augment": [1]}, r"augment in override is \[1\]; it takes a list of words"),
+        ({"batch": None}, "it takes a whole number"),
+        ({"clip": "x"}, "it takes a number"),
         ({"batch": 0}, "--batch 0: give 1 or more"),
         ({"momentum": 1.0}, "--momentum 1.0"),
-        ({"nesterov": True, "momentum": 0.0}, "needs --momentum above 0"),
-        ({"lr": float("inf")}, "--lr inf"),
+        ({"momentum": -0.1}, "--momentum -0.1"),
+        ({"nesterov": True, "momentum": 0.0}, "--momentum is 0; give more, or --no-nesterov"),
+        ({"lr": float("inf")}, "--lr inf: give a finite number"),
+        ({"lr": 10**400}, "it takes a number"),
+        ({"weight_decay": float("nan")}, "--weight-decay nan: give a finite number"),
+        ({"weight_decay": -1}, "--weight-decay -1.0"),
+        ({"clip": float("inf")}, "--clip inf: give a finite number"),
+        ({"ema": float("nan")}, "--ema nan: give a finite number"),
+        ({"label_smoothing": float("nan")}, "--label-smoothing nan: give a finite number"),
+        ({"gamma": 0}, "--gamma 0.0: give a factor above 0"),
+        ({"milestones": [1, float("inf")]}, "--milestones inf: give a finite number"),
+        ({"warmup": float("inf")}, "--warmup inf: give a finite number"),
+        (
+            {"warmup": 3.5, "epochs": 3},
+            r"--warmup 3.5 \(in epochs\) is longer than the run's --epochs 3.*--warmup 3 or",
+        ),
+        ({"timeout": float("inf")}, "--timeout inf: give a finite number"),
+        ({"stall_timeout": 1e12}, "--stall-timeout 1e\\+12: give seconds above 0, and at most a year"),
+        ({"classes": 0}, "--classes 0: give 1 or more"),
+        ({"workers": -1}, "--workers -1: give 0 or more"),
+        ({"image_size": 0}, "--image-size 0: give 1 or more pixels"),
+        ({"samples": 2**63}, "give a number below 2"),
+        ({"base_batch": 0}, "--base-batch 0: give 1 or more"),
+        ({"output": ""}, 'output in override is ""; it takes a path'),
         ({"ema": 1.0}, "--ema 1.0"),
         ({"schedule": "multistep", "milestones": [3, 2]}, "rising"),
         ({"schedule": "step", "milestones": [3, 4]}, "one --milestones value"),
@@ -111,7 +134,15 @@ def test_what_no_run_can_honour_never_exists(values: dict[str, Any], words: str)
         override(RunConfig(), **values)
 
 
+def test_what_is_legal_at_the_edge_passes() -> None:
+    legal = {"warmup": 3, "epochs": 3, "gamma": 2.0, "workers": 0, "momentum": 0, "milestones": [1, 99], "samples": 4}
+    override(RunConfig(), schedule="multistep", timeout=366 * 24 * 3600, **legal)
+
+
 def test_text_that_is_no_toml_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"model = 'r\xe9seau'")
+    with pytest.raises(RequestError, match="not text in UTF-8"):
+        read_toml(tmp_path / "latin")
     with pytest.raises(RequestError, match="not valid TOML"):
         from_toml("batch = = 3")
     with pytest.raises(RequestError, match="cannot be read"):

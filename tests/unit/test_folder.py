@@ -203,6 +203,16 @@ def test_damaged_images_are_left_out_and_counted_where_asked(small: Path) -> Non
     assert torch.equal(x[:3], fetch(whole.train, range(3))[0])
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_class_whose_images_are_all_damaged_is_refused(small: Path, split: str) -> None:
+    images = sorted((small / split / "bees").iterdir())
+    for path in images:
+        truncate(path)
+    sentence = rf"leaves class folder \S+/{split}/bees without an image: none of its {len(images)} can be decoded, "
+    with pytest.raises(RequestError, match=sentence + images[0].name):
+        made(small, skip_corrupt=True)
+
+
 def test_an_empty_class_is_refused(small: Path) -> None:
     (small / "train" / "wasps").mkdir()
     (small / "train" / "wasps" / "readme.txt").write_text("soon")

@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from lockstep.interrupts import StopRequest
+from lockstep.interrupts import STOPPING, StopRequest
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks(number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_asks(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with StopRequest() as stop:
         assert not stop.asked
@@ -24,6 +24,17 @@ def test_the_first_signal_asks(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)  # so soon, it is the first one passed on by a launcher
         assert stop.asked
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert capfd.readouterr().err.strip() == f"lockstep: {STOPPING}"
+
+
+def test_under_nohup_a_terminal_that_goes_changes_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(quiet=True) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_after_an_exception_the_handlers_are_back() -> None:
@@ -65,4 +76,6 @@ def test_the_second_signal_ends_the_process_at_once() -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=5)
     assert process.returncode == 1
-    assert err.decode().strip().startswith("lockstep: Killed by a second signal, without saving;")
+    asked, killed = filter(None, err.decode().splitlines())
+    assert asked == f"lockstep: {STOPPING}"
+    assert killed.startswith("lockstep: Killed by a second signal, without saving;")

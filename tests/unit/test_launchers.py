@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pynvml
 import pytest
 
 from lockstep import failures, hardware
-from lockstep.config import RunConfig, override
+from lockstep.config import RunConfig
 from lockstep.errors import ProofError, RequestError, RunError, Stopped
 from lockstep.hardware import Gpu
-from lockstep.launchers import claims, devices, environment, table
+from lockstep.launchers import claims, devices, environment, rank, spawn, table
+from lockstep.options import override
 from lockstep.topology import Topology
 
 TORCHRUN = {
@@ -56,15 +62,14 @@ def test_a_launcher_is_chosen_without_torch() -> None:
         ({"init_method": "tcp://h:1", "rank": 0, "world_size": 2}, TORCHRUN, "manual", "ddp"),
         ({"init_method": "file:///x", "rank": 0, "world_size": 2}, {}, "manual", "ddp"),
         ({"launcher": "spawn"}, {}, "spawn", "single"),
+        ({"launcher": "spawn", "devices": 2}, {"RANK": "0", "WORLD_SIZE": "1"}, "spawn", "ddp"),
     ],
 )
 def test_auto_finds_the_launcher_and_the_strategy(
     options: dict[str, Any], env: dict[str, str], launcher: str, strategy: str
 ) -> None:
     resolved = table.resolve(_config(**options), env)
-    choice = table.choose(resolved, env)
-    assert (choice.name, choice.launcher.name, resolved.parallel.strategy) == (launcher, launcher, strategy)
-    assert choice.why
+    assert (table.choose(resolved, env).name, resolved.parallel.strategy) == (launcher, strategy)
     assert table.resolve(resolved, env) == resolved
 
 
@@ -76,11 +81,36 @@ def test_auto_finds_the_launcher_and_the_strategy(
         ({"strategy": "single", "devices": 2}, {}, "uses one device, but 2"),
         ({"strategy": "dp", "nodes": 2}, {}, "--strategy dp is one process, but 2 ranks"),
         ({"strategy": "dp"}, TORCHRUN, "--strategy dp is one process, but 4 ranks"),
+        (
+            {"launcher": "spawn", "devices": 2, "rank": 0, "world_size": 2, "init_method": "tcp://h:1"},
+            {},
+            "--launcher spawn starts its ranks itself: --init-method tcp://h:1, --rank 0, --world-size 2 belong to "
+            "--launcher manual; drop them, or take --launcher manual.",
+        ),
+        ({"launcher": "inline", "world_size": 1}, {}, "inline is this process alone: --world-size 1 belongs to"),
+        ({"launcher": "spawn", "init_method": "env://"}, {}, "--init-method env:// belongs to --launcher manual"),
+        (
+            {"launcher": "spawn", "devices": 2},
+            TORCHRUN,
+            "environment's RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2 say that another program, such as "
+            "torchrun, has started 4 ranks, and each would be a run of its own; leave --launcher out, or, if they are "
+            "left over: unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE.",
+        ),
+        (
+            {"launcher": "environment", "init_method": "tcp://h:1"},
+            TORCHRUN,
+            "meet at the environment's MASTER_ADDR and MASTER_PORT: --init-method tcp://h:1 belongs to",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], env: dict[str, str], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         table.choose(_config(**options), env)
+
+
+def test_flags_that_agree_with_the_environment_are_taken() -> None:
+    agreeing = _config(launcher="environment", init_method="env://", rank=3, world_size=4)
+    assert table.choose(agreeing, TORCHRUN).name == "environment"
 
 
 @pytest.mark.skipif(bool(hardware.gpus(None)), reason="says what a machine without a GPU says")
@@ -150,19 +180,117 @@ def test_gpus_are_chosen_as_cuda_reads_its_variable() -> None:
     assert hardware.select(found, "") == ()
 
 
+class _Driver:
+    """Answers as a driver whose GPU 1 is lost and GPU 2 divided, with memory that only GPU 0 tells of."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        answers = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlSystemGetDriverVersion": lambda: "580.1",
+            "nvmlDeviceGetCount": lambda: 3,
+            "nvmlDeviceGetHandleByIndex": self._handle,
+            "nvmlDeviceGetName": lambda handle: "H200",
+            "nvmlDeviceGetUUID": lambda handle: str(handle),
+            "nvmlDeviceGetMemoryInfo": self._memory,
+            "nvmlDeviceGetMaxMigDeviceCount": lambda handle: 7,
+            "nvmlDeviceGetMigDeviceHandleByIndex": self._part,
+            "nvmlDeviceGetGpuInstanceId": lambda part: 5,
+            "nvmlDeviceGetComputeInstanceId": lambda part: 0,
+        }
+        for name, answer in answers.items():
+            patch.setattr(pynvml, name, answer)
+
+    def _handle(self, index: int) -> str:
+        if index == 1:
+            raise pynvml.NVMLError_GpuIsLost
+        return f"GPU-{index}"
+
+    def _memory(self, handle: str) -> SimpleNamespace:
+        if handle != "GPU-0":
+            raise pynvml.NVMLError_NotSupported
+        return SimpleNamespace(total=7)
+
+    def _part(self, handle: str, index: int) -> str:
+        if (handle, index) != ("GPU-2", 0):
+            raise pynvml.NVMLError_NotFound
+        return "MIG-abc"
+
+
+def test_gpus_that_do_not_answer_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Driver(monkeypatch)
+    whole = hardware.memory_bytes()
+    assert hardware.gpus(None) == (Gpu("H200", "GPU-0", 7), Gpu("H200", "GPU-2", whole))
+    assert hardware.survey("").driver == "580.1"
+
+    def broken() -> int:
+        raise pynvml.NVMLError_Unknown
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", broken)
+    assert (hardware.survey(None).gpus, hardware.survey(None).driver) == ((), "")
+
+
+@pytest.mark.parametrize("visible", ["MIG-abc", "MIG-GPU-2/5/0", "MIG-abc,0"])
+def test_a_part_of_a_gpu_is_a_gpu(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _Driver(monkeypatch)
+    assert [gpu.uuid for gpu in hardware.gpus(visible)] == ["MIG-abc"]
+    assert hardware.gpus("MIG-none") == ()
+
+
 def test_the_survey_agrees_with_the_machine() -> None:
     found = hardware.survey(None)
-    assert found.cpus == len(psutil.Process().cpu_affinity() or [0])
+    assert 1 <= found.cpus <= len(psutil.Process().cpu_affinity() or [0])
     assert found.memory_bytes == psutil.virtual_memory().total
     assert found.cpu_name
     assert found.gpus == hardware.gpus(None)
 
 
-def test_a_rank_takes_its_own_gpu() -> None:
-    several = override(RunConfig(), gpus="4,6").parallel
-    assert [devices.gpu_index(several, local_rank) for local_rank in (0, 1)] == [4, 6]
-    assert devices.gpu_index(override(RunConfig(), gpus="5").parallel, 1) == 5
-    assert devices.gpu_index(RunConfig().parallel, 1) == 1
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Gpu("H200", f"GPU-{index}", 1) for index in range(8)]
+    monkeypatch.setattr(hardware, "gpus", lambda visible: hardware.select(found, visible))
+
+
+@pytest.mark.usefixtures("eight_gpus")
+@pytest.mark.parametrize(
+    ("gpus", "visible", "taken"),
+    [
+        ("", [None, None], [("GPU-0", 0), ("GPU-1", 1)]),
+        ("4,6", [None, None], [("GPU-4", 4), ("GPU-6", 6)]),
+        ("1,0", ["4,6", "4,6"], [("GPU-6", 1), ("GPU-4", 0)]),
+        ("", ["4,6", "4,6"], [("GPU-4", 0), ("GPU-6", 1)]),
+        ("", ["0", "1"], [("GPU-0", 0), ("GPU-1", 0)]),  # one bound to each rank, so that each has index 0
+        ("", ["GPU-5", "GPU-3"], [("GPU-5", 0), ("GPU-3", 0)]),
+    ],
+)
+def test_a_rank_takes_the_gpu_that_its_claim_names(
+    gpus: str, visible: list[str | None], taken: list[tuple[str, int]]
+) -> None:
+    parallel = override(RunConfig(), gpus=gpus, accelerator="cuda").parallel
+    envs = [{} if value is None else {"CUDA_VISIBLE_DEVICES": value} for value in visible]
+    indices = [devices.gpu_index(parallel, env, local_rank) for local_rank, env in enumerate(envs)]
+    assert [
+        (hardware.gpus(env.get("CUDA_VISIBLE_DEVICES"))[i].uuid, i) for env, i in zip(envs, indices, strict=True)
+    ] == taken
+    claims.check_together(
+        [_claim(rank, 2, "a", accelerator="cuda", gpus=devices.gpu_ids(parallel, env)) for rank, env in enumerate(envs)]
+    )
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_rank_that_names_its_own_gpu_takes_it() -> None:
+    assert devices.gpu_index(override(RunConfig(), gpus="5").parallel, {}, 1) == 5
+
+
+def test_traffic_is_kept_on_one_interface_by_its_whole_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", env := {"NCCL_SOCKET_IFNAME": "ib"})
+    rank.bind(None)
+    assert env == {"NCCL_SOCKET_IFNAME": "ib"}
+    rank.bind("eth1")
+    assert env == {"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": "eth1"}
+    env.clear()
+    rank.bind("eth1")
+    assert env == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
 
 
 def _claim(rank: int, size: int, host: str, **values: Any) -> claims.Claim:
@@ -179,6 +307,38 @@ def test_nodes_and_local_ranks_follow_from_the_hosts() -> None:
         (0, 2, 3),
     ]
     assert {place.nodes for place in places} == {2}
+
+
+@pytest.mark.parametrize(
+    ("processors", "shares"),
+    [
+        ([(0, 1, 2, 3)] * 3, [3, 3, 3]),
+        ([(0, 1), (2, 3), (4, 5)], [1, 1, 1]),  # bound by numactl or a scheduler
+        ([(0, 1), (0, 1), (2, 3)], [2, 2, 1]),
+    ],
+)
+def test_processors_are_divided_among_those_who_share_them(
+    processors: list[tuple[int, ...]], shares: list[int]
+) -> None:
+    came = [_claim(rank, 3, "a", processors=own) for rank, own in enumerate(processors)]
+    assert [claims.sharing(came, mine) for mine in came] == shares
+    elsewhere = _claim(3, 4, "b", boot="another", processors=processors[0])
+    assert claims.sharing([*came, elsewhere], elsewhere) == 1
+    assert claims.Claim.from_json(elsewhere.to_json()) == elsewhere
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "left"),
+    [("max 100000", "max 100000", float("inf")), ("150000 100000", "max 100000", 1.5), ("max 1000", "2000 1000", 2)],
+)
+def test_a_containers_quota_is_read(inner: str, outer: str, left: float, tmp_path: Path) -> None:
+    (tmp_path / "pod" / "run").mkdir(parents=True)
+    (tmp_path / "pod" / "cpu.max").write_text(f"{outer}\n")
+    (tmp_path / "pod" / "run" / "cpu.max").write_text(f"{inner}\n")
+    own = tmp_path / "own"
+    own.write_text("0::/pod/run\n")
+    assert hardware.quota(own, tmp_path) == left
+    assert hardware.quota(tmp_path / "none", tmp_path) == float("inf")
 
 
 def test_a_failure_names_rank_line_and_reason(tmp_path: Path) -> None:
@@ -205,6 +365,104 @@ def test_the_first_cause_is_not_the_loudest() -> None:
     assert echo.is_echo
     assert not cause.is_echo
     assert failures.first_cause([echo, cause]) is cause
+
+
+class DistNetworkError(RuntimeError):
+    """Named as torch's, which is not imported here."""
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            RuntimeError(f"{GLOO}pair.cc:561] Connection closed by peer [10.0.0.7]:4711. This is typically caused by"),
+            "Rank 2 lost another rank while it waited for it in a collective (Connection closed by peer at 10.0.0.7): "
+            "that rank's own message, if it could leave one, says why; continue with --resume auto.",
+        ),
+        (
+            RuntimeError(f"{GLOO}pair.cc:541] Read error [10.0.0.7]:4711: Connection reset by peer"),
+            "Rank 2 lost another rank while it waited for it in a collective (Connection reset by peer at 10.0.0.7): "
+            "that rank's own message, if it could leave one, says why; continue with --resume auto.",
+        ),
+        (
+            DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did\nException raised from f"),
+            "Rank 2 lost another rank while it waited for it in a collective (Connection was likely closed): "
+            "that rank's own message, if it could leave one, says why; continue with --resume auto.",
+        ),
+        (
+            RuntimeError(f"{GLOO}unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete"),
+            "Rank 2 waited 600 s (--stall-timeout) in a collective for another rank, which hangs, was stopped or is "
+            "cut off: end the ranks that are left, and continue with --resume auto.",
+        ),
+    ],
+)
+def test_a_lost_rank_is_told_in_plain_words_without_a_trace(error: RuntimeError, sentence: str) -> None:
+    failure = failures.describe(error, 2)
+    assert failure.is_echo
+    assert str(error) in failure.trace  # which goes to the file
+    told = failure.error()
+    assert isinstance(told, RunError)
+    assert (str(told), told.trace) == (sentence, "")
+
+
+def _told_to_torchrun(error: Exception, folder: Path) -> dict[str, Any]:
+    environment._leave_word(failures.describe(error, 2), folder / "error.json")
+    told: dict[str, Any] = json.loads((folder / "error.json").read_text())["message"]
+    return told
+
+
+def test_torchruns_report_shows_traces_of_causes_alone(tmp_path: Path) -> None:
+    lost = _told_to_torchrun(RuntimeError(f"{GLOO}pair.cc:561] Connection closed by peer [10.0.0.7]:4711"), tmp_path)
+    assert lost["message"].startswith("Rank 2 lost another rank")
+    assert "py_callstack" not in lost["extraInfo"]
+    assert "bad label" in _told_to_torchrun(ValueError("bad label"), tmp_path)["extraInfo"]["py_callstack"]
+    refused = _told_to_torchrun(RequestError("No such data."), tmp_path)
+    assert (refused["message"], list(refused["extraInfo"])) == ("No such data.", ["timestamp"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("the database timed out"),
+        RuntimeError(f"{GLOO}pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"),
+        DistNetworkError("The server socket has failed to listen"),
+        ConnectionResetError("Connection reset by peer"),
+    ],
+)
+def test_what_only_looks_like_a_lost_rank_keeps_its_trace(error: Exception) -> None:
+    failure = failures.describe(error, 2)
+    told = failure.error()
+    assert not failure.is_echo
+    assert isinstance(told, RunError)
+    assert str(error) in told.trace
+
+
+def test_a_rank_that_lost_another_before_training_is_an_echo() -> None:
+    failure = failures.describe(failures.RankLostError("Rank 1: rank 0 came, but ended."), 1)
+    assert (failure.is_echo, str(failure.error())) == (True, "Rank 1: rank 0 came, but ended.")
+
+
+def test_how_to_go_on_depends_on_what_was_asked() -> None:
+    assert failures.again(_config()) == "continue with --resume auto"
+    assert failures.again(_config(resume="runs/x")) == "start the same command again"
+
+
+class _Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [_Screen(), io.StringIO()])
+def test_only_a_terminal_hears_that_processes_are_started(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "dumb")
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(variable, raising=False)
+    spawn._say("starting 2 processes …")
+    assert stream.getvalue() == ("starting 2 processes …\n" if stream.isatty() else "")
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,25 @@ SOURCE = Path(lockstep.__file__).parent
 
 # Lower knows nothing of higher. Packages count as one room, whose files may import each other.
 LAYERS: list[list[str]] = [
-    ["errors", "config", "topology", "batching", "result", "failures", "hardware", "interrupts", "own"],
+    [
+        "synonyms",
+        "errors",
+        "config",
+        "options",
+        "topology",
+        "kinds",
+        "batching",
+        "result",
+        "failures",
+        "hardware",
+        "versions",
+        "interrupts",
+        "own",
+    ],
     ["world", "state"],
     ["randomness", "data", "models", "nn", "precision", "optim", "strategies", "launchers", "record"],
     ["checkpoint", "resume", "meter", "evaluation"],
-    ["job", "saving", "announce", "engine", "runs"],
+    ["job", "saving", "announce", "engine", "folders", "runs"],
     ["cli"],
     ["__main__", "__init__"],
 ]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lockstep.errors import RequestError
-from lockstep.models import table
+from lockstep.models import table, trial
 from lockstep.models.pyramidnet import Block, PyramidNet, carry, pyramidnet, widths
+from lockstep.models.weights import seed_weights
 
 # Parameters for 10 classes and 32×32 images of 3 channels, and a digest of the state's keys in their order, which
 # checkpoints depend on.
@@ -208,12 +212,21 @@ def test_names_that_exist_pass(name: str) -> None:
     [
         ("mobilenet_v3_small", 1, 32, r"takes images of 3 channels, the data has 1; use one of our own"),
         ("vit_b_32", 3, 33, r"cannot take 33×33 images .*--image-size 224"),
+        ("maxvit_t", 3, 33, r"cannot take 33×33 images .*--image-size 224"),
         ("alexnet", 3, 32, r"cannot take 32×32 images .*--image-size 224"),
     ],
 )
 def test_images_that_a_net_cannot_take(name: str, in_channels: int, image_size: int, sentence: str) -> None:
     with pytest.raises(RequestError, match=sentence):
         _build(name, in_channels=in_channels, image_size=image_size)
+
+
+def test_a_bug_or_full_memory_is_not_blamed_on_the_images() -> None:
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        _build("mobilenet_v3_small", classes=-1)
+    # An image that no host can hold.
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        _build("squeezenet1_1", image_size=4_000_001)
 
 
 OWN = """
@@ -226,18 +239,23 @@ class Net(nn.Module):
 def everything(**shape):
     SEEN.append(shape)
     return nn.Identity()
+def shaped(classes, shape):
+    return everything(classes=classes, shape=shape)
 def nothing():
     return None
 def demanding(depth):
     return nn.Identity()
 made = nn.Identity()
+def buggy(classes):
+    return nn.Sequential(nn.Linear(4, classes),
+                         nn.Linear("four", classes))
 """
 
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own_models.py").write_text(OWN)
-    (tmp_path / "broken_models.py").write_text("import no_such_package")
+    (tmp_path / "broken_models.py").write_text("import math\nimport no_such_package")
     monkeypatch.chdir(tmp_path)
     for name in ("own_models", "broken_models"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -255,21 +273,172 @@ def test_the_users_own_gets_what_it_asks_for(own: Path) -> None:
     assert sys.path == path
 
 
+@pytest.mark.parametrize("name", ["own_models", "own_models.py"])
+def test_a_module_alone_is_no_model(own: Path, name: str) -> None:
+    with pytest.raises(RequestError, match=r"is a module; say what to take from it, as in --model own_models:Net\."):
+        table.preflight(name)
+    (own / "photos").mkdir()
+    with pytest.raises(RequestError, match=r"Unknown model 'photos'"):
+        table.preflight("photos")
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
         ("own_models:nothing", r"called with \(\), returned None; it must return an nn.Module"),
         ("own_models:demanding", r"raised TypeError: .*depth"),
+        ("own_models:buggy", r"called with \(classes=10\), raised TypeError at /\S+/own_models.py:20: empty\(\)"),
         ("own_models:made", r"is an object of type Identity; give a class or function"),
         ("own_models:SEEN", r"is an object of type list"),
         ("own_models:Missing", r"own_models has no 'Missing'"),
-        ("broken_models:Net", r"importing broken_models raised ModuleNotFoundError: .*no_such_package"),
+        (
+            "broken_models:Net",
+            r"importing broken_models raised ModuleNotFoundError at /\S+/broken_models.py:2: .*no_such_package",
+        ),
     ],
 )
 def test_the_users_own_that_cannot_be_used(own: Path, name: str, sentence: str) -> None:
     table.preflight(name)
     with pytest.raises(RequestError, match=sentence):
         _build(name)
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 6), (1, 8, 8), (3, 8, 16), (2, 3, 4, 5)])
+def test_a_perceptron_takes_samples_of_any_shape(shape: tuple[int, ...]) -> None:
+    model = table.build_for("mlp", classes=3, shape=shape)
+    assert model(torch.randn(2, *shape)).shape == (2, 3)
+    trial.check("mlp", model, classes=3, shape=shape, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["resnet8", "convnet-small", "pyramidnet-20-48", "mobilenet_v3_small"])
+@pytest.mark.parametrize("shape", [(5,), (8, 8)])
+def test_networks_for_images_refuse_other_samples(name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(RequestError, match=r"takes images, of shape \(channels, height, width\).*; take --model mlp"):
+        table.build_for(name, classes=3, shape=shape)
+
+
+def test_the_users_own_is_told_the_shape_if_it_asks(own: Path) -> None:
+    for name in ("shaped", "everything"):  # whoever takes anything may hand it on to what knows no shape
+        table.build_for(f"own_models:{name}", classes=3, shape=(2, 4, 6))
+    assert sys.modules["own_models"].SEEN == [
+        {"classes": 3, "shape": (2, 4, 6)},
+        {"classes": 3, "in_channels": 2, "image_size": 6},
+    ]
+
+
+def test_weights_are_drawn_from_the_seed_by_whatever_library() -> None:
+    def drawn(seed: int) -> tuple[float, float, float]:
+        seed_weights(seed)
+        return float(torch.rand(())), float(np.random.rand()), random.random()
+
+    first = drawn(7)
+    assert drawn(7) == first
+    assert len({*first, *drawn(8)}) == 6
+    seed_weights(2**40)  # more than NumPy's generator takes
+    torch.manual_seed(7)
+    assert float(torch.rand(())) == first[0]  # torch's are those of its own seed, as in a user's own script
+
+
+# --- a first pass
+
+
+class _Returns(nn.Module):
+    """A net with dropout, BatchNorm and a frozen part whose scores are made into something else."""
+
+    def __init__(self, made: Callable[[torch.Tensor], object], outputs: int = 10) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, outputs), nn.BatchNorm1d(outputs), nn.Dropout(0.5))
+        self.frozen = nn.BatchNorm1d(4).eval()
+        self.made = made
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.made(self.body(self.frozen(x)))
+
+
+def _tried(model: nn.Module, dtype: torch.dtype = torch.float32, name: str = "my:Net") -> None:
+    trial.check(name, model, classes=10, shape=(4,), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (
+            lambda x: (x, x),
+            r"--model my:Net returns 2 things at once, and the loss needs one score .* the scores alone",
+        ),
+        (lambda x: {"logits": x, "aux": x}, r"returns several things by name \(logits, aux\)"),
+        (lambda x: None, r"returns nothing"),
+        (lambda x: x[:, :, None, None], r"of shape \(2, 10, 1, 1\) for 2 samples, .* of shape \(2, 10\)"),
+        (lambda x: x.mean(1), r"of shape \(2,\)"),
+        (lambda x: x.mean(0, keepdim=True), r"of shape \(1, 10\)"),
+        (lambda x: x.argmax(1, keepdim=True).expand(2, 10), r"torch.int64 of shape"),
+        (lambda x: x[:, :5], r"returns 5 scores a sample, and the labels are of 10 classes; give its last layer 10"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(made: Callable[[torch.Tensor], object], sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence) as caught:
+        _tried(_Returns(made))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_first_pass_changes_nothing() -> None:
+    model = _Returns(lambda x: x, outputs=12)  # more outputs than classes are legal
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    generator, modes = torch.get_rng_state(), [module.training for module in model.modules()]
+    _tried(model)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class _Reshaped(nn.Linear):
+    """A net that reshapes its samples, as many do, and then its scores."""
+
+    def __init__(self, into: Callable[[torch.Tensor], torch.Tensor], scored: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__(4, 10)
+        self.into, self.scored = into, scored
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scored(super().forward(self.into(x)))
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            _Reshaped(lambda x: x.view(x.size(0), -1), lambda x: x),
+            r"cannot take a batch of no samples \(cannot reshape",
+        ),
+        (
+            _Reshaped(lambda x: x, lambda x: x if len(x) else x.new_zeros(1, 10)),
+            r"scores of shape \(1, 10\) of a batch",
+        ),
+    ],
+)
+def test_a_model_that_takes_no_empty_batch_is_refused_where_one_will_come(model: nn.Module, sentence: str) -> None:
+    _tried(model)
+    with pytest.raises(RequestError, match=rf"{sentence}.*flatten\(1\).*or --drop-last, or another --batch.$"):
+        trial.check("my:Net", model, classes=10, shape=(4,), dtype=torch.float32, empty=True)
+
+
+def test_an_empty_batch_is_fine_for_a_model_that_flattens() -> None:
+    model = _Returns(lambda x: x.flatten(1))
+    trial.check("my:Net", model, classes=10, shape=(4,), dtype=torch.float32, empty=True)
+
+
+def test_whole_numbers_are_for_models_that_take_them() -> None:
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(7, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.words(x).mean(1)  # type: ignore[no-any-return]
+
+    _tried(Embedded(), torch.int64)
+    with pytest.raises(RequestError, match=r"--model mlp computes with floating-point numbers.*torch\.int64"):
+        _tried(table.build_for("mlp", classes=10, shape=(4,)), torch.int64, "mlp")
 
 
 def test_names_and_preflight_import_no_torch() -> None:

@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep import optim
-from lockstep.config import OptimConfig, RunConfig, override
+from lockstep.config import OptimConfig, RunConfig
 from lockstep.errors import RequestError
+from lockstep.options import override
 
 PER_EPOCH = 7
 EPOCHS = 6
@@ -106,6 +107,13 @@ def test_short_runs_have_a_rate_too(schedule: str, epochs: int) -> None:
 def test_the_rate_follows_the_global_batch(rule: str, batch: int, expected: float) -> None:
     assert optim.peak_lr(_config(lr=0.1, lr_rule=rule, base_batch=256), batch) == pytest.approx(expected)
     assert optim.peak_lr(_config(lr=0.1), batch) == 0.1
+
+
+def test_rates_beyond_any_number_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"--gamma 1e\+100 raises the learning rate beyond any number"):
+        _rates(schedule="step", milestones=[1], gamma=1e100)
+    with pytest.raises(RequestError, match=r"--lr 1e\+308 by --lr-rule linear for a batch of 512 instead of 2"):
+        optim.peak_lr(_config(lr=1e308, lr_rule="linear", base_batch=2), 512)
 
 
 def _net() -> nn.Module:

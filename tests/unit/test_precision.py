@@ -6,12 +6,15 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep import hardware, optim
 from lockstep.config import OptimConfig, PrecisionConfig
 from lockstep.errors import RequestError
 from lockstep.precision import Precision, resolve
+from lockstep.state import model_tensors, optimizer_state
+
+from ..reading import NoReading
 
 CPU = torch.device("cpu")
 
@@ -79,6 +82,20 @@ def test_what_the_device_lacks_is_refused() -> None:
         _precision("tf32")
 
 
+def test_torch_still_knows_whether_tf32_is_on() -> None:
+    # Setting it needs no GPU. Asked through the switches that torch's own parts ask, which raise if set by halves.
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        Precision.of(PrecisionConfig(name="fp32"), torch.device("cuda"))
+        assert not torch.backends.cuda.matmul.allow_tf32
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            assert not torch.backends.cudnn.allow_tf32
+        assert torch.backends.cudnn.conv.fp32_precision != "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
 @pytest.mark.parametrize("name", ["fp64", "fp32", "fp16"])
 def test_the_norm_is_the_whole_models_unscaled(name: str) -> None:
     precision = _precision(name)
@@ -102,17 +119,92 @@ def test_without_a_limit_nothing_is_measured() -> None:
     assert _precision("fp32").step(optim.build(model, OptimConfig()).each, clip=None) is None
 
 
-def test_under_fp16_an_overflow_changes_the_scale_alone() -> None:
-    precision = _precision("fp16")
-    model = nn.Linear(2, 1, bias=False)
-    before = model.weight.detach().clone()
-    optimizer = optim.build(model, OptimConfig())
-    precision.backward(model.weight.sum() * math.inf)
-    precision.step(optimizer.each, clip=None)
-    assert torch.equal(model.weight.detach(), before)
-    scale = precision.state()["scale"]
-    assert scale < _precision("fp16").state().get("scale", 65536.0)
+def _mixed() -> nn.Module:
+    """A net whose matrices and vectors have optimizers of their own under muon."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
 
+
+def _stepped(precision: Precision, optimizers: optim.Optimizers, gradients: list[Tensor]) -> None:
+    loss = sum((item * each).sum() for item, each in zip(optimizers.parameters, gradients, strict=True))
+    assert isinstance(loss, Tensor)
+    precision.backward(loss)
+    precision.step(optimizers.each, clip=None)
+    optimizers.zero_grad()
+
+
+def _gradients(model: nn.Module, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(item.shape, generator=generator) for item in model.parameters()]
+
+
+def _bits(model: nn.Module, optimizers: optim.Optimizers) -> dict[str, bytes]:
+    tensors = model_tensors(model) | optimizer_state(model, optimizers.each).tensors
+    return {name: held.detach().numpy().tobytes() for name, held in tensors.items()}
+
+
+OPTIMIZERS = [OptimConfig(name="sgd"), OptimConfig(name="sgd", momentum=0.0), OptimConfig(name="adamw")]
+OPTIMIZERS += [OptimConfig(name="muon"), OptimConfig(name="muon", nesterov=True)]
+
+
+@pytest.mark.parametrize("config", OPTIMIZERS, ids=lambda config: f"{config.name}-{config.momentum}-{config.nesterov}")
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_under_fp16_an_overflow_anywhere_changes_the_scale_alone(
+    config: OptimConfig, at: int, steps_before: int
+) -> None:
+    found = []
+    for overflows in (True, False):
+        precision, model = _precision("fp16"), _mixed()
+        optimizers = optim.build(model, config)
+        for step in range(steps_before):
+            _stepped(precision, optimizers, _gradients(model, step))
+        before, scale = _bits(model, optimizers), precision.state().get("scale", 65536.0)
+        if overflows:
+            bad = _gradients(model, 9)
+            bad[at].view(-1)[0] = math.inf
+            _stepped(precision, optimizers, bad)
+            after = _bits(model, optimizers)
+            assert {name: after[name] for name in before} == before
+            assert precision.state()["scale"] == scale / 2
+        _stepped(precision, optimizers, _gradients(model, 10))
+        found.append(_bits(model, optimizers))
+    assert found[0] == found[1], "the next step is that of a run without the overflow"
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_under_fp16_the_host_waits_for_nothing(name: str, clip: float | None) -> None:
+    precision, model = _precision("fp16"), _mixed()
+    optimizers = optim.build(model, OptimConfig(name=name))
+    for step in range(2):
+        for item, gradient in zip(optimizers.parameters, _gradients(model, step), strict=True):
+            precision.backward((item * gradient).sum())
+        with NoReading():
+            precision.step(optimizers.each, clip=clip)
+
+
+def test_the_host_would_be_seen_reading() -> None:
+    with pytest.raises(AssertionError, match="the host reads a value"), NoReading():
+        float(torch.ones(()) + 1)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
+def test_without_an_overflow_fp16_steps_as_fp32(name: str) -> None:
+    found = []
+    for precision in (_precision("fp16"), _precision("fp32")):
+        model = _mixed()
+        optimizers = optim.build(model, OptimConfig(name=name))
+        for step in range(3):
+            _stepped(precision, optimizers, _gradients(model, step))
+        found.append(_bits(model, optimizers))
+    assert found[0] == found[1], "a scale that is a power of two leaves no trace"
+
+
+def test_a_continued_run_keeps_the_scale() -> None:
+    precision, model = _precision("fp16"), nn.Linear(2, 1, bias=False)
+    optimizers = optim.build(model, OptimConfig())
+    _stepped(precision, optimizers, [torch.full((1, 2), math.inf)])
     other = _precision("fp16")
     other.load_state(precision.state())
     assert other.state() == precision.state()

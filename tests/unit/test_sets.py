@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lockstep.config import DataConfig
 from lockstep.data import cifar, digits
@@ -72,6 +73,17 @@ def test_what_cannot_work_is_refused_before_any_process_starts(config: DataConfi
         preflight(config)
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
+
+
+def test_a_module_and_a_folder_are_no_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "my_data.py").touch()
+    for name in ("photos", str(tmp_path)):
+        with pytest.raises(RequestError, match=rf"goes with --data imagefolder --data-dir {name}\.$"):
+            preflight(DataConfig(name=name))
+    with pytest.raises(RequestError, match=r"is a module; say what to take from it, as in --data my_data:splits\."):
+        preflight(DataConfig(name="my_data"))
 
 
 def test_on_device_is_refused_without_an_accelerator() -> None:
@@ -267,6 +279,62 @@ def only_one():
     return Photos()
 
 
+def fractions():
+    return TensorDataset(torch.zeros(9, 2), torch.arange(9) / 2), TensorDataset(torch.zeros(9, 2), torch.arange(9))
+
+
+def one_hot():
+    labels = nn.functional.one_hot(torch.arange(9) % 3)
+    return TensorDataset(torch.zeros(9, 2), labels), TensorDataset(torch.zeros(9, 2), labels)
+
+
+class Stream(IterableDataset):
+    classes = 2
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self):
+        return iter([(torch.zeros(2), 0)] * 3)
+
+
+def streams():
+    return Stream(), Stream()
+
+
+class Labels(Dataset):
+    classes = 3
+
+    def __init__(self, label: object) -> None:
+        self.label = label
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int):
+        return torch.zeros(2), self.label
+
+
+def words():
+    return Labels("3"), Labels(0)
+
+
+def halves():
+    return Labels(torch.tensor(0.5)), Labels(0)
+
+
+def pairs():
+    return Labels(torch.tensor([0, 1])), Labels(0)
+
+
+def whole():
+    return Labels(2.0), Labels(np.int64(1))
+
+
+def parts():
+    return [Subset(Photos(), range(9)), Subset(Photos(), range(9, 11))]
+
+
 def broken():
     raise FileNotFoundError("my.csv")
 
@@ -290,6 +358,12 @@ def test_own_byte_images_are_scaled_and_varied() -> None:
     for index in range(20):
         whole = original[index].float() / 255
         assert any(torch.allclose(flipped[index], each) for each in (whole, whole.flip(2)))
+
+
+def test_whole_numbers_of_any_kind_are_labels_and_parts_have_the_wholes_classes() -> None:
+    splits = made(own("whole", workers=0))
+    assert [batch(split, 0)[1].tolist() for split in (splits.train, splits.test)] == [[2], [1]]
+    assert made(own("parts", workers=0)).train.classes == 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -355,7 +429,7 @@ def test_own_sets_that_are_split_at_random_are_split_by_the_seed() -> None:
     ("index", "kind", "sentence"),
     [
         (11, RequestError, r"train sample 11 has label 7, but there are 3 classes, 0 to 2"),
-        (13, RunError, r"KeyError: 'no such photo'"),
+        (13, RunError, r"The data set failed at train sample 13 of --data \S+:photos: KeyError: 'no such photo'"),
         (15, RequestError, r"train sample 15 is torch.uint8 \(3, 8, 7\).*must be alike"),
     ],
 )
@@ -372,9 +446,15 @@ def test_a_bad_sample_of_an_own_set_is_named(workers: int, index: int, kind: typ
     ("config", "sentence"),
     [
         (own("outside"), r"test sample 3 has label 3, but there are 3 classes"),
-        (own("nothing"), r"train data is a TensorDataset"),
-        (own("only_one"), r"returned a Photos; it must return two"),
-        (own("broken"), r"raised FileNotFoundError: my.csv"),
+        (own("nothing"), r"train data \(TensorDataset\) has no sample"),
+        (own("only_one"), r"returned one Photos; it must return two data sets"),
+        (own("streams"), r"train data \(Stream\) cannot be read by index, .*; give a map-style data set"),
+        (own("fractions"), r"train labels are torch\.float32 of shape \(9,\); give one whole number for each sample"),
+        (own("one_hot"), r"train labels are torch\.int64 of shape \(9, 3\)"),
+        (own("words"), r"train sample 0 has label '3'; give a whole number from 0 to 2"),
+        (own("halves"), r"train sample 0 has label tensor\(0\.5000\)"),
+        (own("pairs"), r"train sample 0 has label tensor\(\[0, 1\]\)"),
+        (own("broken"), r"raised FileNotFoundError at \S+/test_sets.py:\d+: my.csv\.$"),
         (own("absent"), r"has no 'absent'"),
         (own("SMALL"), r"is an object of type Cifar; give a class or function"),
         (own("vectors", augment=("crop",)), r"--augment crop varies images of bytes"),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.config import ParallelConfig
 from lockstep.errors import RequestError
+from lockstep.kinds import KINDS
 from lockstep.strategies import table
 from lockstep.strategies.data_parallel import DeviceReplicas, InAutocast, ThreadReplicas
 from lockstep.world import World
@@ -181,7 +182,7 @@ def test_parameters_are_shared_and_the_module_is_left_as_it_was() -> None:
         assert torch.equal(item.detach(), held[name][1])
 
 
-@pytest.mark.parametrize("name", list(table.TABLE))
+@pytest.mark.parametrize("name", list(KINDS))
 def test_every_strategy_keeps_the_users_parameters_and_state(name: str) -> None:
     model = _net()
     strategy = table.build(ParallelConfig(strategy=name, devices=1 if name == "single" else 2), World.alone())
@@ -202,3 +203,8 @@ def test_every_strategy_keeps_the_users_parameters_and_state(name: str) -> None:
         assert torch.equal(theirs, ours)
         assert torch.equal(again.state[theirs]["momentum_buffer"], optimizer.state[ours]["momentum_buffer"])
     assert [key for key, _ in strategy.replicated(model)] == [key for key, _ in model.named_parameters()]
+
+
+def test_an_unknown_strategy_is_refused_with_the_nearest_names() -> None:
+    with pytest.raises(RequestError, match="Unknown strategy 'dpp': did you mean dp or ddp"):
+        table.build(ParallelConfig(strategy="dpp"), World.alone())

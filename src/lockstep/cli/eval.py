@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..config import ParallelConfig, RecordConfig, RunConfig, read_toml
+from ..config import ParallelConfig, RecordConfig, RunConfig
 from ..errors import RequestError
 from ..launchers import table as launchers
-from . import flags
+from ..options import flatten, read_toml
+from . import flags, output
 from .train import preflight
 
 if TYPE_CHECKING:
@@ -25,22 +26,35 @@ Model and data are those of the run's config.toml. Scores do not depend on the d
 for again: this machine's are used, or those of --strategy, --devices and the other flags of lockstep train.
 """
 
+_OF_TRAINING = ("epochs", "max-steps", "resume", "checkpoint-every", "output", "log-every")
+"""Options that an evaluation could only ignore: it takes no step and writes nothing."""
+
 
 def main(given: list[str]) -> int:
     """Evaluate, print the scores, and return the exit code."""
-    if not given or given[0] in ("-h", "--help"):
-        print(_USAGE, end="")
+    if given and given[0] in ("-h", "--help"):
+        with output.written():
+            print(_USAGE, end="")
         return 0
+    if not given or given[0].startswith("-"):
+        raise RequestError(
+            "lockstep eval lacks the run to evaluate, which comes first, as in lockstep eval runs/digits-resnet8."
+        )
     path = Path(given[0])
-    config = flags.parse(given[1:], prog="lockstep eval RUN", base=_config_of(path))
+    base = _config_of(path)
+    config = flags.parse(given[1:], prog="lockstep eval RUN", base=base)
+    _check_flags(base, config)
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=str(path)))
     preflight(config)
+    launchers.least_ranks(config)  # devices that this machine lacks are refused before anything starts
     scores = launchers.launch(_entry, config)
     if scores is not None:
-        Console(highlight=False).print(
-            f"test accuracy {scores['top1']:.2%}  top-5 {scores['top5']:.2%}  loss {scores['loss']:.4f}  "
-            f"{scores['samples']:,} images"
-        )
+        with output.written():
+            Console(highlight=False).print(
+                f"test accuracy {scores['top1']:.2%}  top-5 {scores['top5']:.2%}  loss {scores['loss']:.4f}  "
+                f"{scores['samples']:,} images",
+                soft_wrap=True,
+            )
     return 0
 
 
@@ -53,7 +67,17 @@ def _config_of(path: Path) -> RunConfig:
     raise RequestError(f"{path} lies in no run's folder: there is no config.toml; give a folder such as runs/NAME.")
 
 
+def _check_flags(base: RunConfig, config: RunConfig) -> None:
+    before, after = flatten(base), flatten(config)
+    for key in _OF_TRAINING:
+        if before[key] != after[key]:
+            raise RequestError(
+                f"lockstep eval has no use for --{key}: it trains nothing and writes nothing; leave it out."
+            )
+
+
 def _entry(config: RunConfig, world: World) -> dict[str, Any]:
     from ..engine import evaluate_checkpoint
 
+    output.survive()  # a rank is a process of its own
     return dataclasses.asdict(evaluate_checkpoint(config, world))

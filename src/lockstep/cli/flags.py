@@ -1,25 +1,25 @@
-"""From the command line to a `RunConfig`: recipe, then file, then flags. tyro reads the dataclasses; there is no
-other list of flags. What tyro says in a box is said here in a sentence.
+"""From the command line to a `RunConfig`: recipe, then file, then flags.
+
+tyro makes the command line of the dataclasses, so that there is no other list of flags. What it would refuse in a box
+of its own is looked for beforehand, and said in a sentence.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import itertools
-import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import tyro
 
-from ..config import RunConfig, leaves, read_toml, recipe
+from ..config import RunConfig
 from ..errors import RequestError, unknown
+from ..options import Leaf, leaves, read_toml, recipe
+from . import output
 
-_FRAME = " ╭╮╰╯│+|"
-_RULE = re.compile("[─-]+")
-_OWN = ("config", "help")
+_HELP = ("--help", "-h")
+_LIST = "lockstep train --help lists all."
 
 
 @dataclass(frozen=True)
@@ -33,61 +33,119 @@ class Arguments:
     """A TOML file with options by their flags' names; flags beat it, it beats the recipe."""
 
 
-def parse(given: list[str], *, prog: str, base: RunConfig | None = None) -> RunConfig:
-    """Return the config that the arguments ask for, over `base`.
+@dataclass(frozen=True)
+class _Flag:
+    """A flag as it was written, such as --data_dir, and the words up to the next one."""
 
-    Raises `RequestError`, with the nearest names, for whatever is not a recipe or a flag; exits 0 after --help.
+    text: str
+    words: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.text.removeprefix("--").replace("_", "-")
+
+
+def parse(given: list[str], *, prog: str, base: RunConfig | None = None) -> RunConfig:
+    """Return the config that the arguments ask for, over `base`; without a base, a recipe may come first.
+
+    Raises `RequestError` for what is no recipe, flag or value, with the nearest names; exits 0 after --help.
     """
-    named = base is None and bool(given) and not given[0].startswith("-")
-    base = recipe(given[0]) if named else base or RunConfig()
-    if (path := _value(given, "--config")) is not None:
-        base = read_toml(Path(path), base=base)
-    _check_flags(given)
-    heard = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(heard):
-            arguments = tyro.cli(
-                Arguments,
-                args=given,
-                prog=prog,
-                default=Arguments(run=base),
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
-    except SystemExit as refused:
-        if refused.code in (0, None):
-            raise
-        raise RequestError(_sentence(heard.getvalue())) from None
-    if arguments.recipe is not None and not named:
-        raise RequestError(
-            f"{arguments.recipe!r} belongs to no flag; a recipe comes first, as in lockstep train digits --batch 64."
+    leading, flags = _read(given)
+    named = leading[:1] if base is None else []
+    _check_stray(leading[len(named) :], recipe_wanted=base is None and not named)
+    known = {leaf.key: leaf for leaf in leaves()}
+    canonical = [word for flag in flags for word in _checked(flag, known, recipe_wanted=base is None and not named)]
+    base = recipe(named[0]) if named else base or RunConfig()
+    for flag in flags:
+        if flag.text == "--config":
+            base = read_toml(Path(flag.words[0]), base=base)
+    with output.written():  # the help, if it is asked for
+        arguments = tyro.cli(
+            Arguments,
+            args=[*named, *canonical],
+            prog=prog,
+            default=Arguments(run=base),
+            config=(tyro.conf.OmitArgPrefixes,),
         )
     return arguments.run
 
 
-def _value(given: list[str], flag: str) -> str | None:
-    for number, word in enumerate(given):
-        if word == flag and number + 1 < len(given):
-            return given[number + 1]
-        if word.startswith(f"{flag}="):
-            return word.removeprefix(f"{flag}=")
-    return None
-
-
-def _check_flags(given: list[str]) -> None:
-    """Raise for a flag that does not exist; negative numbers are no flags."""
-    known = {leaf.key for leaf in leaves()} | set(_OWN)
-    switches = {leaf.key for leaf in leaves() if leaf.type is bool}
-    known |= {f"no-{key}" for key in switches}
+def _read(given: list[str]) -> tuple[list[str], list[_Flag]]:
+    """Return the words before the first flag, and the flags."""
+    leading: list[str] = []
+    flags: list[_Flag] = []
     for word in given:
-        if word.startswith("--"):
-            name = word[2:].partition("=")[0].replace("_", "-")
-            if name not in known:
-                raise unknown("flag", f"--{name}", {f"--{key}" for key in known}, "lockstep train --help lists all.")
+        if _is_flag(word):
+            text, equals, value = word.partition("=")
+            flags.append(_Flag(text, (value,) if equals else ()))
+        elif flags:
+            flags[-1] = _Flag(flags[-1].text, (*flags[-1].words, word))
+        else:
+            leading.append(word)
+    return leading, flags
 
 
-def _sentence(box: str) -> str:
-    """Return tyro's message, without the box around it and the help text below it, as one line."""
-    _title, *lines = [line.strip(_FRAME) for line in box.strip().splitlines()]
-    below = itertools.dropwhile(_RULE.fullmatch, lines)  # a terminal without line drawing has a rule there
-    message = itertools.takewhile(lambda line: not _RULE.fullmatch(line), below)
-    return " ".join(message).rstrip(".") + "; lockstep train --help lists the flags and their values."
+def _is_flag(word: str) -> bool:
+    """Whether a word is a flag and no value, such as a negative number."""
+    if not word.startswith("-") or word == "-":
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return True
+    return False
+
+
+def _checked(flag: _Flag, known: Mapping[str, Leaf], *, recipe_wanted: bool) -> list[str]:
+    """Return the flag with its words as tyro takes them. Raises `RequestError` where there is no such flag or value."""
+    if flag.text in _HELP:
+        return [flag.text]
+    if flag.text == "--config":
+        _check_one(flag, "a path", recipe_wanted)
+        return [flag.text, *flag.words]
+    switches = {f"{no}{key}" for key, leaf in known.items() if leaf.kind is bool for no in ("", "no-")}
+    if not flag.text.startswith("--") or flag.name not in (known.keys() | switches):
+        raise unknown("flag", flag.text, [f"--{name}" for name in sorted({*known, *switches, "config"})], _LIST)
+    if flag.name in switches:
+        _check_switch(flag, recipe_wanted)
+        return [f"--{flag.name}"]
+    leaf = known[flag.name]
+    if not get_args(leaf.kind):
+        _check_one(flag, leaf.takes, recipe_wanted)
+    words = ["None" if leaf.optional and word.lower() == "none" else word for word in flag.words]
+    for word in words:
+        _check_word(flag, leaf, word)
+    return [f"--{leaf.key}", *words] if get_args(leaf.kind) else [f"--{leaf.key}={words[0]}"]
+
+
+def _check_one(flag: _Flag, takes: str, recipe_wanted: bool) -> None:
+    if not flag.words:
+        raise RequestError(f"{flag.text} lacks its value; give {takes}.")
+    _check_stray(flag.words[1:], recipe_wanted=recipe_wanted)
+
+
+def _check_switch(flag: _Flag, recipe_wanted: bool) -> None:
+    if flag.words and flag.words[0].lower() in ("true", "false", "yes", "no", "on", "off", "0", "1", ""):
+        name = flag.name.removeprefix("no-")
+        raise RequestError(f"{flag.text} takes no value, found {flag.words[0]!r}; write --{name} or --no-{name}.")
+    _check_stray(flag.words, recipe_wanted=recipe_wanted)
+
+
+def _check_word(flag: _Flag, leaf: Leaf, word: str) -> None:
+    """Raise `RequestError` where a word is not a value of the leaf's kind."""
+    kind = next(iter(get_args(leaf.kind)), leaf.kind)
+    if leaf.optional and word == "None":
+        return
+    try:
+        if kind in (int, float):
+            kind(word)
+        elif kind is Path and not word:
+            raise ValueError
+    except ValueError:
+        raise RequestError(f"{flag.text} {word or repr(word)}: give {leaf.takes}.") from None
+
+
+def _check_stray(words: Iterable[str], *, recipe_wanted: bool) -> None:
+    for word in words:
+        advice = "a recipe comes first, as in lockstep train digits --batch 64." if recipe_wanted else _LIST
+        raise RequestError(f"{word!r} belongs to no flag; {advice}")

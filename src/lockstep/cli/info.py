@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
 from rich.table import Table
 
 from .. import hardware
-from ..config import recipes
 from ..data import sets
 from ..errors import RequestError
+from ..kinds import KINDS
 from ..launchers import table as launchers
 from ..models import table as models
-from ..strategies import table as strategies
+from ..options import recipes
+from ..versions import version_of
+from . import output
 
 _PACKAGES = ("lockstep-torch", "torch", "torchvision", "numpy")
 
@@ -28,7 +29,8 @@ def main(given: list[str]) -> int:
     table.add_column(overflow="fold")
     for name, text in _rows():
         table.add_row(name, text)
-    Console(highlight=False).print(table)
+    with output.written():
+        Console(highlight=False).print(table)
     return 0
 
 
@@ -39,20 +41,13 @@ def _rows() -> list[tuple[str, str]]:
     bf16 = "with" if found.has_bf16_units else "without"
     return [
         ("python", f"{platform.python_version()} on {platform.platform()}"),
-        *[(name, _version(name)) for name in _PACKAGES],
+        *[(name, version_of(name) or "not installed") for name in _PACKAGES],
         ("cpu", f"{found.cpu_name}, {found.cpus} processors here, {bf16} bf16 units"),
         ("memory", f"{found.memory_bytes / 2**30:.1f} GiB"),
         ("gpus", gpus + (f", driver {found.driver}" if found.driver else "")),
         ("recipes", ", ".join(recipes())),
         ("models", ", ".join(models.names()) + ", torchvision's classifiers, module:attribute"),
         ("data sets", ", ".join(sets.names()) + ", module:attribute"),
-        ("strategies", "\n".join(f"{name}: {entry.phrase}" for name, entry in strategies.TABLE.items())),
+        ("strategies", "\n".join(f"{name}: {kind.phrase}" for name, kind in KINDS.items())),
         ("launchers", ", ".join(launchers.names())),
     ]
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

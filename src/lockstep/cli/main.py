@@ -5,13 +5,16 @@ Nothing here imports torch, so that help and refusals answer at once; a verb is 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from importlib import import_module
-from importlib.metadata import version
 
 from rich.console import Console
+from rich.text import Text
 
 from ..errors import LockstepError, RunError, Stopped, unknown
+from ..versions import version_of
+from . import output
 
 VERBS = {
     "train": "train a model: lockstep train RECIPE [flags]",
@@ -32,27 +35,29 @@ lockstep VERB --help shows a verb's flags. To start: lockstep train digits --str
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 refused, 3 a proof failed, 75 stopped."""
-    given = sys.argv[1:] if arguments is None else arguments
+    output.survive()
     try:
-        return _dispatch(given)
-    except RunError as error:
-        print(error.trace, file=sys.stderr, end="")
-        return _say(error)
+        return _dispatch(sys.argv[1:] if arguments is None else arguments)
     except LockstepError as error:
         return _say(error)
     except KeyboardInterrupt:
-        print("lockstep: stopped before training began.", file=sys.stderr)
-        return Stopped.exit_code
+        return _say(Stopped("stopped before training began."))
+    except BrokenPipeError:
+        return 1  # whoever read what we say, such as `head`, has seen enough
+    finally:
+        output.let_go()
 
 
 def _dispatch(given: list[str]) -> int:
     verb = given[0] if given else "--help"
     if verb in ("-h", "--help", "help"):
         lines = [f"  {name:<8} {phrase}" for name, phrase in VERBS.items()]
-        print(_USAGE.format(version=version("lockstep-torch"), verbs="\n".join(lines)), end="")
+        with output.written():
+            print(_USAGE.format(version=_version(), verbs="\n".join(lines)), end="")
         return 0
     if verb in ("-V", "--version"):
-        print(f"lockstep {version('lockstep-torch')}")
+        with output.written():
+            print(f"lockstep {_version()}")
         return 0
     if verb not in VERBS:
         raise unknown("verb", verb, VERBS)
@@ -60,13 +65,17 @@ def _dispatch(given: list[str]) -> int:
     return code
 
 
+def _version() -> str:
+    return version_of("lockstep-torch") or "(not installed)"
+
+
 def _say(error: LockstepError) -> int:
-    # soft_wrap: one sentence stays one line for whoever greps it.
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.show_cursor()  # a rank that was killed while it drew a bar could not
-    console.print(f"[bold]lockstep:[/] {_escaped(str(error))}")
+    with contextlib.suppress(OSError):  # the exit code still tells
+        if isinstance(error, RunError):
+            print(error.trace, file=sys.stderr, end="")
+        # soft_wrap: one sentence stays one line for whoever greps it.
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.show_cursor()  # a rank that was killed while it drew a bar could not
+        # Text, since markup would read `models.py:100:` as the name of a picture.
+        console.print(Text.assemble(("lockstep:", "bold"), f" {error}"))
     return error.exit_code
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", "\\[")

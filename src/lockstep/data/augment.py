@@ -93,7 +93,7 @@ class Augment:
             if name in self.names and min(self.height, self.width) < least:
                 raise RequestError(
                     f"--augment {name} needs images of {least} × {least} pixels or more, and these have "
-                    f"{self.height} × {self.width}; leave it out."
+                    f"{self.height} × {self.width}; take {name} out; --augment with no words varies nothing."
                 )
 
     @property

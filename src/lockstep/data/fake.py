@@ -34,6 +34,7 @@ class Synthetic:
         size = wish.config.image_size
         self.classes = CLASSES
         self.shape = (3, size, size)
+        self.dtype = wish.dtype
         self._samples = samples
         self._split = split
         self._wish = wish

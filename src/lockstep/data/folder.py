@@ -151,6 +151,7 @@ def build(wish: Wish) -> Splits:
             corrupt = _corrupt(wish, files)
             skipped[split] = tuple(str(files.path(index)) for index in corrupt)
             tables[split] = files.without(corrupt) if corrupt else files
+            _check_classes(files, tables[split], split)
     normalise = Normalise(MEAN, STD, pixels=size * size, dtype=wish.dtype, device=wish.world.device)
 
     def source(split: str, variations: tuple[str, ...]) -> Streamed:
@@ -162,6 +163,7 @@ def build(wish: Wish) -> Splits:
             samples=len(tables[split]),
             classes=int(arrays["classes"]),
             shape=(3, size, size),
+            dtype=wish.dtype,
             workers=config.workers,
             stay=split == "train",
             device=wish.world.device,
@@ -169,6 +171,17 @@ def build(wish: Wish) -> Splits:
         )
 
     return Splits(source("train", config.augment), source("test", ()))
+
+
+def _check_classes(before: tree.FileTable, after: tree.FileTable, split: str) -> None:
+    """Raise `RequestError` where a class has no image left, as for one that has none to begin with."""
+    for label in np.setdiff1d(before.labels, after.labels):
+        first, *others = (before.path(index) for index in np.flatnonzero(before.labels == label).tolist())
+        raise RequestError(
+            f"--skip-corrupt leaves class folder {before.root / first.relative_to(before.root).parts[0]} without an "
+            f"image: none of its {1 + len(others)} can be decoded, {first.name} for one; repair some, or remove the "
+            "class from train and val."
+        )
 
 
 def _corrupt(wish: Wish, table: tree.FileTable) -> list[int]:

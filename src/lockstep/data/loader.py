@@ -8,7 +8,10 @@ value, and is raised here as one sentence instead of a trace through three proce
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,10 +22,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import RequestError, RunError
+from ..interrupts import SIGNALS
 from .source import Batch, Indices
 
 PREFETCH = 2
 """Shares that each worker prepares ahead."""
+_WATCH_S = 1.0
+"""How often a worker looks whether its rank still lives."""
 
 
 class Fetch(Protocol):
@@ -58,7 +64,9 @@ class _Tasks:
         except RequestError as error:
             return _Failure(str(error), "", deliberate=True)
         except Exception as error:
-            return _Failure(f"{type(error).__name__}: {error}", traceback.format_exc(), deliberate=False)
+            where = "".join(f" at {note}" for note in getattr(error, "__notes__", ()))
+            sentence = f"The data set failed{where}: {type(error).__name__}: {error}"
+            return _Failure(sentence, traceback.format_exc(), deliberate=False)
 
 
 class _Queue:
@@ -85,6 +93,7 @@ class Streamed:
         samples: int,
         classes: int,
         shape: tuple[int, ...],
+        dtype: torch.dtype,
         workers: int,
         stay: bool,
         device: torch.device,
@@ -92,6 +101,7 @@ class Streamed:
     ) -> None:
         self.classes = classes
         self.shape = shape
+        self.dtype = dtype
         self.skipped = skipped
         self._samples = samples
         self._finish = finish
@@ -104,7 +114,7 @@ class Streamed:
             sampler=self._queue,
             collate_fn=_as_it_is,
             num_workers=workers,
-            worker_init_fn=_leave_interrupts_to_the_rank,
+            worker_init_fn=_begin_worker,
             prefetch_factor=PREFETCH if workers else None,
             persistent_workers=stay and workers > 0,
             pin_memory=device.type == "cuda",
@@ -123,6 +133,9 @@ class Streamed:
         """
         self._queue.begin(epoch, shares)
         self._running = batches = iter(self._loader)
+        for worker in getattr(batches, "_workers", ()):
+            # torch, and Python at its exit, end a worker that does not end by itself with SIGTERM, which it ignores.
+            worker._popen.terminate = worker._popen.kill
         while True:
             try:
                 answer = next(batches)
@@ -137,13 +150,13 @@ class Streamed:
             if isinstance(answer, _Failure):
                 if answer.deliberate:
                     raise RequestError(answer.sentence)
-                raise RunError(f"The data set failed: {answer.sentence}", trace=answer.trace)
+                raise RunError(answer.sentence, trace=answer.trace)
             share, x, y = answer
             x, y = (part.to(self._device, non_blocking=True) for part in (x, y))
             yield self._finish(x, share, epoch), y
 
     def close(self) -> None:
-        """End the workers and wait for them."""
+        """End the workers and wait for them; those that are stuck in a sample are killed after seconds."""
         # The DataLoader has no public way to say this; dropping it would leave the end to the garbage collector.
         if end := getattr(self._running, "_shutdown_workers", None):
             end()
@@ -154,6 +167,16 @@ def _as_it_is(answer: Any) -> Any:
     return answer
 
 
-def _leave_interrupts_to_the_rank(worker: int) -> None:
-    # Ctrl-C reaches every process of the terminal; the rank needs its workers to finish the step and save.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _begin_worker(worker: int) -> None:
+    # Ctrl-C reaches every process of the terminal, and SIGTERM every process of a group where torchrun or a scheduler
+    # sends it; the rank needs its workers to finish the step and save.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # torch's workers look for their parent between two tasks; one that is stuck in a sample would outlive it.
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="rank watch").start()
+
+
+def _end_with(rank: int) -> None:
+    while os.getppid() == rank:
+        time.sleep(_WATCH_S)
+    os._exit(1)

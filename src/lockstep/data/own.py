@@ -44,16 +44,32 @@ def _call(config: DataConfig) -> tuple[Any, Any]:
     try:
         result = found(config) if inspect.signature(found).parameters else found()
     except Exception as error:
-        raise RequestError(f"{asked} raised {type(error).__name__}: {error}.") from error
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise RequestError(f"{asked} returned a {type(result).__name__}; it must return two data sets, (train, test).")
+        raise RequestError(f"{asked} {own.raised(error)}.") from error
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        found = "nothing" if result is None else f"one {type(result).__name__}"
+        found = f"{len(result)} things" if isinstance(result, tuple | list) else found
+        raise RequestError(f"{asked} returned {found}; it must return two data sets, (train, test).")
     for split, dataset in zip(("train", "test"), result, strict=True):
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
-            raise RequestError(
-                f"{asked}: its {split} data is a {type(dataset).__name__} of no known length or of none; "
-                "give a map-style data set with __len__ and __getitem__, and at least one sample."
-            )
-    return result
+        _check_map_style(asked, split, dataset)
+    return result[0], result[1]
+
+
+def _check_map_style(asked: str, split: str, dataset: Any) -> None:
+    from torch.utils.data import IterableDataset
+
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise RequestError(
+            f"{asked}: its {split} data ({kind}) cannot be read by index, which sharing it out among ranks, "
+            "shuffling and resuming rest on; give a map-style data set, with __len__ and __getitem__."
+        )
+    if len(dataset) == 0:
+        raise RequestError(f"{asked}: its {split} data ({kind}) has no sample; give at least one.")
+    if (tensors := _tensors(dataset)) and (tensors[1].dim() != 1 or bool((tensors[1] != tensors[1].long()).any())):
+        raise RequestError(
+            f"{asked}: its {split} labels are {tensors[1].dtype} of shape {tuple(tensors[1].shape)}; give one whole "
+            "number for each sample, the index of its class."
+        )
 
 
 def build(wish: Wish) -> Splits:
@@ -113,6 +129,8 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
 def _classes(wish: Wish, dataset: Any) -> int:
     """Return the number of classes: the data set's `classes` (a number or a list), else from its label tensor."""
     given = getattr(dataset, "classes", None)
+    if given is None:  # a part of a data set, such as random_split makes, has the whole one as `dataset`
+        given = getattr(getattr(dataset, "dataset", None), "classes", None)
     if isinstance(given, int):
         return given
     if given is not None and hasattr(given, "__len__"):
@@ -133,8 +151,8 @@ def _source(wish: Wish, dataset: Any, split: str, classes: int, variations: tupl
     first = tensors[0][0] if tensors else _sample(wish.config.name, split, dataset, 0, classes)[0]
     if variations and not _is_image(first):
         raise RequestError(
-            f"--augment {','.join(variations)} varies images of bytes (C, H, W), and {wish.config.name} gives "
-            f"{first.dtype} {tuple(first.shape)}; give uint8 images, or leave --augment out."
+            f"--augment {' '.join(variations)} varies images of bytes (C, H, W), and {wish.config.name} gives "
+            f"{first.dtype} {tuple(first.shape)}; give uint8 images, or --augment with no words."
         )
     normalise = None
     if _is_image(first):
@@ -151,6 +169,7 @@ def _source(wish: Wish, dataset: Any, split: str, classes: int, variations: tupl
         samples=len(dataset),
         classes=classes,
         shape=tuple(first.shape),
+        dtype=wish.dtype if normalise or first.is_floating_point() else first.dtype,
         workers=wish.config.workers,
         stay=split == "train",
         device=wish.world.device,
@@ -215,7 +234,16 @@ def _sample(name: str, split: str, dataset: Any, index: int, classes: int) -> tu
     sample = dataset[index]
     if not isinstance(sample, tuple | list) or len(sample) != 2 or not isinstance(sample[0], torch.Tensor):
         raise RequestError(f"--data {name}: {split} sample {index} is not an (x tensor, label) pair.")
-    label = int(sample[1])
+    try:
+        given = sample[1].item() if isinstance(sample[1], torch.Tensor) else sample[1]
+        label = int(given)
+    except (TypeError, ValueError, RuntimeError):  # several numbers, a word, nothing
+        given, label = None, 0
+    if label != given:
+        shown = " ".join(repr(sample[1]).split())[:80]
+        raise RequestError(
+            f"--data {name}: {split} sample {index} has label {shown}; give a whole number from 0 to {classes - 1}."
+        )
     if not 0 <= label < classes:
         raise _outside(name, split, index, label, classes)
     return sample[0], label
@@ -261,7 +289,11 @@ class _Samples:
         with generators_kept():
             for place, index in enumerate(share.tolist()):
                 seed_generators(own_seeds[place])
-                sample, label = _sample(self.module.name, self.split, self.dataset, index, self.classes)
+                try:
+                    sample, label = _sample(self.module.name, self.split, self.dataset, index, self.classes)
+                except Exception as error:
+                    error.add_note(f"{self.split} sample {index} of --data {self.module.name}")
+                    raise
                 if sample.shape != self.shape or sample.dtype != self.dtype:
                     raise RequestError(
                         f"--data {self.module.name}: {self.split} sample {index} is {sample.dtype} "

@@ -104,7 +104,7 @@ class Normalise:
     def __init__(
         self, mean: tuple[float, ...], std: tuple[float, ...], *, pixels: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         # Half precision is rounded once, at the end.
         self._exact = dtype if dtype in (torch.float32, torch.float64) else torch.float32
         means, stds = torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
@@ -115,7 +115,7 @@ class Normalise:
     def __call__(self, x: Tensor) -> Tensor:
         """Return images x (n, H, W, C) normalised."""
         flat = x.flatten(1).to(self._exact).mul_(self._scale).add_(self._shift)
-        return flat.view(x.shape).to(self._dtype)
+        return flat.view(x.shape).to(self.dtype)
 
 
 def channels_first(x: Tensor, *, channels_last: bool) -> Tensor:
@@ -145,6 +145,7 @@ class ResidentImages:
     ) -> None:
         self.classes = classes
         self.shape = (pixels.shape[1], augment.height, augment.width)
+        self.dtype = normalise.dtype
         self._pixels = pixels
         self._images = pixels[:-1].view(-1, augment.height, augment.width, pixels.shape[1])
         self._labels = labels
@@ -188,6 +189,7 @@ class ResidentTensors:
     def __init__(self, samples: Tensor, labels: Tensor, *, classes: int, channels_last: bool = False) -> None:
         self.classes = classes
         self.shape = tuple(samples.shape[1:])
+        self.dtype = samples.dtype
         # In channels_last memory the samples are kept as (N, H, W, C), since index_select returns plain memory.
         self._turned = channels_last and samples.dim() == 4
         self._samples = samples.permute(0, 2, 3, 1).contiguous() if self._turned else samples.contiguous()

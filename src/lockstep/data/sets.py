@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import own as users
 from ..config import DataConfig
 from ..errors import RequestError, unknown
 from . import cifar, own, tree
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
 
     from ..world import World
     from .source import Splits, Wish
-
-_OWN = "Your own goes with module:attribute."
 
 
 def _no_check(config: DataConfig) -> None:
@@ -96,8 +96,15 @@ def _entry(config: DataConfig) -> _Entry:
         return _Entry(own.build, own.check)
     table = _table()
     if config.name not in table:
-        raise unknown("data set", config.name, table, _OWN)
+        users.check_no_module("--data", config.name, "splits")
+        raise unknown("data set", config.name, table, _advice(config.name))
     return table[config.name]
+
+
+def _advice(name: str) -> str:
+    if name and Path(name).is_dir():
+        return f"A folder of photographs goes with --data imagefolder --data-dir {name}."
+    return "Your own goes with module:attribute."
 
 
 def preflight(config: DataConfig) -> None:

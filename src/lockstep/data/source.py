@@ -35,6 +35,10 @@ class Source(Protocol):
         """Shape of one sample: (C, H, W) for images."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of the numbers in x."""
+
+    @property
     def skipped(self) -> tuple[str, ...]:
         """Files that were left out because they cannot be decoded."""
 

@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass, field
 
 import psutil
 
+from .. import hardware
 from ..errors import RequestError
 from ..topology import Topology
 from . import hosts
+from .devices import turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class Claim:
     """Identities of the GPUs that the process may take, by local rank; a single one is taken by whoever names it."""
     addresses: tuple[str, ...] = ()
     """Addresses of this host, the one that others most likely reach first."""
+    processors: tuple[int, ...] = field(default_factory=hardware.processors)
+    """Those that the process may run on, by the host's numbers."""
     host: str = field(default_factory=socket.gethostname)
     network: str = field(default_factory=lambda: hosts.namespace("net"))
     processes: str = field(default_factory=lambda: hosts.namespace("pid"))
@@ -67,10 +71,11 @@ class Claim:
     def from_json(cls, text: bytes | str) -> Claim:
         """Return the claim in `text`."""
         values = json.loads(text)
-        return cls(**{**values, "gpus": tuple(values["gpus"]), "addresses": tuple(values["addresses"])})
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**{**values, **lists})
 
 
-def place(claims: Sequence[Claim], mine: Claim, *, address: str = "", port: int = 0) -> Topology:
+def place(claims: Sequence[Claim], mine: Claim) -> Topology:
     """Return this rank's topology, with nodes and local ranks from the hosts that the claims name."""
     nodes = list(dict.fromkeys(claim.node for claim in claims))
     here = [claim.rank for claim in claims if claim.node == mine.node]
@@ -81,9 +86,13 @@ def place(claims: Sequence[Claim], mine: Claim, *, address: str = "", port: int 
         local_size=len(here),
         node=nodes.index(mine.node),
         nodes=len(nodes),
-        address=address,
-        port=port,
     )
+
+
+def sharing(claims: Sequence[Claim], mine: Claim) -> int:
+    """Return how many ranks may run on processors of this one's: all of a machine, unless they are bound apart."""
+    here = [set(claim.processors) for claim in claims if claim.boot == mine.boot]
+    return max(1, sum(not each.isdisjoint(mine.processors) for each in here))
 
 
 def interface(claims: Sequence[Claim], mine: Claim) -> str | None:
@@ -114,12 +123,13 @@ def check_together(claims: Sequence[Claim]) -> None:
         seen[claim.node] += 1
         if not claim.gpus:
             continue
-        if len(claim.gpus) > 1 and local_rank >= len(claim.gpus):
+        mine = turn(len(claim.gpus), local_rank)
+        if mine >= len(claim.gpus):
             raise RequestError(
                 f"Rank {claim.rank} ({claim.who}) is number {local_rank} of its node, which shows "
                 f"{len(claim.gpus)} GPUs; start at most as many ranks on a node as it has GPUs."
             )
-        gpu = claim.gpus[0] if len(claim.gpus) == 1 else claim.gpus[local_rank]
+        gpu = claim.gpus[mine]
         other = users.setdefault((claim.boot, gpu), claim)
         if other is not claim:
             raise RequestError(

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from .. import hardware
 from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError
-
-ONE_PROCESS = ("single", "dp")
-"""Strategies whose one process drives all the devices it uses."""
+from ..kinds import auto, kind
 
 
 def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
@@ -23,18 +21,18 @@ def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
     parallel = dataclasses.replace(asked, accelerator=accelerator)
     if asked.strategy == "auto":
         several = devices_here(parallel, env) > 1 or _ranks_elsewhere(parallel, env) > 1
-        parallel = dataclasses.replace(parallel, strategy="ddp" if several else "single")
-    _check_one_process(parallel, env)
-    if parallel.strategy in ONE_PROCESS:
+        parallel = dataclasses.replace(parallel, strategy=auto(several=several))
+    if not kind(parallel.strategy).has_ranks:
+        _check_one_process(parallel, env)
         parallel = dataclasses.replace(
-            parallel, devices=1 if parallel.strategy == "single" else devices_here(parallel, env)
+            parallel, devices=devices_here(parallel, env) if kind(parallel.strategy).drives_all else 1
         )
     return dataclasses.replace(config, parallel=parallel)
 
 
 def processes(config: RunConfig, env: Mapping[str, str]) -> int:
     """Return the number of processes that a resolved config needs on this node."""
-    return 1 if config.parallel.strategy in ONE_PROCESS else devices_here(config.parallel, env)
+    return devices_here(config.parallel, env) if kind(config.parallel.strategy).process_per_device else 1
 
 
 def least_ranks(config: RunConfig, env: Mapping[str, str]) -> int:
@@ -59,15 +57,19 @@ def gpu_ids(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[str, ...]
     return tuple(visible[index].uuid for index in (parallel.gpu_indices or range(len(visible))))
 
 
-def gpu_index(parallel: ParallelConfig, local_rank: int) -> int:
-    """Return the index of the GPU that a local rank computes on, among those visible to its process.
+def gpu_index(parallel: ParallelConfig, env: Mapping[str, str], local_rank: int) -> int:
+    """Return the index of the GPU that a local rank computes on, among those visible to its process."""
+    chosen = parallel.gpu_indices or range(_count_gpus(env))
+    return chosen[turn(len(chosen), local_rank)]
 
-    A process that was given one GPU uses it, whatever its local rank: ranks started by hand name one GPU each.
+
+def turn(gpus: int, local_rank: int) -> int:
+    """Return which of the GPUs that its process may take is a local rank's.
+
+    A process with a single one takes it, whatever its local rank: somebody has given each rank its own, by --gpus,
+    by CUDA_VISIBLE_DEVICES, or by a scheduler that binds one to each task.
     """
-    chosen = parallel.gpu_indices
-    if not chosen:
-        return local_rank
-    return chosen[0] if len(chosen) == 1 else chosen[local_rank]
+    return 0 if gpus == 1 else local_rank
 
 
 def _count_gpus(env: Mapping[str, str]) -> int:
@@ -103,8 +105,7 @@ def _ranks_elsewhere(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
 
 
 def _check_one_process(parallel: ParallelConfig, env: Mapping[str, str]) -> None:
-    if parallel.strategy not in ONE_PROCESS:
-        return
+    """Raise where a strategy of one process was asked to be several, or to use more devices than it can."""
     ranks = _ranks_elsewhere(parallel, env)
     if ranks > 1:
         raise RequestError(
@@ -112,5 +113,7 @@ def _check_one_process(parallel: ParallelConfig, env: Mapping[str, str]) -> None
             "--world-size or the environment's WORLD_SIZE); take --strategy ddp, or start one process."
         )
     asked = parallel.devices or len(parallel.gpu_indices)
-    if parallel.strategy == "single" and asked > 1:
-        raise RequestError(f"--strategy single uses one device, but {asked} were asked for; take ddp or one device.")
+    if asked > 1 and not kind(parallel.strategy).drives_all:
+        raise RequestError(
+            f"--strategy {parallel.strategy} uses one device, but {asked} were asked for; take ddp or one device."
+        )

@@ -17,10 +17,10 @@ from typing import Any
 from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError
 from ..failures import Failure
+from ..kinds import kind
 from ..topology import Topology
 from . import rank, stores
 from .base import Entry
-from .devices import ONE_PROCESS
 
 _ECHO_WAITS_S = 1.5
 
@@ -64,6 +64,16 @@ class EnvironmentLauncher:
                 size=topology.size,
                 known=topology if place.knows_node else None,
             )
+
+
+def started_elsewhere(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which another program says that it has started several ranks; empty if none does.
+
+    A world of one, which managed containers like to announce, keeps nobody from starting ranks of their own.
+    """
+    size = env.get("WORLD_SIZE", "")
+    told = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in env}
+    return told if size.isdecimal() and int(size) > 1 else {}
 
 
 def read(env: Mapping[str, str]) -> Place:
@@ -142,7 +152,7 @@ def _check_below(env: Mapping[str, str], name: str, value: int, bound_name: str,
 def _check_agrees(asked: ParallelConfig, found: Topology, *, knows_node: bool) -> None:
     """Raise where flags say another world than the environment."""
     # One process that drives several devices is one rank; and what the environment does not say, the roll call finds.
-    devices = asked.devices if knows_node and asked.strategy not in ONE_PROCESS else None
+    devices = asked.devices if knows_node and kind(asked.strategy).process_per_device else None
     pairs = (
         ("--world-size", asked.world_size, "WORLD_SIZE", found.size),
         ("--rank", asked.rank, "RANK", found.rank),
@@ -172,5 +182,7 @@ def _leave_word(failure: Failure, path: Path | None) -> None:
     if failure.is_echo:
         # torchrun takes the earliest report, in whole seconds, for the root cause, and then ends the other ranks.
         time.sleep(_ECHO_WAITS_S)
-    about = {"py_callstack": failure.trace, "timestamp": str(int(time.time()))}
+    about = {"timestamp": str(int(time.time()))}
+    if trace := getattr(failure.error(), "trace", ""):  # without one, torchrun shows the sentence
+        about["py_callstack"] = trace
     path.write_text(json.dumps({"message": {"message": failure.sentence, "extraInfo": about}}), encoding="utf-8")

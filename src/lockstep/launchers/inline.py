@@ -30,4 +30,4 @@ class InlineLauncher:
                 f"on each of {config.parallel.nodes} nodes; take --launcher auto, or --devices 1."
             )
         with rank.accounted(0, config):
-            return rank.run_alone(entry, config)
+            return rank.run_alone(entry, config, env)

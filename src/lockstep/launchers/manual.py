@@ -68,8 +68,7 @@ def _url(parallel: ParallelConfig, env: Mapping[str, str]) -> str:
     for variable in ("MASTER_ADDR", "MASTER_PORT"):
         if not env.get(variable):
             raise RequestError(f"--init-method env:// needs {variable} in the environment; set it on every rank.")
-    host = env["MASTER_ADDR"]
-    return f"tcp://[{host}]:{env['MASTER_PORT']}" if ":" in host else f"tcp://{host}:{env['MASTER_PORT']}"
+    return stores.address_of(env["MASTER_ADDR"], env["MASTER_PORT"])
 
 
 def _door(url: str, index: int, timeout_s: float) -> Callable[[], stores.Meeting]:

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from .. import failures, hardware
 from ..config import RunConfig
 from ..errors import LockstepError, RequestError, Stopped
+from ..failures import RankLostError
+from ..kinds import kind
 from ..topology import Topology
 from . import claims, hosts, stores
 from .base import Entry
-from .devices import ONE_PROCESS, gpu_ids, gpu_index
+from .devices import gpu_ids, gpu_index
 from .rendezvous import RollCall
 
 if TYPE_CHECKING:
@@ -31,13 +33,16 @@ if TYPE_CHECKING:
 _CLOSE_S = 1.0  # for leaving a world that failed, before the failure is told without having left
 
 
-def settle(config: RunConfig, topology: Topology) -> torch.device:
-    """Return the device of this rank, made the current one; share the processors among the node's ranks."""
+def settle(config: RunConfig, env: Mapping[str, str], topology: Topology, *, sharing: int = 1) -> torch.device:
+    """Return the device of this rank, made the current one; take its share of the processors.
+
+    `sharing` is the number of ranks that may run on the same processors, this one included.
+    """
     import torch
 
     # torchrun sets OMP_NUM_THREADS=1 and others leave it to the machine: the number of threads decides the order of
     # sums on a CPU, so every launcher takes the same, and the same world gives the same bits.
-    torch.set_num_threads(max(1, hardware.cpus() // topology.local_size))
+    torch.set_num_threads(max(1, hardware.cpus() // sharing))
     if config.precision.deterministic:
         # cuBLAS reads it at its first use, and without it some of its algorithms differ from run to run.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -45,19 +50,20 @@ def settle(config: RunConfig, topology: Topology) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RequestError(
-            f"--accelerator cuda: the driver shows GPUs, but torch {torch.__version__} cannot use them; "
-            "install a CUDA build of torch that fits the driver, or take --accelerator cpu."
+            "The driver shows GPUs, so that the accelerator is cuda (auto takes it too), but torch "
+            f"{torch.__version__} cannot use them; take --accelerator cpu, or install a CUDA build of torch that fits "
+            "the driver."
         )
-    device = torch.device("cuda", gpu_index(config.parallel, topology.local_rank))
+    device = torch.device("cuda", gpu_index(config.parallel, env, topology.local_rank))
     torch.cuda.set_device(device)
     return device
 
 
-def run_alone(entry: Entry, config: RunConfig) -> Any:
+def run_alone(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any:
     """Run the entry in this process as a world of one rank; return its value."""
     from ..world import World
 
-    return entry(config, World.alone(settle(config, Topology())))
+    return entry(config, World.alone(settle(config, env, Topology())))
 
 
 def run_met(
@@ -90,7 +96,13 @@ def run_met(
     try:
         _check_node(config, topology)
         bind(claims.interface(came, mine))
-        value = run_joined(entry, config, topology, call.group_store(came))
+        device = settle(config, env, topology, sharing=claims.sharing(came, mine))
+        call.stand_by(came, parallel.timeout)
+    except BaseException:
+        call.abandon()
+        raise
+    try:
+        value = run_joined(entry, config, topology, device, call.group_store(came))
     except BaseException:
         call.leave(clean=False)
         raise
@@ -98,11 +110,9 @@ def run_met(
     return value if topology.is_main else None
 
 
-def run_joined(entry: Entry, config: RunConfig, topology: Topology, store: Store) -> Any:
+def run_joined(entry: Entry, config: RunConfig, topology: Topology, device: torch.device, store: Store) -> Any:
     """Join the world over `store`, run the entry, leave; return this rank's value (*collective*)."""
-    from ..world import World
-
-    world = World.join(topology, settle(config, topology), store, timeout_s=config.parallel.stall_timeout)
+    world = _join(config, topology, device, store)
     try:
         value = entry(config, world)
     except BaseException:
@@ -112,18 +122,35 @@ def run_joined(entry: Entry, config: RunConfig, topology: Topology, store: Store
     return value
 
 
+def _join(config: RunConfig, topology: Topology, device: torch.device, store: Store) -> World:
+    from ..world import World
+
+    parallel = config.parallel
+    try:
+        return World.join(topology, device, store, timeout_s=parallel.stall_timeout, form_s=parallel.timeout)
+    except RuntimeError as error:
+        if not failures.is_echo(error):
+            raise
+        raise RankLostError(
+            f"Rank {topology.rank}: all {topology.size} ranks came, but could not connect to one another within "
+            f"--timeout {parallel.timeout:g} s: a firewall keeps ports between the nodes closed, or a rank ended "
+            "meanwhile and its own message says why; then start all ranks again."
+        ) from error
+
+
 def bind(interface: str | None) -> None:
     """Keep gloo's and NCCL's traffic on one network interface, unless the user chose another, or none is known."""
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if interface:
-            os.environ.setdefault(variable, interface)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        # NCCL takes every interface whose name begins so, eth10 for eth1, unless told that the name is whole.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def _check_node(config: RunConfig, topology: Topology) -> None:
     """Raise where the ranks that came stand on other nodes than the flags say."""
     parallel = config.parallel
     for flag, asked, found in (
-        ("--devices", None if parallel.strategy in ONE_PROCESS else parallel.devices, topology.local_size),
+        ("--devices", parallel.devices if kind(parallel.strategy).process_per_device else None, topology.local_size),
         ("--nodes", parallel.nodes if parallel.nodes > 1 else None, topology.nodes),
     ):
         if asked is not None and asked != found:
@@ -135,7 +162,7 @@ def _check_node(config: RunConfig, topology: Topology) -> None:
 
 def account(error: BaseException, rank: int, config: RunConfig) -> failures.Failure:
     """Return the failure that `error` is on this rank; its trace is written to the run's folder, if there is one."""
-    failure = failures.describe(error, rank)
+    failure = failures.describe(error, rank, failures.again(config))
     if config.record.output is not None and not isinstance(error, Stopped | RequestError):
         with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
             failures.write(failure, Path(config.record.output) / "failures")

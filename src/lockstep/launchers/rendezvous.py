@@ -4,7 +4,9 @@
    be made once, so two processes with one rank find out about each other.
 2. Once all claims are there, each rank *confirms* by writing a digest of all nonces. Only processes that live now
    can confirm the nonces of now: a store that a killed run left behind never passes for a world.
-3. The process group then uses keys under that digest, which no other world shares.
+3. Each takes its device, which imports torch and can fail, and *stands by*: ranks wait here for one another, where
+   it can be seen that one has ended, and not in the process group, which would wait for its time-out.
+4. The process group then uses keys under that digest, which no other world shares.
 
 A process that finds a fault writes it under the nonce of each rank that it knows of, so that they all fail with one
 sentence, and none waits for its time-out. A process that leaves takes its claim back.
@@ -18,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import RequestError
+from ..failures import RankLostError
 from .claims import Claim, check_together, digest
 from .stores import Meeting
 
@@ -53,15 +56,61 @@ class RollCall:
             return claims
         except RequestError as error:
             self._spread(str(error))
-            self.leave(clean=False)
-            if self._meeting.hosted:
-                _until(lambda: not self._claims(), _HEAR_S)  # the others hear of it before their store goes
+            self.abandon()
+            raise
+        except KeyboardInterrupt:
+            self._spread(
+                f"{self._meeting.where}: rank {self._mine.rank} ({self._mine.who}) was stopped while it waited for the "
+                "others; start all ranks again."
+            )
+            self.abandon()
             raise
         except RuntimeError as error:  # the store's own: its server has gone
             raise RequestError(
                 f"{self._meeting.where}: the store went away during the roll call ({_brief(error)}); "
                 "rank 0, or the agent that serves it, has ended: its own message tells why."
             ) from error
+
+    def stand_by(self, claims: Sequence[Claim], timeout_s: float) -> None:
+        """Return once all ranks of the roll call are about to form the process group (*collective*).
+
+        Raises `RankLostError` if one has ended or left since, or is not there after `timeout_s` seconds.
+        """
+        keys = [f"standby/{digest(claims)}/{claim.rank}" for claim in claims]
+        deadline = time.monotonic() + timeout_s
+        next_look = time.monotonic() + _LIVENESS_S
+        try:
+            self._store.set(keys[self._mine.rank], "")
+            while not self._store.check(keys):
+                if time.monotonic() >= min(next_look, deadline):
+                    absent = [claim for claim, key in zip(claims, keys, strict=True) if not self._store.check([key])]
+                    self._check_absent(absent, late=time.monotonic() >= deadline, timeout_s=timeout_s)
+                    next_look = time.monotonic() + _LIVENESS_S
+                time.sleep(_LOOK_S)
+        except RuntimeError as error:  # the store's own: its server has gone
+            raise RankLostError(
+                f"Rank {self._mine.rank}: rank 0, or the agent that serves {self._meeting.where}, ended before "
+                "training began: its own message says why; then start all ranks again."
+            ) from error
+
+    def _check_absent(self, absent: Sequence[Claim], *, late: bool, timeout_s: float) -> None:
+        """Raise if one of the ranks that do not stand by yet never will, or is too late."""
+        here = {claim.nonce for claim in self._claims()}
+        for claim in absent:
+            gone = claim.nonce not in here or claim.is_dead()
+            if gone or late:
+                how = "ended before training began" if gone else f"did not get ready within --timeout {timeout_s:g} s"
+                raise RankLostError(
+                    f"Rank {self._mine.rank}: rank {claim.rank} ({claim.who}) came, but {how}: its own message says "
+                    "why; then start all ranks again."
+                )
+
+    def abandon(self) -> None:
+        """Leave before training began, and stay until the others have heard of it where they would lose the store."""
+        self.leave(clean=False)
+        if self._meeting.hosted:
+            with contextlib.suppress(RuntimeError):
+                _until(lambda: not self._claims(), _HEAR_S)
 
     def group_store(self, claims: Sequence[Claim]) -> Store:
         """Return the store for the process group of these claims, apart from any other world's keys."""
@@ -76,6 +125,8 @@ class RollCall:
         who met at a file stay until it is gone, so that the next run may follow at the same place. After a failure
         nobody waits; a file then stays behind without claims, and the next run can use it.
         """
+        if not self._meeting.is_open():
+            return
         with contextlib.suppress(RuntimeError, OSError):
             # Emptied, not deleted: torch's stores wait for a key that is not there, and for a file that is not there.
             for key in self._written:
@@ -175,7 +226,7 @@ class RollCall:
         remedy = f", or remove {self._meeting.file} if an earlier run has left it" if self._meeting.file else ""
         return (
             f"{self._meeting.where}: {came} of {size} ranks {verb} within --timeout {timeout_s:g} s; missing: "
-            f"rank {names}; start every rank, raise --timeout{remedy}."
+            f"rank {names}; start every rank, or raise --timeout{remedy}."
         )
 
     def _spread(self, sentence: str) -> None:

@@ -13,10 +13,14 @@ import pickle
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rich.console import Console
+
+from .. import failures
 from ..config import RunConfig
 from ..errors import RequestError
 from ..topology import Topology
@@ -46,11 +50,20 @@ class SpawnLauncher:
                 "asked for; start the command on each node with torchrun, or give --init-method."
             )
         payload = _packed(entry, config)
-        with Supervisor() as supervisor, stores.listening_on_loopback() as listener:
-            for topology in _topologies(processes(config, env), *listener.getsockname()):
+        size = processes(config, env)
+        with Supervisor(failures.again(config)) as supervisor, stores.listening_on_loopback() as listener:
+            _say(f"starting {size} {'process' if size == 1 else 'processes'} …")
+            for topology in _topologies(size, *listener.getsockname()):
                 supervisor.add(_start(topology, payload, listener))
             listener.close()
             return supervisor.wait()
+
+
+def _say(words: str) -> None:
+    """Say on a terminal what happens during the seconds in which ranks import torch; a log needs no such line."""
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        console.print(words, style="dim")
 
 
 def _packed(entry: Entry, config: RunConfig) -> bytes:
@@ -100,6 +113,9 @@ def _serve(
 ) -> None:
     """Be one rank: run the entry, report its value or its failure to the parent."""
     lifeline.lead_own_group()
+    # Without this, what the user's code starts, such as data workers, would be spawned because the rank itself was:
+    # seconds for each to import torch, and semaphores that are told as leaked when a rank is killed.
+    multiprocessing.set_start_method(None, force=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     lifeline.tie_to_parent(held)
     config = RunConfig()
@@ -117,6 +133,8 @@ def _serve(
         report = Report(topology.rank, value=pickle.dumps(value))
     except BaseException as error:
         tell.send(Report(topology.rank, failure=rank.account(error, topology.rank, config)))
+        # The entry's variables go, and with them data workers, which end in order and remove their files.
+        traceback.clear_frames(error.__traceback__)
         # Nothing that is left may hang: not a collective of a lost world, not a thread of the user's.
         sys.stdout.flush()
         sys.stderr.flush()

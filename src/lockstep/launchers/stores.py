@@ -1,8 +1,9 @@
 """Where ranks meet: torch's key-value stores, opened so that whatever can go wrong is one sentence in bounded time.
 
 torch's own ways of opening one hang or crash on bad input: its TCP client waits for ever for a server that stays
-silent, its file store never returns for a folder that does not exist (nor lets other threads run meanwhile), and
-ends the process on a file that holds something else. So each thing is looked at before torch is let near it.
+silent and prints its own stack where another service answers, its file store never returns for a folder that does
+not exist (nor lets other threads run meanwhile), and ends the process on a file that holds something else. So each
+thing is looked at before torch is let near it. A TCP store is known by its answer to the greeting of torch's client.
 """
 
 from __future__ import annotations
@@ -11,25 +12,29 @@ import contextlib
 import errno
 import fcntl
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from ..errors import RequestError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
-T = TypeVar("T")
+Address = tuple[int, tuple[str, int]]
+"""A socket's family, and its host and port."""
 
 _PREFIX = "lockstep"  # parts our keys from those of others who may use the same store
 _RETRY_S = 0.2
 _RESOLVE_S = 10.0  # a name may appear late (a cluster's DNS); a wrong one should not take the whole time-out
 _PROBE_S = 5.0
+_ANSWER_S = 1.0  # for a store that has answered before
+_NONCE = b"\r\n\r\n"  # a store returns it; a service that reads lines is moved to say what it is instead
+_GREETING = b"\x00" + 0x3C85F7CE.to_bytes(4, "little") + b"\x0d" + _NONCE
+"""What torch's client says first: VALIDATE with a magic number, and PING (c10d/TCPStoreBackend.hpp)."""
 _FILE_BEGINS = b"refcount/"  # the first key in every file of torch's FileStore
 _STORE_S = timedelta(seconds=60)  # for one request to the store; the roll call has its own limit
 
@@ -46,6 +51,17 @@ class Meeting:
     host: str = ""
     """The host that serves the store; empty for a file."""
     file: Path | None = None
+    server: Address | None = None
+    """Where another process serves the store."""
+
+    def is_open(self) -> bool:
+        """Return whether the store still answers; torch prints its own stack where one does not."""
+        if self.server is None:
+            return True
+        try:
+            return bool(_greet(self.server, _ANSWER_S))
+        except OSError:
+            return False
 
 
 def serve(host: str, port: int, timeout_s: float) -> Meeting:
@@ -82,16 +98,14 @@ def connect(host: str, port: int, timeout_s: float, *, under: str = "") -> Meeti
 
     where = address_of(host, port)
     deadline = time.monotonic() + timeout_s
-    _wait_for_listener(host, port, deadline, timeout_s)
-    left_s = max(_PROBE_S, deadline - time.monotonic())
+    server = _wait_for_store(host, port, deadline, timeout_s)
+    limit = timedelta(seconds=max(_PROBE_S, deadline - time.monotonic()))
     try:
-        limit = timedelta(seconds=left_s)
-        store = _within(left_s, lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
-    except (TimeoutError, RuntimeError) as error:
-        raise RequestError(
-            f"{where}: something answers there, but not the store of a rank 0; is another service using the port?"
-        ) from error
-    return Meeting(PrefixStore(f"{_PREFIX}/{under}" if under else _PREFIX, store), where, host=host)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+    except RuntimeError as error:
+        raise RequestError(_not_a_store(where)) from error
+    prefix = f"{_PREFIX}/{under}" if under else _PREFIX
+    return Meeting(PrefixStore(prefix, store), where, host=host, server=server)
 
 
 def open_file(path: Path) -> Meeting:
@@ -121,7 +135,7 @@ def open_file(path: Path) -> Meeting:
     return Meeting(PrefixStore(_PREFIX, FileStore(str(path), -1)), where, file=path)
 
 
-def address_of(host: str, port: int) -> str:
+def address_of(host: str, port: int | str) -> str:
     """Return tcp://HOST:PORT, with brackets around an IPv6 address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
@@ -143,8 +157,8 @@ def _listen(host: str, port: int, timeout_s: float) -> socket.socket:
     raise failed
 
 
-def _resolve(host: str, port: int, timeout_s: float) -> list[tuple[int, tuple[str, int]]]:
-    """Return the (family, socket address) pairs of a name, IPv4 first."""
+def _resolve(host: str, port: int, timeout_s: float) -> list[Address]:
+    """Return the addresses of a name, IPv4 first."""
     deadline = time.monotonic() + min(timeout_s, _RESOLVE_S)
     while True:
         try:
@@ -180,17 +194,27 @@ def _taken(host: str, port: int) -> Meeting | None:
     return None
 
 
-def _wait_for_listener(host: str, port: int, deadline: float, timeout_s: float) -> None:
+def _wait_for_store(host: str, port: int, deadline: float, timeout_s: float) -> Address:
+    """Return the address at which a store answers, once one does.
+
+    Raises `RequestError` if nothing listens there in time, or something else.
+    """
     addresses = _resolve(host, port, timeout_s)
+    patient_until = min(deadline, time.monotonic() + _PROBE_S)
+    why = ""
     while True:
-        for family, address in addresses:
+        for address in addresses:
             try:
-                with socket.socket(family, socket.SOCK_STREAM) as probe:
-                    probe.settimeout(max(_RETRY_S, deadline - time.monotonic()))
-                    probe.connect(address)
-                    return
+                answer = _greet(address, max(_RETRY_S, deadline - time.monotonic()))
             except OSError as error:
                 why = error.strerror or str(error)
+                continue
+            if answer == _NONCE or not _greeting_is_torchs():
+                return address
+            # The store of a run that is just ending closes too; the next one may open at the same address.
+            if answer != b"" or time.monotonic() >= patient_until:
+                raise RequestError(_not_a_store(address_of(host, port)))
+            why = "it closes"
         if time.monotonic() >= deadline:
             raise RequestError(
                 f"{address_of(host, port)}: nothing answers there within --timeout {timeout_s:g} s ({why}); "
@@ -199,25 +223,34 @@ def _wait_for_listener(host: str, port: int, deadline: float, timeout_s: float) 
         time.sleep(_RETRY_S)
 
 
-def _within(limit_s: float, function: Callable[[], T]) -> T:
-    """Return `function()`; raise TimeoutError if it takes longer, and leave it behind in a thread."""
-    answers: list[T] = []
-    errors: list[Exception] = []
+def _greet(address: Address, wait_s: float) -> bytes | None:
+    """Return the first bytes that come back for a greeting, empty if the other side closes, None if it stays silent.
 
-    def call() -> None:
+    Raises `OSError` where nobody listens. A rank 0 that listens may take seconds until its store answers.
+    """
+    family, where = address
+    with socket.socket(family, socket.SOCK_STREAM) as peer:
+        peer.settimeout(wait_s)
+        peer.connect(where)
         try:
-            answers.append(function())
-        except Exception as error:
-            errors.append(error)
+            peer.sendall(_GREETING)
+            return peer.recv(len(_NONCE))
+        except TimeoutError:
+            return None
+        except ConnectionError:
+            return b""
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if errors:
-        raise errors[0]
-    if not answers:
-        raise TimeoutError(f"no answer within {limit_s:g} s")
-    return answers[0]
+
+def _greeting_is_torchs() -> bool:
+    """Return whether this version of torch serves stores that answer the greeting; else nothing follows from it."""
+    with listening_on_loopback() as listener:
+        port = listener.getsockname()[1]
+        meeting = adopt(listener, "")
+        return _greet((socket.AF_INET, (meeting.host, port)), _PROBE_S) == _NONCE
+
+
+def _not_a_store(where: str) -> str:
+    return f"{where}: something listens there, but not the store of a rank 0; is another service using the port?"
 
 
 @contextlib.contextmanager

@@ -22,13 +22,12 @@ from typing import Any
 
 from ..errors import LockstepError, RunError, Stopped
 from ..failures import Failure, first_cause
-from ..interrupts import KILLED
+from ..interrupts import KILLED, SIGNALS, Heard, Interrupts
 
 _LOOK_S = 0.05
 _LISTEN_S = 1.0  # for other reports, after the first failure
-_GRACE_S = 2.0  # between SIGTERM and SIGKILL
+_GRACE_S = 2.0  # for ranks to end data workers and saves that are under way, before they are killed
 _LEAVE_S = 30.0  # for ranks that are done, or are saving because a stop was asked for
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -54,15 +53,18 @@ class Worker:
 class Supervisor:
     """Owns the ranks' processes: on leaving the `with` block none of them is left, nor anything they started."""
 
-    def __init__(self) -> None:
+    def __init__(self, again: str) -> None:
+        """`again` says how to go on after a rank was killed, such as "continue with --resume auto"."""
+        self._again = again
         self._workers: list[Worker] = []
         self._reports: dict[int, Report] = {}
-        self._signals = 0
+        self._interrupts = Interrupts()
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Supervisor:
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's is not
+            self._handlers = {number: signal.signal(number, self._on_signal) for number in heeded}
         return self
 
     def __exit__(
@@ -75,7 +77,7 @@ class Supervisor:
     def add(self, worker: Worker) -> None:
         """Take over a rank that was just started."""
         self._workers.append(worker)
-        if self._signals:
+        if self._interrupts.asked:
             _send(worker, signal.SIGTERM)
 
     def wait(self) -> Any:
@@ -90,7 +92,7 @@ class Supervisor:
 
     def _look(self, wait_s: float) -> None:
         """Take in reports and deaths, for at most `wait_s` seconds."""
-        if self._signals > 1:
+        if self._interrupts.insisted:
             raise RunError(KILLED)
         silent = [worker for worker in self._workers if worker.rank not in self._reports]
         dead = [worker for worker in silent if worker.process.exitcode is not None]
@@ -111,16 +113,25 @@ class Supervisor:
         return [report.failure for report in self._reports.values() if report.failure]
 
     def _error(self) -> LockstepError:
-        return first_cause(self._failures()).error()
+        cause = first_cause(self._failures())
+        silent = [f"rank {worker.rank}" for worker in self._workers if worker.rank not in self._reports]
+        if cause.is_echo and silent:  # so they live, and yet the others gave them up
+            who = " and ".join(silent)
+            return RunError(
+                f"{who[0].upper()}{who[1:]} did not come to a collective in which the others waited for --stall-timeout"
+                f" seconds: a process hangs, or was stopped; {self._again}."
+            )
+        return cause.error()
 
     def _obituary(self, worker: Worker) -> Failure:
         """Return the failure of a rank that died without a word."""
         code = worker.process.exitcode or 0
-        if self._signals and code == -signal.SIGTERM:
+        if self._interrupts.asked and code == -signal.SIGTERM:
             return Failure(worker.rank, Stopped.__name__, "Stopped outside of training; there was nothing to save.", "")
         if code < 0:
             hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-            return Failure(worker.rank, "", f"Rank {worker.rank} was killed by {signal.Signals(-code).name}{hint}.", "")
+            how = f"Rank {worker.rank} was killed by {signal.Signals(-code).name}{hint}"
+            return Failure(worker.rank, "", f"{how}; {self._again}.", "")
         return Failure(
             worker.rank,
             "",
@@ -131,20 +142,23 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass the first signal on as SIGTERM, so that ranks save and stop; at the second, kill."""
-        self._signals += 1
+        heard = self._interrupts.hear()
+        if heard is Heard.ECHO:
+            return
         for worker in self._workers:
-            _send(worker, signal.SIGTERM if self._signals == 1 else signal.SIGKILL)
+            _send(worker, signal.SIGTERM if heard is Heard.FIRST else signal.SIGKILL)
 
     def _join(self, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
         for worker in self._workers:
-            while worker.process.exitcode is None and time.monotonic() < deadline and self._signals < 2:
+            while worker.process.exitcode is None and time.monotonic() < deadline and not self._interrupts.insisted:
                 time.sleep(_LOOK_S / 5)
 
     def _end(self) -> None:
-        """End every rank that is left, politely and then not, with all that it started."""
-        for worker in self._workers:
-            _send(worker, signal.SIGTERM)
+        """End every rank that is left, with all that it started, after a moment in which it may end by itself.
+
+        It gets no SIGTERM, which asks a rank to go on until it has saved: without the others it cannot.
+        """
         self._join(_GRACE_S)
         for worker in self._workers:
             _kill_group(worker)

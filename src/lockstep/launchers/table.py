@@ -9,29 +9,19 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from ..config import RunConfig
+from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError, unknown
 from .base import Entry, Launcher
 from .devices import least_ranks as _least_ranks
 from .devices import processes, resolve
-from .environment import EnvironmentLauncher
+from .environment import EnvironmentLauncher, started_elsewhere
 from .inline import InlineLauncher
 from .manual import ManualLauncher
 from .spawn import SpawnLauncher
 
-__all__ = ["Choice", "choose", "launch", "least_ranks", "names", "resolve", "visible_gpus"]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The launcher of a run, and why it is this one, in words."""
-
-    launcher: Launcher
-    name: str
-    why: str
+__all__ = ["choose", "launch", "least_ranks", "names", "resolve", "visible_gpus"]
 
 
 def names() -> tuple[str, ...]:
@@ -39,10 +29,11 @@ def names() -> tuple[str, ...]:
     return tuple(_table())
 
 
-def choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
+def choose(config: RunConfig, env: Mapping[str, str]) -> Launcher:
     """Return the launcher that was asked for, or the one that `auto` finds; starts nothing, imports no torch.
 
-    Raises `RequestError` for an unknown name, and for several nodes without a way to meet.
+    Raises `RequestError` for an unknown name, for flags of another launcher, and for several nodes without a way to
+    meet.
     """
     return _choose(resolve(config, env), env)
 
@@ -55,9 +46,9 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None
     """
     env = os.environ if env is None else env
     config = resolve(config, env)
-    choice = _choose(config, env)
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, launcher=choice.name))
-    return choice.launcher.launch(entry, config, env)
+    launcher = _choose(config, env)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, launcher=launcher.name))
+    return launcher.launch(entry, config, env)
 
 
 def least_ranks(config: RunConfig) -> int:
@@ -73,19 +64,44 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def _choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
+def _choose(config: RunConfig, env: Mapping[str, str]) -> Launcher:
     table = _table()
     asked = config.parallel.launcher
-    name, why = _auto(config, env, table) if asked == "auto" else (asked, "it was asked for")
+    name = _auto(config, env, table) if asked == "auto" else asked
     if name not in table:
         raise unknown("launcher", name, ["auto", *table])
-    started = next((each.name for each in table.values() if each.detect(env)), name)
-    if name in ("inline", "spawn") and started != name:
+    if name in ("inline", "spawn") and (told := started_elsewhere(env)):
+        variables = ", ".join(f"{variable}={value}" for variable, value in told.items())
         raise RequestError(
-            f"--launcher {name}, but another program, such as torchrun, has started several ranks already, and each "
-            f"would be a run of its own; leave --launcher out, or start the command by itself."
+            f"--launcher {name}: the environment's {variables} say that another program, such as torchrun, has started "
+            f"{told['WORLD_SIZE']} ranks, and each would be a run of its own; leave --launcher out, or, if they are "
+            f"left over: unset {' '.join(told)}."
         )
-    return Choice(table[name], name, why)
+    _check_meeting_flags(name, config.parallel)
+    return table[name]
+
+
+def _check_meeting_flags(name: str, parallel: ParallelConfig) -> None:
+    """Raise where flags say how ranks meet, and the launcher settles that otherwise."""
+    flags = {
+        "--init-method": parallel.init_method or None,
+        "--rank": parallel.rank,
+        "--world-size": parallel.world_size,
+    }
+    if name == "environment":  # which compares rank and world size with the environment's
+        at_variables = parallel.init_method.rstrip("/") == "env:"
+        flags = {"--init-method": None if at_variables else flags["--init-method"]}
+    given = [f"{flag} {value}" for flag, value in flags.items() if value is not None]
+    how = {
+        "inline": "is this process alone",
+        "spawn": "starts its ranks itself",
+        "environment": "lets ranks meet at the environment's MASTER_ADDR and MASTER_PORT",
+    }.get(name)
+    if how and given:
+        raise RequestError(
+            f"--launcher {name} {how}: {', '.join(given)} {'belong' if given[1:] else 'belongs'} to --launcher "
+            f"manual; drop {'them' if given[1:] else 'it'}, or take --launcher manual."
+        )
 
 
 def _table() -> dict[str, Launcher]:
@@ -93,22 +109,18 @@ def _table() -> dict[str, Launcher]:
     return {launcher.name: launcher for launcher in launchers}
 
 
-def _auto(config: RunConfig, env: Mapping[str, str], table: Mapping[str, Launcher]) -> tuple[str, str]:
+def _auto(config: RunConfig, env: Mapping[str, str], table: Mapping[str, Launcher]) -> str:
     parallel = config.parallel
-    by_hand = "manual", "--init-method, --rank and --world-size say where ranks meet"
     if parallel.init_method not in ("", "env://"):
-        return by_hand
+        return ManualLauncher.name
     for launcher in table.values():
         if launcher.detect(env):
-            return launcher.name, "another program, such as torchrun, has started the ranks and set their variables"
+            return launcher.name
     if parallel.init_method or parallel.world_size is not None:
-        return by_hand
+        return ManualLauncher.name
     if parallel.nodes > 1:
         raise RequestError(
             f"--nodes {parallel.nodes}: nothing says how the nodes meet; start the command on each node with "
             f"torchrun --nnodes {parallel.nodes}, or give --init-method, --rank and --world-size."
         )
-    wanted = processes(config, env)
-    if wanted > 1:
-        return "spawn", f"--strategy {parallel.strategy} needs {wanted} processes here"
-    return "inline", "one process is enough"
+    return SpawnLauncher.name if processes(config, env) > 1 else InlineLauncher.name

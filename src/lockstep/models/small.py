@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 from torch import Tensor, nn
@@ -40,8 +41,11 @@ class ConvNet(nn.Module):
         return self.classifier(features)  # type: ignore[no-any-return]
 
 
-def mlp(*, classes: int, in_channels: int, image_size: int, hidden: int = 128) -> nn.Sequential:
-    """Return a perceptron with one hidden layer: so little arithmetic that a step shows what the loop costs."""
+def mlp(*, classes: int, shape: tuple[int, ...], hidden: int = 128) -> nn.Sequential:
+    """Return a perceptron with one hidden layer: so little arithmetic that a step shows what the loop costs.
+
+    (N, *shape) → logits (N, classes); the samples may be of any shape.
+    """
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(in_channels * image_size**2, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, classes)
+        nn.Flatten(), nn.Linear(math.prod(shape), hidden), nn.ReLU(inplace=True), nn.Linear(hidden, classes)
     )

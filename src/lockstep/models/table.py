@@ -1,8 +1,8 @@
 """Networks by name. Three kinds of names, tried in this order:
 
 1. `module:attribute`, anything with a colon: the user's own callable that returns an `nn.Module`. It gets those of
-   the keyword arguments `classes`, `in_channels` and `image_size` that its signature accepts. The current folder is
-   importable.
+   the keyword arguments `classes`, `in_channels`, `image_size` and `shape` (of a sample) that its signature names.
+   The current folder is importable.
 2. A name of ours: those of `names()`, and every `pyramidnet-DEPTH-ALPHA`, with `-reference` for the variant that
    leaves out one block a stage and `-padded` for channels by the 8. Stems are those for small images.
 3. A torchvision classifier under torchvision's name, such as `mobilenet_v3_small`; with the prefix `torchvision.`
@@ -13,10 +13,11 @@ Torch is imported only by `build`, torchvision only for names that are not ours.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .. import own
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _PREFIX = "torchvision."
+_HINT = "lockstep info lists models; your own goes with module:attribute."
 _PYRAMIDNET = re.compile(r"pyramidnet-(\d+)-(\d+)(-reference)?(-padded)?")
-_HINT = "Or give your own as module:attribute."
 
 # name → module of this package and the callable in it
 _OURS = {
@@ -63,18 +64,26 @@ def preflight(name: str) -> None:
 
 
 def build(name: str, *, classes: int, in_channels: int, image_size: int) -> nn.Module:
+    """Return the network `name` for square images; otherwise as `build_for`."""
+    return build_for(name, classes=classes, shape=(in_channels, image_size, image_size))
+
+
+def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
     """Return the network `name`, float32 on the CPU, with weights drawn from torch's global generator.
 
-    It takes images (N, in_channels, image_size, image_size) to logits (N, classes).
+    It takes samples (N, *shape) to logits (N, classes).
 
-    Raises `RequestError` for an unknown name, and where the network cannot take such images.
+    Raises `RequestError` for an unknown name, and where the network cannot take such samples.
     """
-    shape = {"classes": classes, "in_channels": in_channels, "image_size": image_size}
+    # What is no image has features where an image has channels.
+    given = {"classes": classes, "in_channels": shape[0] if shape else 1, "image_size": shape[-1] if shape else 1}
     if ":" in name:
-        return _call_own(name, own.load("--model", name), shape)
+        return _call_own(name, own.load("--model", name), given | {"shape": shape})
     if _is_ours(name):
-        return _build_ours(name, shape)
-    return _build_torchvision(_torchvision_name(name), **shape)
+        return _build_ours(name, given | {"shape": shape})
+    plain = _torchvision_name(name)
+    _check_image(name, shape)
+    return _build_torchvision(plain, classes, shape)
 
 
 # --- ours
@@ -100,20 +109,34 @@ def _pyramidnet_arguments(name: str) -> dict[str, int] | None:
     return {"depth": depth, "alpha": alpha, "reference": reference, "padded": bool(match[4])}
 
 
-def _build_ours(name: str, shape: dict[str, int]) -> nn.Module:
+def _build_ours(name: str, given: dict[str, Any]) -> nn.Module:
     file, attribute = _OURS.get(name, ("pyramidnet", "pyramidnet"))
     builder = getattr(importlib.import_module(f".{file}", __package__), attribute)
-    model: nn.Module = builder(**_pyramidnet_arguments(name) or {}, **_accepted(builder, shape))
+    accepted = _accepted(builder, given)
+    if "shape" not in accepted:
+        _check_image(name, given["shape"])
+    model: nn.Module = builder(**_pyramidnet_arguments(name) or {}, **accepted)
     return model
 
 
-def _accepted(builder: Callable[..., Any], arguments: dict[str, int]) -> dict[str, int]:
-    """Return those of `arguments` that `builder` has a keyword for; all of them if it takes any."""
+def _accepted(builder: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the arguments `given` that `builder` names; all but the shape if it takes any it does not name.
+
+    Who hands any arguments on to another library's builder has none there for a shape.
+    """
     parameters = inspect.signature(builder).parameters.values()
+    named = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return arguments
-    by_keyword = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
-    return {key: value for key, value in arguments.items() if key in by_keyword}
+        named |= given.keys() - {"shape"}
+    return {key: value for key, value in given.items() if key in named}
+
+
+def _check_image(name: str, shape: tuple[int, ...]) -> None:
+    if len(shape) != 3:
+        raise RequestError(
+            f"--model {name} takes images, of shape (channels, height, width), and the samples of this data set have "
+            f"the shape {shape}; take --model mlp, which takes any, or your own as module:attribute."
+        )
 
 
 # --- torchvision's
@@ -141,13 +164,15 @@ def _torchvision_name(name: str) -> str:
         return plain
     if name.startswith(_PREFIX):
         raise unknown("model", name, [_PREFIX + each for each in theirs], _HINT)
+    own.check_no_module("--model", name, "Net")
     raise unknown("model", name, {*_OURS, *theirs}, _HINT)
 
 
-def _build_torchvision(name: str, *, classes: int, in_channels: int, image_size: int) -> nn.Module:
+def _build_torchvision(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
     import torch
     from torchvision import models
 
+    in_channels, height, width = shape
     if in_channels != 3:
         raise RequestError(
             f"Model {name!r} of torchvision takes images of 3 channels, the data has {in_channels}; "
@@ -155,38 +180,51 @@ def _build_torchvision(name: str, *, classes: int, in_channels: int, image_size:
         )
     options: dict[str, Any] = dict(_PLAIN_LOGITS.get(name, {}))
     if name.startswith("vit_"):
-        options["image_size"] = image_size
+        options["image_size"] = width
     if name.startswith("maxvit"):
-        options["input_size"] = (image_size, image_size)
-    try:
+        options["input_size"] = (height, width)
+    # Those that are built for a size refuse it when they are built.
+    with _refusal(name, shape) if options.keys() & {"image_size", "input_size"} else contextlib.nullcontext():
         model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options)
-        with torch.no_grad():
-            model.eval()(torch.zeros(1, in_channels, image_size, image_size))
-    except Exception as error:
+    with _refusal(name, shape), torch.no_grad():
+        model.eval()(torch.zeros(1, *shape))
+    return model.train()
+
+
+@contextlib.contextmanager
+def _refusal(name: str, shape: tuple[int, ...]) -> Iterator[None]:
+    """Turn what shapes that do not fit raise, in torch or in torchvision's own checks, into a `RequestError`."""
+    import torch
+
+    try:
+        yield
+    except (RuntimeError, ValueError, AssertionError) as error:
         reason = str(error).split("\n")[0] or type(error).__name__
+        if isinstance(error, torch.OutOfMemoryError | NotImplementedError) or "can't allocate memory" in reason:
+            raise
+        _, height, width = shape
         raise RequestError(
-            f"Model {name!r} of torchvision cannot take {image_size}×{image_size} images ({reason}); use --image-size "
+            f"Model {name!r} of torchvision cannot take {height}×{width} images ({reason}); use --image-size "
             f"224, for which it is made, or one of our own models ({', '.join(_OURS)}), which take any size."
         ) from error
-    return model.train()
 
 
 # --- the user's own
 
 
-def _call_own(name: str, builder: Callable[..., Any], shape: dict[str, int]) -> nn.Module:
+def _call_own(name: str, builder: Callable[..., Any], given: dict[str, Any]) -> nn.Module:
     from torch import nn
 
     if isinstance(builder, nn.Module):
         raise RequestError(f"--model {name} is {_a(builder)}; give a class or function that returns a new nn.Module.")
-    arguments = _accepted(builder, shape)
-    given = ", ".join(f"{key}={value}" for key, value in arguments.items())
+    arguments = _accepted(builder, given)
+    shown = ", ".join(f"{key}={value}" for key, value in arguments.items())
     try:
         model = builder(**arguments)
     except Exception as error:
-        raise RequestError(f"--model {name}, called with ({given}), raised {type(error).__name__}: {error}.") from error
+        raise RequestError(f"--model {name}, called with ({shown}), {own.raised(error)}.") from error
     if not isinstance(model, nn.Module):
-        raise RequestError(f"--model {name}, called with ({given}), returned {_a(model)}; it must return an nn.Module.")
+        raise RequestError(f"--model {name}, called with ({shown}), returned {_a(model)}; it must return an nn.Module.")
     return model
 
 

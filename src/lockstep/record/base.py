@@ -6,14 +6,16 @@ by whoever builds the recorder. Fields are plain numbers, strings and lists. The
     start       lines (printed once: batch plan, what auto chose), plan, chosen (by option), first_step, total_steps,
                 steps_per_epoch, epochs, output (the run's folder)
     steps       rows: for each optimizer step since the last `steps` a dict of step, epoch, loss, lr, samples, and
-                grad_norm or skipped where there is one
-    log         once an interval: step, epoch, loss (mean of the interval), lr, images_per_s, step_s, data_wait_s,
+                grad_norm where gradients are clipped
+    log         once an interval: step, epoch, loss and lr (of that step), images_per_s, step_s, data_wait_s,
                 eta_s, top1 (of the last training batch), and the telemetry
+    evaluate    step, epoch, samples: an evaluation begins
     eval        step, epoch, top1, top5, loss, samples
     checkpoint  step, path: of one that is safely on the disk
     epoch       step, epoch, epoch_s
     warning     text
     finish      what summary.json says
+    failed      exit, error
 
 The optimizer steps come together, once an interval, because each of them may cost next to nothing: together they cost
 1.8 µs a step, one by one 3.2 µs. Recorders that show things act on `log`. Losses, accuracies and rates are reduced
@@ -27,10 +29,10 @@ from typing import Any, Protocol
 
 
 class Recorder(Protocol):
-    """Takes the events of one run."""
+    """Takes the events of one run. `str()` of it is what it writes, in the user's words."""
 
     def record(self, event: str, **fields: Any) -> None:
-        """Take one event. Raises OSError where it cannot be written; training goes on all the same."""
+        """Take one event. Raises OSError where it cannot be written, which `Recorders` makes a warning."""
 
     def close(self) -> None:
         """Write what is still held back, and let go of files. Nothing is recorded afterwards."""
@@ -84,8 +86,8 @@ class Recorders:
                 self._report(recorder, error)
 
     def close(self) -> None:
-        """Close each recorder, the first ones last, so that the console (first) can still tell what failed."""
-        for recorder in reversed(self._recorders):
+        """Close each recorder; the terminal, which is the last, can still tell what failed."""
+        for recorder in self._recorders:
             try:
                 recorder.close()
             except OSError as error:
@@ -96,7 +98,7 @@ class Recorders:
             return
         # Marked before the others are told, so that two recorders that fail cannot report each other for ever.
         self._reported.add(failed)
-        text = f"{type(failed).__name__} could not write ({error}); training goes on, the record may have gaps."
+        text = f"{failed} could not be written ({error.strerror or error}); training goes on, the record may have gaps."
         for recorder in self._recorders:
             if recorder not in self._reported:
                 try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -30,7 +31,7 @@ LEAST_BAR = 12
 """Columns that are kept for the bar itself; on a narrow terminal numbers make room for it."""
 
 
-_WRITTEN = ": summary.json, steps.jsonl, checkpoints/last and best, manifest.json, config.toml, TensorBoard events"
+_FILES = ("summary.json", "steps.jsonl", "checkpoints/last", "checkpoints/best", "manifest.json", "config.toml")
 
 
 class Screen(Console):
@@ -61,9 +62,14 @@ class Terminal:
         self._shown_s = -float("inf")
         self._held: dict[str, Any] | None = None
         self._reader_gone = False
+        self._told = False  # that results cannot be written
+        self._numbers = ""  # what stands right of the bar
+        self._evaluating_since_s = 0.0
+        self._evaluation_s = float("inf")  # the last one's; nobody knows how long the first takes
         self._acts: dict[str, Callable[[dict[str, Any]], None]] = {
             "start": self._start,
             "log": self._log,
+            "evaluate": self._evaluate,
             "eval": self._eval,
             "epoch": lambda fields: self._release(),
             "warning": lambda fields: self._err.print(Text(f"warning: {fields['text']}", "yellow"), soft_wrap=True),
@@ -77,6 +83,9 @@ class Terminal:
         shared = err.is_interactive and sys.stdout.isatty()
         return cls(err if shared else Screen(highlight=False), err, live=err.is_interactive)
 
+    def __str__(self) -> str:
+        return "The terminal"
+
     def record(self, event: str, **fields: Any) -> None:
         """Show the event, if it is one that people look at."""
         act = self._acts.get(event)
@@ -86,6 +95,12 @@ class Terminal:
             act(fields)
         except BrokenPipeError:
             self._reader_gone = True
+            raise
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                text = f"warning: results cannot be written to the output ({error.strerror}); training goes on"
+                self._err.print(Text(text, "yellow"), soft_wrap=True)
             raise
 
     def close(self) -> None:
@@ -146,11 +161,25 @@ class Terminal:
             total = self._bar.tasks[0].total or 0
             count = f"{fields['step']:>{self._step_width},}/{total:,.0f}"
             numbers = _fit(count, _parts(fields), self._err.width - len(epoch) - LEAST_BAR)
+            self._numbers = numbers
             self._bar.update(self._task, completed=fields["step"], description=epoch, numbers=numbers)
             self._bar.refresh()
 
+    def _evaluate(self, fields: dict[str, Any]) -> None:
+        self._release()
+        self._evaluating_since_s = self._clock()
+        text = f"evaluating {_count(fields['samples'], 'image')} …"
+        if self._bar is not None:
+            self._bar.update(self._task, numbers=text)
+            self._bar.refresh()
+        elif self._evaluation_s > PLAIN_EVERY_S:
+            self._print(Text(text, "bright_black"))
+
     def _eval(self, fields: dict[str, Any]) -> None:
         self._release()
+        self._evaluation_s = self._clock() - self._evaluating_since_s
+        if self._bar is not None:
+            self._bar.update(self._task, numbers=self._numbers)
         line = Text()
         if "epoch" in fields:
             line.append(f"epoch {fields['epoch'] + 1:>{len(str(self._epochs))}}/{self._epochs}  ")
@@ -159,16 +188,16 @@ class Terminal:
             line.append(f"  top-5 {fields['top5']:7.2%}")
         line.append(f"  loss {fields['loss']:.4f}")
         if "samples" in fields:
-            line.append(f"  {fields['samples']:,} images", "bright_black")
+            line.append(f"  {_count(fields['samples'], 'image')}", "bright_black")
         self._print(line)
 
     def _finish(self, fields: dict[str, Any]) -> None:
         self.close()
         epochs_s = fields.get("epoch_s") or []
         done = Text("\n").append("done" if not fields.get("exit") else "stopped", "bold").append(" ")
-        done.append(f"after {fields['steps']:,} steps")
+        done.append(f"after {_count(fields['steps'], 'step')}")
         if epochs_s:
-            done.append(f" and {_duration(sum(epochs_s))} in {len(epochs_s)} epoch{'s' * (len(epochs_s) > 1)}")
+            done.append(f" and {_duration(sum(epochs_s))} in {_count(len(epochs_s), 'epoch')}")
         if fields.get("images_per_s"):
             done.append(f", {fields['images_per_s']:,.0f} images/s")
         self._print(done)
@@ -180,7 +209,16 @@ class Terminal:
                 score.append(f"  top-5 {fields['top5']:.2%}")
             self._print(score)
         if fields.get("output"):
-            self._print(Text("written to ").append(str(fields["output"]), "cyan").append(_WRITTEN, "bright_black"))
+            written = ", ".join(_written(Path(fields["output"])))
+            self._print(
+                Text("written to ").append(str(fields["output"]), "cyan").append(f": {written}", "bright_black")
+            )
+
+
+def _written(folder: Path) -> list[str]:
+    """Return what a run has left in its folder."""
+    found = [name for name in _FILES if (folder / name).exists()]
+    return [*found, "TensorBoard events"] if any(folder.glob("events.out.tfevents.*")) else found
 
 
 def _parts(fields: dict[str, Any]) -> list[str]:
@@ -204,6 +242,10 @@ def _fit(count: str, parts: list[str], width: int) -> str:
         if len(text) <= width:
             return text
     return parts[0]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}{'s' * (number != 1)}"
 
 
 def _duration(seconds: float) -> str:

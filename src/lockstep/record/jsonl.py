@@ -40,8 +40,12 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         # Unbuffered: what is written is the kernel's, and survives the end of this process.
+        self._name = path.name
         self._file = path.open("ab", buffering=0)
         self._waiting = b""
+
+    def __str__(self) -> str:
+        return self._name
 
     def record(self, event: str, **fields: Any) -> None:
         """Write the event as a line; `steps` as a line `step` for each of its rows."""

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..topology import Topology
+from ..versions import version_of
 from .files import write_json
 
 _PACKAGES = ("lockstep-torch", "torchvision", "numpy", "safetensors")
@@ -28,12 +28,7 @@ def versions() -> dict[str, str | None]:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
     }
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    return found | {name: version_of(name) for name in _PACKAGES}
 
 
 def git_commit(folder: Path) -> str | None:
@@ -53,6 +48,9 @@ class Manifest:
         self._folder = folder
         self._facts = {"topology": asdict(topology), "hardware": dict(hardware)}
 
+    def __str__(self) -> str:
+        return "manifest.json"
+
     def record(self, event: str, **fields: Any) -> None:
         """Write the manifest at `start`, atomically; other events are none of its business."""
         if event == "start":
@@ -70,6 +68,9 @@ class Summary:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def __str__(self) -> str:
+        return "summary.json"
 
     def record(self, event: str, **fields: Any) -> None:
         """Write the summary at `finish` or `failed`, atomically."""

@@ -34,11 +34,11 @@ def build(
             rewind(folder / "steps.jsonl", step=resume_step)
         return Recorders(
             [
-                console or Terminal.detect(),
                 JsonLines(folder / "steps.jsonl"),
                 TensorBoard(folder, resume_step=resume_step),
                 Manifest(folder, topology=topology, hardware=hardware),
                 Summary(folder),
+                console or Terminal.detect(),  # the last: it tells which files are there, and what failed
             ]
         )
 

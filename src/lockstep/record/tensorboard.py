@@ -42,6 +42,9 @@ class TensorBoard:
         self._resume_step = resume_step
         self._file: BinaryIO | None = None
 
+    def __str__(self) -> str:
+        return "TensorBoard's events"
+
     def record(self, event: str, **fields: Any) -> None:
         """Write the curves of the event."""
         if event not in _PREFIX:

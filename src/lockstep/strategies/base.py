@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,6 +25,10 @@ class Strategy(Protocol):
     name: ClassVar[str]
     can_sync_batchnorm: ClassVar[bool]
     """Whether batch statistics can be those of the global micro-batch."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices that this process computes on, each with a random generator of its own."""
 
     @property
     def averages_over(self) -> int:

@@ -7,7 +7,9 @@ device, the model is copied anew at each step, and BatchNorm sees a replica's sh
 running statistics are the ones that stay.
 
 On GPUs this is torch.nn.DataParallel. On a CPU that class passes its input through, so here the same is done with
-threads: the same split, threads, gather and single backward pass, over replicas that share the parameters.
+threads: the same split, threads, gather and single backward pass, over replicas that share the parameters. Such
+threads draw from the CPU's one random generator, in the order in which they happen to come: dropout under dp on a CPU,
+alone among all, is not the same bits twice. GPUs have a generator each.
 
 Autocast belongs to a thread, and torch.nn.DataParallel hands its threads only whether it is on, not its dtype: they
 would compute in float16 where bfloat16 was asked. `InAutocast` therefore takes the caller's dtype along.

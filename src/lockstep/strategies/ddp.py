@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import ParallelConfig
@@ -30,6 +30,18 @@ _KEEP_BUFFERS: dict[str, Any] = {
 }
 
 
+class _Replica(DistributedDataParallel):
+    """torch's DDP, which calls a compiled model as it was written where this rank has no sample.
+
+    The compiler would make another program for no samples, and that of torch 2.11 fails in its backward pass.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the model's output for `x` (batch first)."""
+        with nullcontext() if len(x) else torch.compiler.set_stance("force_eager"):
+            return super().forward(x)  # type: ignore[no-untyped-call, no-any-return]
+
+
 class DDP(Replicated):
     """torch's DistributedDataParallel over the ranks of `world`."""
 
@@ -38,6 +50,7 @@ class DDP(Replicated):
 
     def __init__(self, config: ParallelConfig, world: World) -> None:
         self.world = world
+        self.devices = (world.device,)
         self.find_unused = config.find_unused
 
     @property
@@ -49,7 +62,7 @@ class DDP(Replicated):
         """Return the DDP module (*collective*: rank 0's parameters and buffers are sent to all)."""
         if self.world.group is None:
             return model  # one rank that no launcher gave a group: there is nobody to exchange with
-        return DistributedDataParallel(
+        return _Replica(
             model,
             device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
             # Synchronised statistics are equal already; local ones follow agree_on_buffers.

@@ -19,7 +19,8 @@ class Single(Replicated):
     averages_over = 1
 
     def __init__(self, config: ParallelConfig, world: World) -> None:
-        """Nothing of the config or the world matters to one device."""
+        """Nothing of the config matters to one device."""
+        self.devices = (world.device,)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model itself."""

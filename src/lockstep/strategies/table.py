@@ -1,9 +1,11 @@
-"""The strategies there are: a file each, and a line each here. Listing them imports no torch."""
+"""From a strategy's name to the object; which ones there are says `kinds.py`. Imports torch only to build."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from .. import kinds
 
 if TYPE_CHECKING:
     from ..config import ParallelConfig
@@ -11,26 +13,13 @@ if TYPE_CHECKING:
     from .base import Strategy
 
 
-class Entry(NamedTuple):
-    """Where a strategy lives, and what it is in a phrase."""
-
-    module: str
-    type: str
-    phrase: str
-
-
-TABLE = {
-    "single": Entry("single", "Single", "one device"),
-    "dp": Entry("data_parallel", "DataParallel", "one process drives several devices (threads on a CPU)"),
-    "ddp": Entry("ddp", "DDP", "one process a device, gradients all-reduced while backward runs"),
-}
-
-
 def build(config: ParallelConfig, world: World) -> Strategy:
-    """Return the strategy that `config` names, for this rank of `world`."""
-    name = config.strategy
-    if name == "auto":  # for a library's caller; a launcher has resolved it before there is a world
-        name = "ddp" if world.size > 1 else "single"
-    entry = TABLE[name]
-    strategy: Strategy = getattr(import_module(f".{entry.module}", __package__), entry.type)(config, world)
+    """Return the strategy that `config` names, for this rank of `world`.
+
+    Raises `RequestError` for a name that there is no strategy of.
+    """
+    # A launcher has resolved `auto` before there is a world; a library's caller need not.
+    name = kinds.auto(several=world.size > 1) if config.strategy == "auto" else config.strategy
+    kind = kinds.kind(name)
+    strategy: Strategy = getattr(import_module(f".{kind.module}", __package__), kind.type)(config, world)
     return strategy

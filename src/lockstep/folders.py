@@ -1,0 +1,161 @@
+"""The folder of a run: which one it is, and that it is this run's alone for as long as the run lasts.
+
+While a run holds its folder, `.lock` in it is locked by rank 0's process: the system gives the lock back however
+that process ends, so that a killed run never blocks the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import IO
+
+from .config import RunConfig
+from .errors import RequestError
+
+RUNS = Path("runs")
+_LOCK = ".lock"
+_BEGUN = "manifest.json"
+"""Written when training starts: a run that was refused before that does not keep its folder."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A run's folder, held."""
+
+    path: Path
+    is_new: bool
+    """Whether it was made for this run."""
+    lock: IO[bytes]
+
+    def release(self) -> None:
+        """Let others have the folder; what is in it stays."""
+        self.lock.close()
+
+    def withdraw(self) -> None:
+        """Let go of a folder in which nothing was begun; it goes too where it was made for this run."""
+        if self.is_new and not (self.path / _BEGUN).exists():
+            with contextlib.suppress(OSError):  # what else somebody has put there stays
+                (self.path / "config.toml").unlink(missing_ok=True)
+                (self.path / _LOCK).unlink(missing_ok=True)
+                self.path.rmdir()
+        self.release()
+
+
+def claim(config: RunConfig) -> Claim:
+    """Return the folder of the run that `config` asks for, made if it is new, and hold it.
+
+    Raises `RequestError` where the folder holds another run, is in use by one, or cannot be made.
+    """
+    path = _asked(config)
+    if path is None:
+        return _fresh(config)
+    is_new = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
+    claimed = Claim(path, is_new, _hold(path))
+    try:
+        _check_free(path, config.checkpoint.resume)
+    except RequestError:
+        claimed.release()
+        raise
+    return claimed
+
+
+def unwritable(path: Path | None, error: OSError) -> RequestError:
+    """Return the error for a folder that does not take what a run has to write before it can begin."""
+    return RequestError(f"{path} cannot be written: {error.strerror}; make room there, or give another --output.")
+
+
+def _asked(config: RunConfig) -> Path | None:
+    """Return the folder that the config names, or that holds the run to continue; None for a new default one."""
+    asked, output = config.checkpoint.resume, config.record.output
+    if output is None and asked:
+        return _latest(config) if asked == "auto" else _run_of(Path(asked))
+    return output
+
+
+def _check_free(path: Path, resume: str) -> None:
+    """Raise `RequestError` where the folder holds a run that `resume` does not name."""
+    if not (path / _BEGUN).exists():
+        return
+    if not resume:
+        raise RequestError(
+            f"--output {path} holds a run already: continue it with --resume auto, or give another folder."
+        )
+    holder = _run_of(Path(resume))
+    if resume != "auto" and (holder is None or holder.resolve() != path.resolve()):
+        raise RequestError(
+            f"--output {path} holds another run than the one to continue, {resume}; leave --output out to continue "
+            "that one in its own folder, or give a new one."
+        )
+
+
+def _hold(path: Path) -> IO[bytes]:
+    """Return the folder's lock file, locked; closing it gives it back."""
+    try:
+        lock = (path / _LOCK).open("a+b", buffering=0)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    try:
+        # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        with lock:
+            lock.seek(0)
+            holder = lock.read().decode() or "another process"
+        raise RequestError(
+            f"{path} is in use by another run ({holder}): wait until it has ended, or give another --output."
+        ) from error
+    except OSError:
+        return lock  # a file system without locks, as on some clusters: runs go on there without this guard
+    with contextlib.suppress(OSError):  # a full disk is told of by what has to be written next
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}".encode())
+    return lock
+
+
+def _names(config: RunConfig) -> Iterator[Path]:
+    """Yield the default folders in the order in which they are taken: runs/NAME, runs/NAME-2, …"""
+    name = f"{config.data.name}-{config.model.name}".replace(":", ".").replace("/", ".")
+    yield RUNS / name
+    for number in count(2):
+        yield RUNS / f"{name}-{number}"
+
+
+def _fresh(config: RunConfig) -> Claim:
+    for folder in _names(config):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RequestError(f"{folder} cannot be made: {error.strerror}; give --output FOLDER.") from error
+        return Claim(folder, True, _hold(folder))
+    raise AssertionError("numbers do not end")
+
+
+def _latest(config: RunConfig) -> Path | None:
+    """Return the newest default folder of this config that exists."""
+    latest = None
+    for folder in _names(config):
+        if not folder.exists():
+            return latest
+        latest = folder
+    return latest
+
+
+def _run_of(path: Path) -> Path | None:
+    """Return the run's folder that a checkpoint lies in, or the path itself if it is one."""
+    for folder in (path, *list(path.absolute().parents)[:2]):  # RUN/checkpoints/last
+        if (folder / "steps.jsonl").exists():
+            return folder
+    return None

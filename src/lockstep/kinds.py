@@ -1,0 +1,56 @@
+"""The strategies there are, as far as it concerns how many processes they need: a line each, and no torch.
+
+A launcher has to know that before it starts anything; `strategies/table.py` makes the object once there is a world.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .errors import choose
+
+
+class Kind(NamedTuple):
+    """Where a strategy lives, what it is in a phrase, and what one process of it does."""
+
+    module: str
+    type: str
+    phrase: str
+    has_ranks: bool
+    """Whether several processes share the work."""
+    drives_all: bool
+    """Whether a process drives all devices that are used on its node, or one."""
+
+    @property
+    def process_per_device(self) -> bool:
+        """Whether a node has as many processes as devices."""
+        return self.has_ranks and not self.drives_all
+
+
+KINDS = {
+    "single": Kind("single", "Single", "one device", has_ranks=False, drives_all=False),
+    "dp": Kind(
+        "data_parallel",
+        "DataParallel",
+        "one process drives several devices (threads on a CPU)",
+        has_ranks=False,
+        drives_all=True,
+    ),
+    "ddp": Kind(
+        "ddp",
+        "DDP",
+        "one process a device, gradients all-reduced while backward runs",
+        has_ranks=True,
+        drives_all=False,
+    ),
+}
+
+
+def kind(strategy: str) -> Kind:
+    """Return the named strategy's line; raise `RequestError` with the nearest names where there is none."""
+    return KINDS[choose("strategy", strategy, KINDS)]
+
+
+def auto(*, several: bool) -> str:
+    """Return the name that `--strategy auto` stands for where there are several devices or ranks, or one."""
+    return "ddp" if several else "single"

@@ -1,0 +1,23 @@
+"""Evaluation mode, for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Keep `model` in evaluation mode within the block: statistics stay as they are, and dropout draws nothing.
+
+    Afterwards each module trains or not as it did before: a part that its user has frozen stays so.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

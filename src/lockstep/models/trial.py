@@ -1,0 +1,81 @@
+"""One forward pass before training, to see that what a model returns can be scored against the labels.
+
+A user's own model may return what its last project needed: auxiliary logits, a dictionary, ten outputs for a hundred
+classes. The loss would raise in the midst of torch, and on a GPU only tell of a device-side assertion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import RequestError
+from .modes import evaluating
+
+_SAMPLES = 2
+"""Two, since a model that squeezes its output loses the batch's dimension of one sample, and of no other."""
+
+
+def check(
+    name: str, model: nn.Module, *, classes: int, shape: tuple[int, ...], dtype: torch.dtype, empty: bool = False
+) -> None:
+    """Raise `RequestError` where `model`, called `name`, does not give (N, at least `classes`) scores.
+
+    Its samples have this shape and dtype; `empty` says that it will get batches of none too. The model is in
+    evaluation mode meanwhile: statistics stay as they are, and dropout draws nothing. What its forward pass raises
+    goes through. To be called where autocast is on if it will be.
+    """
+    if not dtype.is_floating_point and ":" not in name:
+        raise RequestError(
+            f"--model {name} computes with floating-point numbers, and the samples of this data set are {dtype}; give "
+            "others, or your own model as module:attribute."
+        )
+    device = next((each.device for each in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    with evaluating(model), torch.no_grad():
+        found = model(torch.zeros((_SAMPLES, *shape), dtype=dtype, device=device))
+        _check_scores(name, found, classes)
+        if empty:
+            _check_empty(name, model, torch.zeros((0, *shape), dtype=dtype, device=device), found.shape[1])
+
+
+def _check_scores(name: str, found: Any, classes: int) -> None:
+    wanted = f"the loss needs one score for each sample and class, of shape ({_SAMPLES}, {classes})"
+    if not isinstance(found, Tensor):
+        raise RequestError(f"--model {name} returns {_in_words(found)}, and {wanted}; return the scores alone.")
+    if found.dim() != 2 or len(found) != _SAMPLES or not found.is_floating_point():
+        raise RequestError(
+            f"--model {name} returns {found.dtype} of shape {tuple(found.shape)} for {_SAMPLES} samples, and {wanted}."
+        )
+    if found.shape[1] < classes:
+        raise RequestError(
+            f"--model {name} returns {found.shape[1]} scores a sample, and the labels are of {classes} classes; give "
+            f"its last layer {classes} outputs (an argument named classes is told the number)."
+        )
+
+
+def _check_empty(name: str, model: nn.Module, x: Tensor, scores: int) -> None:
+    instead = (
+        "an epoch's last batch is smaller than the number of ranks, and leaves some without a sample; use "
+        "x.flatten(1) where the model reshapes with -1, or --drop-last, or another --batch."
+    )
+    try:
+        found = model(x)
+    except (RuntimeError, ValueError, ArithmeticError, IndexError) as error:  # what it raises for no others
+        reason = str(error).split("\n")[0] or type(error).__name__
+        raise RequestError(f"--model {name} cannot take a batch of no samples ({reason}), and {instead}") from error
+    if found.shape != (0, scores):
+        raise RequestError(
+            f"--model {name} makes scores of shape {tuple(found.shape)} of a batch of no samples, not (0, {scores}), "
+            f"and {instead}"
+        )
+
+
+def _in_words(found: Any) -> str:
+    if isinstance(found, Mapping):
+        return f"several things by name ({', '.join(map(str, found))})"
+    if isinstance(found, tuple | list):
+        return f"{len(found)} things at once"
+    return "nothing" if found is None else f"an object of type {type(found).__name__}"

@@ -1,0 +1,20 @@
+"""Where a new model's weights come from: a user's constructor may draw them by torch, NumPy or Python's `random`."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import numpy as np
+import torch
+
+
+def seed_weights(seed: int) -> None:
+    """Seed the three libraries' global generators, so that every rank and every run draws the same weights.
+
+    A generator that the model makes for itself, such as one from `np.random.default_rng`, is beyond reach.
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    # Another number, since NumPy's legacy generator is of torch's kind and would draw alike; it takes 32 bits.
+    np.random.seed(int.from_bytes(hashlib.sha256(repr(("weights", seed)).encode()).digest()[:4], "little"))

@@ -1,0 +1,106 @@
+"""What BatchNorm computes on a CPU, with torch's own kernels, at full speed for any number of channels.
+
+Where the channels lie innermost (channels_last), torch's kernels take one pixel's channels at a time, and each thread
+adds up in its own row of one small table. Channels that fill no vector, such as PyramidNet's 21, 26 and 31, then spend
+the time on remainders; and as the rows share cache lines, two threads are slower than one. Here k neighbouring pixels
+are shown to the kernels as one pixel with k·C channels ("folded", the same memory), and what comes out for the k parts
+of a channel is put together. On 64 × 21 × 32 × 32 in bfloat16 with two threads that was 4.9 times as fast forward and
+6.5 times backward (AMD EPYC with AVX-512, torch 2.15).
+
+Per channel tensors are (C,), images (N, C) or (N, C, …).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+FOLD = 16
+"""Pixels shown as one: with as many, any number of channels fills whole vectors and cache lines (16 float32)."""
+
+
+def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance per channel."""
+    x, parts = _fold(x)
+    # The buffers are left as they are (momentum 0): they only say in which type to compute the statistics of bf16.
+    zeros = torch.zeros(2, x.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    mean, var = torch.batch_norm_update_stats(x, zeros[0], zeros[1], 0.0)
+    if parts == 1:
+        return mean, var
+    # The variance of the whole is the mean of the parts' variances and the variance of their means.
+    spread, mean = torch.var_mean(mean.view(parts, -1), 0, correction=0)
+    return mean, var.view(parts, -1).mean(0).add_(spread)
+
+
+def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Return (x - mean) / √(var + eps) · weight + bias."""
+    # Written into a tensor of x's shape, not unfolded from one of the folded shape: autograd lets nobody change a view
+    # that a Function returns in place, as the ReLU after it does.
+    y = torch.empty_like(x)
+    folded, parts = _fold(x)
+    of_parts = [None if each is None else _repeated(each, parts) for each in (weight, bias, mean, var)]
+    unused = torch.empty(2, 0, dtype=mean.dtype)
+    torch.ops.aten.native_batch_norm.out(
+        folded, *of_parts, False, 0.0, eps, out=_like(y, folded), save_mean=unused[0], save_invstd=unused[1]
+    )
+    return y
+
+
+def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return Σ(dy·x̂) and Σdy per channel, x̂ the normalised x."""
+    if x.numel() == 0:
+        # torch's kernel divides by the number of samples: on an empty batch it kills the process (SIGFPE).
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    x, parts = _fold(x)
+    # The gradients of weight and bias, had the statistics been fixed, are these sums.
+    _, dot, total = torch.ops.aten.native_batch_norm_backward(
+        _like(dy, x),
+        x,
+        None,
+        _repeated(mean, parts),
+        _repeated(var, parts),
+        None,
+        None,
+        False,
+        eps,
+        [False, True, True],
+    )
+    return dot.view(parts, -1).sum(0), total.view(parts, -1).sum(0)
+
+
+def input_gradient(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, dot: Tensor, total: Tensor
+) -> Tensor:
+    """Return w/s · (dy - total - x̂ · dot), with s the standard deviation; `dot` and `total` are all ranks' means."""
+    scale = torch.rsqrt(var.double() + eps).to(var.dtype)
+    scale = scale if weight is None else scale * weight
+    # Affine in x̂, so the forward's kernel does it in one pass.
+    dx = normalise(x, mean, var, -scale * dot, -scale * total, eps)
+    if dx.dtype == scale.dtype:
+        return dx.addcmul_(dy, scale.view(-1, *[1] * (x.dim() - 2)))
+    # A product of bfloat16 and float32 is 4 to 20 times slower than the kernel that is made for the mixture.
+    zero, ones = torch.zeros_like(scale), torch.ones_like(scale)
+    return dx.add_(normalise(dy, zero, ones, scale, zero, 0.0))
+
+
+def _fold(x: Tensor) -> tuple[Tensor, int]:
+    """Return x seen with k pixels as one, (1, k·C, pixels/k, 1), and k; x itself and 1 where its channels lie apart."""
+    pixels = x.numel() // x.shape[1]
+    parts = math.gcd(pixels, FOLD)
+    innermost = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    if pixels == 0 or parts == 1 or not innermost:
+        return x, 1
+    return x.permute(0, 2, 3, 1).reshape(1, pixels // parts, 1, -1).permute(0, 3, 1, 2), parts
+
+
+def _repeated(each: Tensor, parts: int) -> Tensor:
+    return each if parts == 1 else torch.cat([each] * parts)  # 2.8 times as fast as Tensor.repeat
+
+
+def _like(other: Tensor, folded: Tensor) -> Tensor:
+    """Return another tensor of x's shape in that of the folded x; a view of it where it lies in memory like x."""
+    if other.shape == folded.shape:
+        return other
+    return other.permute(0, 2, 3, 1).reshape(folded.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)

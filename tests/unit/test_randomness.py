@@ -1,0 +1,83 @@
+"""Random generators: saved and continued exactly, one for each device that a strategy drives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.config import ParallelConfig
+from lockstep.kinds import KINDS
+from lockstep.randomness import load_generators, save_generators, seed_all
+from lockstep.strategies import table
+from lockstep.topology import Topology
+from lockstep.world import World
+
+ALONE = World.alone()
+CPU = (torch.device("cpu"),)
+GPUS = tuple(torch.device("cuda", index) for index in (2, 0))
+
+
+def _draw() -> list[float]:
+    return torch.rand(4).tolist()
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
+    """The generator states of GPUs that this machine need not have, by their index."""
+    states = {index: torch.Generator().manual_seed(index).get_state() for index in range(3)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda gpu: states[gpu.index])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, gpu: states.update({gpu.index: state}))
+    return states
+
+
+def test_generators_continue_where_they_were() -> None:
+    seed_all(3, 0)
+    _draw()
+    saved = save_generators(ALONE, CPU)
+    expected = _draw()
+    seed_all(4, 0)
+    load_generators(ALONE, saved, 5, devices=CPU)
+    assert _draw() == expected
+
+
+def test_seeds_depend_on_all_numbers() -> None:
+    draws = set()
+    for parts in ((1, 0), (1, 1), (0, 1), (1,)):
+        seed_all(*parts)
+        draws.add(tuple(_draw()))
+    assert len(draws) == 4
+
+
+def test_every_gpu_that_is_driven_continues(gpus: dict[int, torch.Tensor]) -> None:
+    saved = save_generators(ALONE, GPUS)
+    assert len(saved[0]) == 3
+    before = {index: state.clone() for index, state in gpus.items()}
+    for index in gpus:
+        gpus[index] = torch.Generator().manual_seed(10 + index).get_state()
+    untouched = gpus[1]
+    load_generators(ALONE, saved, 5, devices=GPUS)
+    assert torch.equal(gpus[2], before[2])
+    assert torch.equal(gpus[0], before[0])
+    assert gpus[1] is untouched
+
+
+@pytest.mark.usefixtures("gpus")
+def test_other_devices_or_ranks_start_from_the_fallback() -> None:
+    of_two = save_generators(ALONE, GPUS)
+    pair = World(Topology(rank=1, size=2), torch.device("cpu"))
+    draws = []
+    for world, saved in ((ALONE, of_two), (pair, save_generators(ALONE, CPU)), (ALONE, of_two)):
+        _draw()
+        load_generators(world, saved, 7, 30, devices=CPU)
+        draws.append(_draw())
+    seed_all(7, 30, 0)
+    assert draws[0] == draws[2] == _draw()
+    seed_all(7, 30, 1)
+    assert draws[1] == _draw()
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_every_strategy_names_the_devices_it_drives(name: str) -> None:
+    world = World(Topology(), torch.device("cuda", 2))
+    strategy = table.build(ParallelConfig(strategy=name, gpus="2,0" if name == "dp" else "2"), world)
+    assert strategy.devices == (GPUS if name == "dp" else GPUS[:1])
