@@ -35,6 +35,7 @@ def measure() -> Report:
         model="resnet18", data="fake", image_size=32, batch=2 * EACH, batchnorm="local", strategy="ddp", devices=2
     )
     found = launch(on_rank, config)
+    assert found is not None
     rows, shares = [], {}
     for precision in PRECISIONS:
         rates = {name: Series(tuple(values)) for name, values in found[precision].items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from lockstep import World
@@ -45,4 +47,8 @@ def measure() -> Report:
 def _measure(job: Job, steps: int, rounds: int) -> dict[str, Series]:
     runs = {"fed": stepper(job, fed(job), steps=steps), "repeated": stepper(job, repeated(job), steps=steps)}
     images = steps * job.plan.global_size
-    return interleave({name: lambda run=run: images / run() for name, run in runs.items()}, rounds=rounds)
+
+    def rate(run: Callable[[], float]) -> Callable[[], float]:
+        return lambda: images / run()
+
+    return interleave({name: rate(run) for name, run in runs.items()}, rounds=rounds)

@@ -110,7 +110,7 @@ class Clock:
             begin_s = time.perf_counter()
             work()
             return time.perf_counter() - begin_s
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
         begin.record()
         work()

@@ -30,7 +30,9 @@ def measure() -> Report:
     for ranks in (1, 2):
         # Spawned for one rank too: a process in which nothing else has left freed memory to fill.
         config = configured(**options, strategy="ddp", devices=ranks, launcher="spawn")
-        before, after = launch(on_rank, config)
+        found = launch(on_rank, config)
+        assert found is not None
+        before, after = found
         grown[ranks] = after - before
         rows.append((str(ranks), *(f"{value / 2**20:.0f}" for value in (before, after, after - before))))
     share = grown[2] / grown[1]

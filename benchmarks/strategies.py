@@ -25,6 +25,7 @@ MODELS = ("resnet18", "pyramidnet-110-48")
 def measure() -> Report:
     """Return each strategy's images a second, and its quotient to one process."""
     found = launch(on_rank, configured(model="mlp", data="digits", strategy="ddp", devices=DEVICES))
+    assert found is not None
     rows, said = [], []
     for model in MODELS:
         rates = {name: Series(tuple(values)) for name, values in found[model].items()}

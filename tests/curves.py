@@ -12,6 +12,7 @@ import torch
 from lockstep import checkpoint
 from lockstep.config import RunConfig
 from lockstep.engine import train
+from lockstep.kinds import KINDS
 from lockstep.options import override
 from lockstep.world import World
 
@@ -49,6 +50,15 @@ def curve(pool: RankPool, folder: Path, ranks: int, **values: Any) -> Curve:
     losses = pool.run(ranks, _train, asked | {"output": folder})[0]
     state = checkpoint.load(folder)
     return losses, {name: tensor.numpy() for name, tensor in state.tensors.items()}
+
+
+def spread(strategy: str, replicas: int) -> tuple[int, dict[str, Any]]:
+    """Return the number of ranks, and the options, with which `strategy` has that many replicas of the model."""
+    kind = KINDS[strategy]
+    return replicas if kind.process_per_device else 1, {
+        "strategy": strategy,
+        "devices": replicas if kind.drives_all else None,
+    }
 
 
 def apart(ours: Curve, theirs: Curve) -> float:

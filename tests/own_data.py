@@ -45,7 +45,7 @@ def drawn() -> tuple[Dataset[Pair], Dataset[Pair]]:
     return _Drawn(), _Drawn()
 
 
-def split_at_random() -> tuple[Dataset[Pair], Dataset[Pair]]:
+def split_at_random() -> tuple[TensorDataset, TensorDataset]:
     """Return one set's tensors, split in two by Python's generator."""
     order = random.sample(range(40), 40)
     x, y = torch.arange(40.0).view(40, 1), torch.arange(40) % 4

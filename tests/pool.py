@@ -55,7 +55,7 @@ class RankPool:
 
 def _serve(pipe: Connection) -> None:
     import torch
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     from lockstep.topology import Topology
     from lockstep.world import World
@@ -69,7 +69,7 @@ def _serve(pipe: Connection) -> None:
                     world = World.alone()
                 else:
                     topology = Topology(rank=rank, size=size, local_rank=rank, local_size=size)
-                    store = dist.FileStore(path, size)
+                    store = FileStore(path, size)
                     world = World.join(topology, torch.device("cpu"), store, timeout_s=60)
                 try:
                     value = function(world, *args)

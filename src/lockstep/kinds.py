@@ -20,6 +20,8 @@ class Kind(NamedTuple):
     """Whether several processes share the work."""
     drives_all: bool
     """Whether a process drives all devices that are used on its node, or one."""
+    options: tuple[str, ...] = ()
+    """Flags that it reads and not every strategy does."""
 
     @property
     def process_per_device(self) -> bool:
@@ -42,6 +44,7 @@ KINDS = {
         "one process a device, gradients all-reduced while backward runs",
         has_ranks=True,
         drives_all=False,
+        options=("find-unused",),
     ),
 }
 

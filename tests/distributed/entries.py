@@ -7,9 +7,11 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep.config import RunConfig
 from lockstep.errors import ProofError, RequestError, Stopped
@@ -82,7 +84,8 @@ def stoppable(config: RunConfig, world: World) -> None:
 def stubborn(config: RunConfig, world: World) -> None:
     """Say in a file that this rank runs, with a data worker, and do not stop."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    loader = torch.utils.data.DataLoader(list(range(1000)), num_workers=1, persistent_workers=True)
+    samples = cast(Dataset[int], list(range(1000)))  # a list has all that a loader asks for
+    loader = DataLoader(samples, num_workers=1, persistent_workers=True)
     batches = iter(loader)
     next(batches)
     _note(config, world)
@@ -91,9 +94,8 @@ def stubborn(config: RunConfig, world: World) -> None:
 
 def fed(config: RunConfig, world: World) -> None:
     """Read from data workers, and end in the way that the config's data folder names while they go on."""
-    loader = torch.utils.data.DataLoader(
-        torch.arange(1000.0).unbind(), batch_size=1, num_workers=2, persistent_workers=True
-    )
+    samples = cast(Dataset[Tensor], torch.arange(1000.0).unbind())
+    loader = DataLoader(samples, batch_size=1, num_workers=2, persistent_workers=True)
     next(batches := iter(loader))
     world.barrier()
     if config.data.dir.name == "stop":

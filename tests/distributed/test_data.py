@@ -42,7 +42,7 @@ def _epoch(world: World, config: DataConfig) -> tuple[list[int], dict[int, bytes
     plan = BatchPlan.solve(64, world.size, accumulation=2)
     parts = [plan.split(*plan.batch(step, samples), world.rank) for step in range(plan.steps(samples))]
     shares = [order.indices(share.start, share.stop).copy() for step in parts for share in step]
-    seen = {}
+    seen: dict[int, bytes] = {}
     for share, (x, y) in zip(shares, splits.train.stream(shares, epoch=1), strict=True):
         assert len(x) == len(y) == len(share)
         seen |= {int(index): each.numpy().tobytes() for index, each in zip(share, x, strict=True)}

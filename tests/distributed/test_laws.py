@@ -7,18 +7,24 @@ within 1e-9 relative; the same world twice has to give the same bits.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import permutations, starmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..curves import Curve, apart, curve, same_bits
+from lockstep.kinds import KINDS
+
+from ..curves import Curve, apart, curve, same_bits, spread
 from ..pool import RankPool
 
 STEPS = 50
 LAW = 1e-9
 NET = {"model": "resnet8", "data": "digits", "augment": ["crop", "flip"], "lr": 0.05, "max_steps": STEPS}
 PLAIN = NET | {"model": "mlp"}
+# Every strategy there is, on as many devices as it takes. A new one in the table is held to the laws by that alone.
+SEVERAL = [name for name, kind in KINDS.items() if kind.has_ranks or kind.drives_all]
+WAYS = [(name, count) for name in KINDS for count in ([2, 3] if name in SEVERAL else [1])]
 
 
 @pytest.fixture(scope="session")
@@ -80,21 +86,29 @@ def test_a_compiled_model_is_the_same_model(pool: RankPool, tmp_path: Path, alon
     assert apart(curve(pool, tmp_path, 2, **values, compile=True), alone(**values)) < LAW
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-def test_data_parallel_equals_one_process(pool: RankPool, tmp_path: Path, alone: Any, devices: int) -> None:
-    values = PLAIN | {"batch": 50}
-    assert apart(curve(pool, tmp_path, 1, **values, strategy="dp", devices=devices), alone(**values)) < LAW
+@pytest.mark.parametrize("strategy", SEVERAL)
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_every_strategy_equals_one_process(
+    pool: RankPool, tmp_path: Path, alone: Any, strategy: str, replicas: int, accumulate: int
+) -> None:
+    values = PLAIN | {"batch": 50, "accumulate": accumulate}
+    ranks, options = spread(strategy, replicas)
+    assert apart(curve(pool, tmp_path, ranks, **values | options), alone(**values)) < LAW
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_batch_statistics_of_each_replica_are_the_same_under_dp_and_ddp(
+def test_batch_statistics_of_each_replica_are_the_same_under_every_strategy(
     pool: RankPool, tmp_path: Path, replicas: int
 ) -> None:
     # Even shares of 48; the last batch of an epoch is not reached.
     values = NET | {"batch": 48, "max_steps": 25, "batchnorm": "local"}
-    dp = curve(pool, tmp_path / "dp", 1, **values, strategy="dp", devices=replicas)
-    ddp = curve(pool, tmp_path / "ddp", replicas, **values)
-    assert apart(dp, ddp) < LAW
+    curves = []
+    for strategy in SEVERAL:
+        ranks, options = spread(strategy, replicas)
+        curves.append(curve(pool, tmp_path / strategy, ranks, **values | options))
+    assert len(curves) > 1
+    assert all(apart(one, curves[0]) < LAW for one in curves[1:])
 
 
 @pytest.mark.parametrize("options", [{"optimizer": "adamw", "lr": 1e-3}, {"clip": 0.5, "ema": 0.9}, {"warmup": 1.0}])
@@ -112,11 +126,9 @@ def test_muon(pool: RankPool, tmp_path: Path, alone: Any) -> None:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, {"precision": "fp32"}),
         (2, {"precision": "bf16"}),
-        (3, {"precision": "fp32"}),
         (3, {}),
-        (1, {"strategy": "dp", "devices": 3, "precision": "fp32"}),
+        *((ranks, options | {"precision": "fp32"}) for ranks, options in starmap(spread, WAYS)),
     ],
 )
 def test_the_same_world_gives_the_same_bits(
@@ -130,8 +142,7 @@ def test_the_same_world_gives_the_same_bits(
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, {}),
-        (1, {"strategy": "dp", "devices": 2, "model": "mlp"}),
+        *starmap(spread, WAYS),
         (1, {"strategy": "dp", "devices": 3, "precision": "fp32"}),
         (2, {"batchnorm": "local"}),
         (3, {"ema": 0.9, "clip": 1.0, "precision": "fp32"}),
@@ -163,8 +174,13 @@ def test_continuing_on_another_world_stays_on_the_curve(
     assert apart((first[0] | second[0], second[1]), alone(**values)) < LAW
 
 
-def test_continuing_under_another_strategy_stays_on_the_curve(pool: RankPool, tmp_path: Path, alone: Any) -> None:
+@pytest.mark.parametrize(("before", "after"), permutations([way for way in WAYS if way[1] < 3], 2))
+def test_continuing_under_another_strategy_stays_on_the_curve(
+    pool: RankPool, tmp_path: Path, alone: Any, before: tuple[str, int], after: tuple[str, int]
+) -> None:
     values = PLAIN | {"batch": 50}
-    first = curve(pool, tmp_path, 2, **values | {"max_steps": 21})
-    second = curve(pool, tmp_path, 1, **values, strategy="dp", devices=3, resume="auto")
+    ranks, options = spread(*before)
+    first = curve(pool, tmp_path, ranks, **values | options | {"max_steps": 21})
+    ranks, options = spread(*after)
+    second = curve(pool, tmp_path, ranks, **values | options, resume="auto")
     assert apart((first[0] | second[0], second[1]), alone(**values)) < LAW

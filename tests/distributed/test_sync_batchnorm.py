@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def _batches(kind: str, count: int) -> list[tuple[Tensor, Tensor]]:
 
 def _run(
     layer: nn.Module, batches: list[tuple[Tensor, Tensor]]
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], Tensor]:
     """Return outputs, input gradients, parameter gradients and buffers after training, and an evaluation's output."""
     inputs = [x.clone().requires_grad_() for x, _ in batches]
     outputs = [layer(x) for x in inputs]
@@ -84,7 +85,7 @@ def _on_ranks(world: World, kind: str, options: dict[str, Any], split: tuple[int
 def _same_as_one(pool: RankPool, kind: str, options: dict[str, Any], split: tuple[int, ...]) -> None:
     outputs, dx, gradients, buffers, evaluated = _run(_layer(kind, options), _batches(kind, sum(split)))
     ranks = pool.run(len(split), _on_ranks, kind, options, split)
-    close = {"rtol": 1e-11, "atol": 1e-12}
+    close: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
     for index in range(2):
         torch.testing.assert_close(torch.cat([rank[0][index] for rank in ranks]), outputs[index], **close)
         torch.testing.assert_close(torch.cat([rank[1][index] for rank in ranks]), dx[index], **close)
@@ -136,9 +137,7 @@ def test_training_equals_one_process(pool: RankPool, shares: list[int]) -> None:
     for state in pool.run(len(shares), _train, shares):
         assert list(state) == list(alone)
         for name, tensor in state.items():
-            torch.testing.assert_close(
-                tensor, alone[name], rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            torch.testing.assert_close(tensor, alone[name], rtol=1e-12, atol=1e-12, msg=partial("{}: {}".format, name))
 
 
 def _in_bfloat16(world: World) -> tuple[torch.dtype, bool, float, float, torch.dtype | None]:
@@ -191,7 +190,9 @@ def _averaged(world: World) -> bool:
     model = nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3, process_group=world.group))
     average = optim.Average(model, 0.9)
     average.update()
-    return average.module[1].process_group is world.group and average.module[1].weight is not model[1].weight
+    norm = average.module.get_submodule("1")
+    assert isinstance(norm, nn.SyncBatchNorm)
+    return norm.process_group is world.group and norm.weight is not model[1].weight
 
 
 def test_an_average_of_a_model_with_a_process_group_shares_it(pool: RankPool) -> None:
@@ -214,7 +215,7 @@ def test_one_value_has_no_variance_and_every_rank_says_so(pool: RankPool) -> Non
 def _variance(world: World, x: torch.Tensor) -> list[float]:
     layer = sync_batchnorm.convert(nn.BatchNorm1d(CHANNELS).double(), world)
     layer(x[world.rank :: world.size])
-    return [float(each) for each in layer.running_var]
+    return [float(each) for each in layer.get_buffer("running_var")]
 
 
 def test_a_variance_far_smaller_than_the_mean_is_exact(pool: RankPool) -> None:

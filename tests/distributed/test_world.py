@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from lockstep.errors import RequestError
 from lockstep.world import World
@@ -64,7 +64,7 @@ def test_an_attempt_succeeds_on_all_ranks_or_is_refused_on_all(pool: RankPool, s
 def _stall(world: World, path: str) -> tuple[float, str]:
     """Form the group anew with other limits; rank 1 does not come to the collective."""
     world.close()
-    store = dist.FileStore(path, world.size)
+    store = FileStore(path, world.size)
     world = World.join(world.topology, world.device, store, timeout_s=1.5, form_s=60)
     begun_s = time.monotonic()
     try:

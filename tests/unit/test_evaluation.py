@@ -21,6 +21,7 @@ class Logits:
     """A test set whose samples are the logits themselves; remembers which ones were asked for."""
 
     shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float64
     skipped: tuple[str, ...] = ()
 
     def __init__(self, samples: int, classes: int) -> None:
@@ -51,7 +52,7 @@ def _by_hand(source: Logits) -> Scores:
     return Scores(top1=top1, top5=top5, loss=loss, samples=samples)
 
 
-def _on_a_rank(world: World, samples: int, classes: int, batch: int) -> tuple[Scores, list[int]]:
+def _on_a_rank(world: World, samples: int, classes: int, batch: int) -> tuple[Scores | None, list[int]]:
     source = Logits(samples, classes)
     return evaluate(nn.Identity(), source, world, batch=batch, autocast=nullcontext), source.asked
 
@@ -106,4 +107,5 @@ def test_half_precision_logits_are_counted_in_single() -> None:
     source = Logits(500, 4)
     expected = nn.functional.cross_entropy(source.x.bfloat16().float(), source.y).item()
     scores = evaluate(_Half(), source, World.alone(), batch=7, autocast=nullcontext)
+    assert scores is not None
     assert scores.loss == pytest.approx(expected, rel=1e-6)

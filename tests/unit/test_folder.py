@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,20 +19,20 @@ from torchvision.transforms import v2
 from lockstep.config import DataConfig
 from lockstep.data import counter, folder, tree
 from lockstep.data.sets import build
-from lockstep.data.source import Splits
+from lockstep.data.source import Source, Splits
 from lockstep.errors import RequestError, RunError
 from lockstep.world import World
 
 from .real_data import photographs
 
 
-def made(root: Path, **options) -> Splits:
+def made(root: Path, **options: Any) -> Splits:
     options = {"image_size": 64, "workers": 0} | options
     config = DataConfig(name="imagefolder", dir=root, **options)
     return build(config, seed=0, world=World.alone(), dtype=torch.float32, channels_last=True)
 
 
-def fetch(source, *shares, epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def fetch(source: Source, *shares: Sequence[int], epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     batches = list(source.stream([np.array(share, np.int64) for share in shares], epoch=epoch))
     assert all(x.is_contiguous(memory_format=torch.channels_last) for x, _ in batches)
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])

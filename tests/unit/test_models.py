@@ -7,7 +7,9 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,14 +144,17 @@ def test_padding_is_drawn_from_the_same_generator() -> None:
     torch.manual_seed(1)
     pyramidnet(20, 40, classes=3, in_channels=1)
     assert torch.equal(torch.rand(3), after_padded)
-    assert all(block.residual[1].out_channels % 8 == 0 for block in padded.blocks)
+    for block in padded.blocks:
+        conv = block.get_submodule("residual.1")
+        assert isinstance(conv, nn.Conv2d)
+        assert conv.out_channels % 8 == 0
     assert _parameters(padded) > _parameters(plain)
 
 
 def test_padding_leaves_the_mathematics_as_it_is() -> None:
     plain, padded = _twins()
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2) for net in (plain, padded)]
-    close = {"rtol": 1e-9, "atol": 1e-11}
+    close: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
     for seed in range(5):
         expected, found = (
             _step(net, optimizer, seed) for net, optimizer in zip((plain, padded), optimizers, strict=True)
@@ -158,9 +163,7 @@ def test_padding_leaves_the_mathematics_as_it_is() -> None:
         for (name, mine), theirs in zip(padded.named_parameters(), plain.parameters(), strict=True):
             assert mine.grad is not None
             real = tuple(slice(side) for side in theirs.shape)
-            torch.testing.assert_close(
-                mine.grad[real], theirs.grad, **close, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            torch.testing.assert_close(mine.grad[real], theirs.grad, **close, msg=partial("{}: {}".format, name))
     back = pyramidnet(20, 40, classes=3, in_channels=1).double()
     carry(padded, back)
     for name, tensor in back.state_dict().items():

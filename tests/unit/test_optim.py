@@ -124,7 +124,7 @@ def _net() -> nn.Module:
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
 def test_an_optimizer_holds_each_training_parameter_once(name: str) -> None:
     model = _net()
-    frozen = model[0].weight.requires_grad_(False)  # type: ignore[union-attr,operator]
+    frozen = model.get_parameter("0.weight").requires_grad_(False)
     optimizers = optim.build(model, _config(optimizer=name, lr=0.5, weight_decay=0.25))
     held = [item for each in optimizers.each for group in each.param_groups for item in group["params"]]
     assert {id(item) for item in held} == {id(item) for item in model.parameters()} - {id(frozen)}
@@ -167,15 +167,16 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
 
 
 def test_the_average_follows_the_weights_and_keeps_the_models_buffers() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    linear, norm = nn.Linear(3, 2), nn.BatchNorm1d(2)
+    model = nn.Sequential(linear, norm)
     average = optim.Average(model, 0.9)
-    expected = model[0].weight.detach().clone()
+    expected = linear.weight.detach().clone()
     for _ in range(3):
         with torch.no_grad():
-            model[0].weight.add_(torch.randn(2, 3))
+            linear.weight.add_(torch.randn(2, 3))
         model(torch.randn(4, 3))
         average.update()
-        expected = 0.9 * expected + 0.1 * model[0].weight.detach()
-    torch.testing.assert_close(average.module[0].weight, expected)
-    assert torch.equal(average.module[1].running_mean, model[1].running_mean)
+        expected = 0.9 * expected + 0.1 * linear.weight.detach()
+    torch.testing.assert_close(average.module.get_parameter("0.weight"), expected)
+    assert torch.equal(average.module.get_buffer("1.running_mean"), norm.get_buffer("running_mean"))
     assert not any(parameter.requires_grad for parameter in average.module.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -57,18 +58,18 @@ def test_weights_and_products_have_their_dtypes(name: str, weights: torch.dtype,
 )
 def test_memory_order(name: str, asked: str, expected: bool) -> None:
     precision = _precision(name, asked)
-    weight = precision.place(_net(), CPU)[0].weight  # type: ignore[index]
+    weight = precision.place(_net(), CPU).get_parameter("0.weight")
     assert precision.channels_last is expected
     assert weight.is_contiguous(memory_format=torch.channels_last) is expected
 
 
 def test_what_has_other_dimensions_keeps_its_order() -> None:
     model = nn.ModuleList([nn.Conv2d(2, 3, 3), nn.Conv3d(2, 3, 3), nn.Conv1d(2, 3, 3)])
-    strides = [model[index].weight.stride() for index in (1, 2)]  # type: ignore[union-attr,operator]
+    strides = [model.get_parameter(f"{index}.weight").stride() for index in (1, 2)]
     held = [id(item) for item in model.parameters()]
     placed = _precision("fp32", "on").place(model, CPU)
-    assert placed[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
-    assert [placed[index].weight.stride() for index in (1, 2)] == strides  # type: ignore[index]
+    assert placed.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
+    assert [placed.get_parameter(f"{index}.weight").stride() for index in (1, 2)] == strides
     assert [id(item) for item in placed.parameters()] == held
 
 
@@ -90,7 +91,8 @@ def test_torch_still_knows_whether_tf32_is_on() -> None:
         assert not torch.backends.cuda.matmul.allow_tf32
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             assert not torch.backends.cudnn.allow_tf32
-        assert torch.backends.cudnn.conv.fp32_precision != "tf32"
+        cudnn: Any = torch.backends.cudnn  # whose annotations lack `conv`
+        assert cudnn.conv.fp32_precision != "tf32"
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
@@ -101,6 +103,8 @@ def test_the_norm_is_the_whole_models_unscaled(name: str) -> None:
     precision = _precision(name)
     model = precision.place(nn.Linear(2, 2, bias=False), CPU)
     other = precision.place(nn.Linear(1, 1, bias=False), CPU)
+    assert isinstance(model, nn.Linear)
+    assert isinstance(other, nn.Linear)
     before = model.weight.detach().clone()
     both = nn.ModuleList([model, other])
     optimizer = optim.build(both, OptimConfig(lr=1.0, momentum=0.0, weight_decay=0.0))

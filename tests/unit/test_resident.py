@@ -105,7 +105,8 @@ def test_crop_and_flip_are_torchvisions(name: str) -> None:
 
 def _varied(padded: Tensor, top: int, left: int, side: int, flip: bool) -> Tensor:
     cropped = reference.crop(padded, top, left, side, side)
-    return (reference.horizontal_flip(cropped) if flip else cropped).double()
+    varied: Tensor = reference.horizontal_flip(cropped) if flip else cropped
+    return varied.double()
 
 
 def test_every_crop_is_equally_likely_and_half_are_mirrored() -> None:
@@ -178,6 +179,7 @@ def test_off_the_device_samples_stay_in_host_memory(augment: tuple[str, ...]) ->
     config = DataConfig(on_device="off", augment=augment)
     made = build(config, seed=0, world=elsewhere, dtype=torch.float32, channels_last=False)
     kept = vars(made.train).get("_samples", vars(made.train).get("_pixels"))
+    assert kept is not None
     assert kept.device.type == "cpu"
     ((x, y),) = made.train.stream([np.arange(3)], epoch=0)
     assert x.device == y.device == elsewhere.device

@@ -15,18 +15,19 @@ import zipfile
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lockstep.config import DataConfig
 from lockstep.data import cifar, digits
 from lockstep.data.sets import build, names, preflight
-from lockstep.data.source import Splits
-from lockstep.errors import RequestError, RunError
+from lockstep.data.source import Batch, Source, Splits
+from lockstep.errors import LockstepError, RequestError, RunError
 from lockstep.world import World
 
 from .real_data import cifar_images, real_data
@@ -36,7 +37,7 @@ def made(config: DataConfig, *, seed: int = 0, channels_last: bool = False) -> S
     return build(config, seed=seed, world=World.alone(), dtype=torch.float32, channels_last=channels_last)
 
 
-def batch(source, *indices: int, epoch: int = 0):
+def batch(source: Source, *indices: int, epoch: int = 0) -> Batch:
     ((x, y),) = source.stream([np.array(indices, np.int64)], epoch=epoch)
     return x, y
 
@@ -161,7 +162,7 @@ def test_a_partial_set_is_refused_by_name(official: Path) -> None:
 
 
 class _Payload:
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return (Path.touch, (Path("executed"),))
 
 
@@ -200,9 +201,12 @@ def test_an_absent_set_is_downloaded_whole_or_not_at_all(
 ) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     target = tmp_path / "data"
-    for wrong in ({"archive_md5": "0" * 32}, {"url": archive.url + ".not-there"}):
+    for wrong in (
+        dataclasses.replace(archive, archive_md5="0" * 32),
+        dataclasses.replace(archive, url=archive.url + ".not-there"),
+    ):
         with pytest.raises(RequestError, match="cannot be downloaded"):
-            cifar.read(dataclasses.replace(archive, **wrong), DataConfig(dir=target))
+            cifar.read(wrong, DataConfig(dir=target))
         assert list(target.iterdir()) == []
     splits = cifar.read(archive, DataConfig(dir=target))
     assert len(splits["test"][0]) == 10_000
@@ -240,69 +244,72 @@ def test_fake_images_show_their_class() -> None:
 # --- the user's own
 
 
-class Photos(Dataset):
+Tables = tuple[TensorDataset, TensorDataset]
+
+
+class Photos(Dataset[tuple[Tensor, int]]):
     classes = ("a", "b", "c")
 
     def __len__(self) -> int:
         return 20
 
-    def __getitem__(self, index: int):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if index == 13:
             raise KeyError("no such photo")
         image = torch.full((3, 8, 8), index * 10, dtype=torch.uint8)
         return image[:, :, : 8 - (index == 15)], 7 if index == 11 else index % 3
 
 
-def photos():
+def photos() -> tuple[Photos, Photos]:
     return Photos(), Photos()
 
 
-def vectors(config: DataConfig):
+def vectors(config: DataConfig) -> Tables:
     x = torch.arange(60, dtype=torch.float64).view(20, 3)
     return TensorDataset(x, torch.arange(20) % 4), TensorDataset(x[:4], torch.arange(4))
 
 
-def byte_images():
+def byte_images() -> Tables:
     x = torch.arange(20 * 3 * 8 * 8).view(20, 3, 8, 8).to(torch.uint8)
     return TensorDataset(x, torch.arange(20) % 4), TensorDataset(x[:4], torch.arange(4))
 
 
-def outside():
+def outside() -> Tables:
     return TensorDataset(torch.zeros(9, 2), torch.arange(9) % 3), TensorDataset(torch.zeros(9, 2), torch.arange(9))
 
 
-def nothing():
+def nothing() -> Tables:
     return TensorDataset(torch.zeros(0, 2), torch.zeros(0)), TensorDataset(torch.zeros(0, 2), torch.zeros(0))
 
 
-def only_one():
+def only_one() -> Photos:
     return Photos()
 
 
-def fractions():
+def fractions() -> Tables:
     return TensorDataset(torch.zeros(9, 2), torch.arange(9) / 2), TensorDataset(torch.zeros(9, 2), torch.arange(9))
 
 
-def one_hot():
+def one_hot() -> Tables:
     labels = nn.functional.one_hot(torch.arange(9) % 3)
     return TensorDataset(torch.zeros(9, 2), labels), TensorDataset(torch.zeros(9, 2), labels)
 
 
-class Stream(IterableDataset):
+class Stream(IterableDataset[tuple[Tensor, int]]):
     classes = 2
 
     def __len__(self) -> int:
         return 3
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         return iter([(torch.zeros(2), 0)] * 3)
 
 
-def streams():
+def streams() -> tuple[Stream, Stream]:
     return Stream(), Stream()
 
 
-class Labels(Dataset):
+class Labels(Dataset[tuple[Tensor, object]]):
     classes = 3
 
     def __init__(self, label: object) -> None:
@@ -311,35 +318,35 @@ class Labels(Dataset):
     def __len__(self) -> int:
         return 3
 
-    def __getitem__(self, index: int):
+    def __getitem__(self, index: int) -> tuple[Tensor, object]:
         return torch.zeros(2), self.label
 
 
-def words():
+def words() -> tuple[Labels, Labels]:
     return Labels("3"), Labels(0)
 
 
-def halves():
+def halves() -> tuple[Labels, Labels]:
     return Labels(torch.tensor(0.5)), Labels(0)
 
 
-def pairs():
+def pairs() -> tuple[Labels, Labels]:
     return Labels(torch.tensor([0, 1])), Labels(0)
 
 
-def whole():
+def whole() -> tuple[Labels, Labels]:
     return Labels(2.0), Labels(np.int64(1))
 
 
-def parts():
+def parts() -> list[Subset[tuple[Tensor, int]]]:
     return [Subset(Photos(), range(9)), Subset(Photos(), range(9, 11))]
 
 
-def broken():
+def broken() -> NoReturn:
     raise FileNotFoundError("my.csv")
 
 
-def own(name: str, **options) -> DataConfig:
+def own(name: str, **options: Any) -> DataConfig:
     return DataConfig(name=f"{__name__}:{name}", **options)
 
 
@@ -406,7 +413,11 @@ def test_seed_and_epoch_change_own_random_transforms() -> None:
 
 def test_own_data_in_the_ranks_process_leaves_the_generators_alone() -> None:
     def states() -> tuple[bytes, object, bytes]:
-        return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state()[1].tobytes()
+        return (
+            torch.get_rng_state().numpy().tobytes(),
+            random.getstate(),
+            np.random.get_state(legacy=False)["state"]["key"].tobytes(),
+        )
 
     before = states()
     splits = made(DataConfig(name=DRAWN, workers=0))
@@ -418,7 +429,8 @@ def test_own_data_in_the_ranks_process_leaves_the_generators_alone() -> None:
 def test_own_sets_that_are_split_at_random_are_split_by_the_seed() -> None:
     def first(seed: int) -> list[float]:
         train = made(DataConfig(name="tests.own_data:split_at_random"), seed=seed).train
-        return batch(train, *range(32))[0].flatten().tolist()
+        x, _ = batch(train, *range(32))
+        return [float(each) for each in x.flatten()]
 
     assert first(0) == first(0)
     assert first(0) != first(1)
@@ -433,12 +445,15 @@ def test_own_sets_that_are_split_at_random_are_split_by_the_seed() -> None:
         (15, RequestError, r"train sample 15 is torch.uint8 \(3, 8, 7\).*must be alike"),
     ],
 )
-def test_a_bad_sample_of_an_own_set_is_named(workers: int, index: int, kind: type, sentence: str) -> None:
+def test_a_bad_sample_of_an_own_set_is_named(
+    workers: int, index: int, kind: type[LockstepError], sentence: str
+) -> None:
     splits = made(own("photos", workers=workers))
     with pytest.raises(kind, match=sentence) as caught:
         batch(splits.train, 0, index)
     splits.close()
     if kind is RunError:
+        assert isinstance(caught.value, RunError)
         assert "__getitem__" in caught.value.trace
 
 

@@ -129,7 +129,7 @@ def test_what_came_before_has_no_part_in_the_bits() -> None:
 @pytest.mark.parametrize("inner", [False, True])
 def test_copies_of_a_compiled_model_are_refused(inner: bool) -> None:
     model = _net()
-    (model[0] if inner else model).compile()  # type: ignore[index,operator]
+    (model.get_submodule("0") if inner else model).compile()
     with pytest.raises(RequestError, match="--compile cannot work under --strategy dp on 2 devices"):
         table.build(ParallelConfig(strategy="dp", devices=2), World.alone()).wrap(model)
     table.build(ParallelConfig(strategy="dp", devices=1), World.alone()).wrap(model)

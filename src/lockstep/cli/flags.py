@@ -16,7 +16,7 @@ import tyro
 from ..config import RunConfig
 from ..errors import RequestError, unknown
 from ..options import Leaf, leaves, read_toml, recipe
-from . import output
+from . import output, unread
 
 _HELP = ("--help", "-h")
 _LIST = "lockstep train --help lists all."
@@ -67,6 +67,7 @@ def parse(given: list[str], *, prog: str, base: RunConfig | None = None) -> RunC
             default=Arguments(run=base),
             config=(tyro.conf.OmitArgPrefixes,),
         )
+    unread.check((flag.name.removeprefix("no-") for flag in flags), arguments.run)
     return arguments.run
 
 

@@ -53,7 +53,7 @@ def _cifar(name: str) -> _Entry:
         )
         return resident.build(wish, kind, lambda: cifar.read(official, wish.config))
 
-    return _Entry(build, lambda config: cifar.check(official, config))
+    return _Entry(build, lambda config: cifar.check(official, config), ("data-dir", "download", "on-device"))
 
 
 def _imagefolder(wish: Wish) -> Splits:
@@ -74,16 +74,28 @@ class _Entry:
 
     build: Callable[[Wish], Splits]
     check: Callable[[DataConfig], None] = _no_check
+    options: tuple[str, ...] = ()
+    """Flags that it reads and not every data set does."""
 
 
 def _table() -> dict[str, _Entry]:
     return {
-        "digits": _Entry(_digits),
+        "digits": _Entry(_digits, options=("on-device",)),
         "cifar10": _cifar("cifar10"),
         "cifar100": _cifar("cifar100"),
-        "imagefolder": _Entry(_imagefolder, tree.check),
-        "fake": _Entry(_fake),
+        "imagefolder": _Entry(_imagefolder, tree.check, ("data-dir", "workers", "image-size", "skip-corrupt")),
+        "fake": _Entry(_fake, options=("image-size", "samples")),
     }
+
+
+def readers() -> dict[str, tuple[str, ...]]:
+    """Return, for each flag that not every data set reads, the names of those that do.
+
+    One of the user's own may read them all: its function is handed the `DataConfig`.
+    """
+    table = _table()
+    flags = sorted({flag for entry in table.values() for flag in entry.options})
+    return {flag: tuple(name for name, entry in table.items() if flag in entry.options) for flag in flags}
 
 
 def names() -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """What a strategy is: how replicas of one model compute and exchange gradients.
 
 The engine calls these methods and never asks which strategy it has. A new one is a file beside this one and a
-line in `table.py`; the law tests run over the table, so its tests come for free.
+line in `kinds.py`; the law tests run over those lines, so its tests come for free.
 
 `model` is always the user's own module; `replica` is what `wrap` returned for it, and what is called.
 """
