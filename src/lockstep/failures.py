@@ -7,6 +7,7 @@ trace explains nothing, and is kept in the file alone.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sysconfig
 import time
@@ -89,6 +90,15 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.is_echo, failure.time))
 
 
+def account(error: BaseException, rank: int, config: RunConfig) -> Failure:
+    """Return the failure that `error` is on this rank; its trace is written to the run's folder, if there is one."""
+    failure = describe(error, rank, again(config))
+    if config.record.output is not None and not isinstance(error, Stopped | RequestError):
+        with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
+            write(failure, config.record.output / "failures")
+    return failure
+
+
 def write(failure: Failure, folder: Path) -> Path:
     """Write the failure with its whole trace to `folder`/rank_N.txt and return that path."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,11 +145,12 @@ def _place(error: BaseException) -> str:
     for line in str(error).splitlines():
         if found := _WORKER_FRAME.match(line):
             frames.append((found["file"], int(found["line"])))
-    own = [frame for frame in frames if not _is_library(frame[0])] or frames
+    own = [frame for frame in frames if not is_library(frame[0])] or frames
     return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Return whether a frame of `file` is Python's or an installed package's, and so neither ours nor the user's."""
     if file.startswith(_PACKAGE):
         return False
     return file.startswith("<") or file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file

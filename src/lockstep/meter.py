@@ -1,9 +1,13 @@
 """Metrics that stay on the device until they are wanted.
 
 Each step leaves its loss here as a tensor; nothing waits for it. Once an interval (`--log-every` steps, or about
-two seconds of slow ones) all of them are summed over the ranks in one all-reduce, read at once, and recorded step by
-step. The same all-reduce agrees on two things more: whether any rank was asked to stop, and how long the next
-interval is. So that all ranks come to the collective at the same step, rank 0's clock decides.
+two seconds of slow ones) all of them are gathered from the ranks at once, summed, and recorded step by step. The same
+exchange agrees on two things more: whether any rank was asked to stop, and how long the next interval is. So that all
+ranks come to the collective at the same step, rank 0's clock decides.
+
+It is an all-gather, summed here in the order of the ranks: an all-reduce over three ranks or more adds in an order
+that depends on an element's place in the tensor, and where a step stands in its interval depends on the clock. Two
+equal runs would then record losses that differ in the last bit.
 """
 
 from __future__ import annotations
@@ -87,12 +91,13 @@ class Meter:
         proposal = min(self._log_every, max(1, round(_INTERVAL_S * len(own) / elapsed_s)))
         extras = [hits, seen, float(stop), float(proposal if self._world.is_main else 0)]
         told = torch.cat([own, torch.tensor(extras, dtype=torch.float64, device=own.device)])
-        *losses, hits, seen, wants_stop, interval = self._world.sum(told).tolist()
+        by_rank: list[list[float]] = self._world.stack(told).tolist()
+        *losses, hits, seen, wants_stop, interval = (sum(column, 0.0) for column in zip(*by_rank, strict=True))
         self._interval = int(interval)
         self._account(pending, elapsed_s, wait_s)
         norms = torch.stack(pending.norms).tolist() if pending.norms else []
         self._record(pending, losses, norms, elapsed_s, wait_s, hits / seen if seen else None)
-        self._check(pending, losses, own)
+        self._check(pending, by_rank)
         return bool(wants_stop)
 
     def _elapsed(self, own: Tensor) -> float:
@@ -115,11 +120,11 @@ class Meter:
         self._sampled_s = now_s
         return self.telemetry.sample()
 
-    def _check(self, pending: _Pending, losses: list[float], own: Tensor) -> None:
-        for number, ((step, *_), loss) in enumerate(zip(pending.rows, losses, strict=True)):
-            if not math.isfinite(loss):
-                finite = self._world.gather(bool(torch.isfinite(own[number])))
-                raise NonFiniteLossError(step, [rank for rank, holds in enumerate(finite) if not holds])
+    def _check(self, pending: _Pending, by_rank: list[list[float]]) -> None:
+        for number, (step, *_) in enumerate(pending.rows):
+            bad = [rank for rank, told in enumerate(by_rank) if not math.isfinite(told[number])]
+            if bad:
+                raise NonFiniteLossError(step, bad)
 
     def _record(
         self,

@@ -70,7 +70,7 @@ def raised(error: Exception) -> str:
     places = [
         f" at {frame.filename}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(package) and not failures._is_library(frame.filename)
+        if not frame.filename.startswith(package) and not failures.is_library(frame.filename)
     ]
     text = " ".join(str(error).split()).removesuffix(".")
     return f"raised {type(error).__name__}{places[-1] if places else ''}{': ' if text else ''}{text}"

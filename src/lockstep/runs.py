@@ -13,7 +13,7 @@ from pathlib import Path
 from . import failures, folders, hardware, resume
 from .config import RunConfig
 from .engine import train
-from .errors import LockstepError, RequestError
+from .errors import RequestError
 from .launchers.table import visible_gpus
 from .options import flatten, to_toml
 from .record.base import Nothing, Recorder
@@ -44,7 +44,8 @@ def run(config: RunConfig, world: World) -> RunResult:
             world.together(lambda: _write_config(config) if world.is_main else None)
             return train(config, world, recorder, state=state)
         except Exception as error:
-            _account(error, config, world, recorder)
+            failure = failures.account(error, world.rank, config)
+            recorder.record("failed", exit=getattr(error, "exit_code", 1), error=failure.sentence)
             raise
         finally:
             recorder.close()
@@ -83,23 +84,10 @@ def _write_config(config: RunConfig) -> None:
 
 def _check_alike(config: RunConfig, world: World) -> None:
     """Raise `RequestError`, on every rank, where one was started with other options than rank 0 (*collective*)."""
-    asked = {key: value for key, value in flatten(config).items() if key not in OWN_TO_A_RANK}
-    first, *others = world.gather(asked)
-    for rank, theirs in enumerate(others, start=1):
-        differ = [f"--{key} {theirs[key]} (rank 0 has {first[key]})" for key in first if theirs[key] != first[key]]
-        if differ:
-            raise RequestError(
-                f"Rank {rank} was started with {', '.join(differ)}: the replicas would drift apart; "
-                "start every rank with the same options."
-            )
-
-
-def _account(error: Exception, config: RunConfig, world: World, recorder: Recorder) -> None:
-    """Leave the failure's whole trace, and a summary that says how the run ended."""
-    code = error.exit_code if isinstance(error, LockstepError) else 1
-    failure = failures.describe(error, world.rank, failures.again(config))
-    folder = config.record.output
-    if code == 1 and folder is not None:
-        with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
-            failures.write(failure, folder / "failures")
-    recorder.record("failed", exit=code, error=failure.sentence)
+    asked = {f"--{key}": value for key, value in flatten(config).items() if key not in OWN_TO_A_RANK}
+    if found := world.unlike(asked):
+        rank, differ = found
+        raise RequestError(
+            f"Rank {rank} was started with {differ}: the replicas would drift apart; "
+            "start every rank with the same options."
+        )

@@ -84,7 +84,11 @@ class World:
         return self.topology.is_main
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the element-wise sum of `tensor` over all ranks; any shape, same on each rank (*collective*)."""
+        """Return the element-wise sum of `tensor` over all ranks; any shape, same on each rank (*collective*).
+
+        Over three ranks or more, an element's last bits depend on its place in the tensor: gloo and NCCL add up
+        different parts in different orders. What has to be the same bits wherever it stands goes through `stack`.
+        """
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def max(self, tensor: Tensor) -> Tensor:
@@ -118,6 +122,19 @@ class World:
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=self.group)
         return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
+
+    def unlike(self, facts: dict[str, Any]) -> tuple[int, str] | None:
+        """Return the first rank that has other `facts` than rank 0, and which, in words (*collective*).
+
+        `facts` is {what it is: a number or text}, the same keys on each rank; all ranks hear the same, None where
+        the facts are the same everywhere.
+        """
+        first, *others = self.gather(facts)
+        for rank, theirs in enumerate(others, start=1):
+            differ = [f"{what} {theirs[what]} (rank 0 has {had})" for what, had in first.items() if theirs[what] != had]
+            if differ:
+                return rank, ", ".join(differ)
+        return None
 
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Overwrite `tensors` with rank 0's, in place (*collective*)."""

@@ -174,7 +174,7 @@ def test_continuing_on_another_world_stays_on_the_curve(
     assert apart((first[0] | second[0], second[1]), alone(**values)) < LAW
 
 
-@pytest.mark.parametrize(("before", "after"), permutations([way for way in WAYS if way[1] < 3], 2))
+@pytest.mark.parametrize(("before", "after"), list(permutations([way for way in WAYS if way[1] < 3], 2)))
 def test_continuing_under_another_strategy_stays_on_the_curve(
     pool: RankPool, tmp_path: Path, alone: Any, before: tuple[str, int], after: tuple[str, int]
 ) -> None:

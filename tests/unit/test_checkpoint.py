@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep import checkpoint
-from lockstep.checkpoint import Checkpoints, find, load
+from lockstep.checkpoint import Checkpoints, find, load, write
+from lockstep.checkpoint.layout import digest
 from lockstep.errors import RequestError
 from lockstep.state import State
 
@@ -121,13 +121,13 @@ def test_tied_and_strided_tensors_keep_their_values(tmp_path: Path) -> None:
 def test_training_goes_on_while_the_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is saved is the state at the call, although the tensors and the dict change before it is written."""
     may_write = threading.Event()
-    real = checkpoint._publish
+    real = write._publish
 
     def slow(*args: object, **kwargs: object) -> Path:
         assert may_write.wait(10)
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(checkpoint, "_publish", slow)
+    monkeypatch.setattr(write, "_publish", slow)
     ear = Ear()
     saver = ear.open(tmp_path)
     state = state_of(1)
@@ -149,7 +149,7 @@ def test_a_defect_of_ours_is_not_taken_for_a_full_disk(tmp_path: Path, monkeypat
     def broken(*args: object, **kwargs: object) -> Path:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(checkpoint, "_publish", broken)
+    monkeypatch.setattr(write, "_publish", broken)
     ear = Ear()
     saver = ear.open(tmp_path)
     saver.save(state_of(1), step=1, best=False)
@@ -402,7 +402,7 @@ def test_a_newer_format_is_refused_by_its_version(tmp_path: Path) -> None:
     state = json.loads((path / "state.json").read_bytes()) | {"version": 9}
     (path / "state.json").write_text(json.dumps(state))
     sums = json.loads((path / "checksums.json").read_bytes())
-    (path / "checksums.json").write_text(json.dumps(sums | {"state.json": checkpoint._digest(path / "state.json")}))
+    (path / "checksums.json").write_text(json.dumps(sums | {"state.json": digest(path / "state.json")}))
     with pytest.raises(RequestError, match=r"format version 9.*update lockstep-torch"):
         load(tmp_path)
 
@@ -427,7 +427,7 @@ def test_an_old_checkpoint_that_cannot_go_costs_no_new_one(tmp_path: Path, monke
 
     ear = Ear()
     saver = ear.open(tmp_path / "checkpoints")
-    monkeypatch.setattr(checkpoint, "_delete", busy)
+    monkeypatch.setattr(write, "_delete", busy)
     for step in (1, 2, 3):
         saver.save(state_of(step), step=step, best=True)
     saver.close()

@@ -240,7 +240,7 @@ def test_every_flag_reaches_its_option() -> None:
     found = flatten(flags.parse(given.split(), prog="lockstep train"))
     assert (found["model"], found["gpus"], found["milestones"]) == ("mlp", "1,0", [1.0, 2.5])
     assert (found["clip"], found["drop-last"], found["rank"], found["world-size"]) == (1.0, True, 0, 1)
-    assert flags.parse(["--data_dir", "x"], prog="lockstep train").data.dir == Path("x")
+    assert flags.parse(["--data=cifar10", "--data_dir", "x"], prog="lockstep train").data.dir == Path("x")
     assert flags.parse(["digits", "--augment", "--lr=1e-2"], prog="lockstep train").data.augment == ()
     assert flags.parse(["digits", "--augment=crop", "flip"], prog="lockstep train").data.augment == ("crop", "flip")
     assert flags.parse(["--clip", "none", "--classes", "None"], prog="lockstep train").optim.clip is None

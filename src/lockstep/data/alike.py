@@ -30,11 +30,9 @@ def check_alike(world: World, asked: str, facts: dict[str, Any]) -> None:
 
     `facts` is {what it is: a number or text}, the same keys on each rank; `asked` is the data's name in the sentence.
     """
-    first, *others = world.gather(facts)
-    for rank, theirs in enumerate(others, start=1):
-        differ = [f"{what} {theirs[what]} (rank 0 has {first[what]})" for what in first if theirs[what] != first[what]]
-        if differ:
-            raise RequestError(
-                f"{asked} is not the same on every rank: rank {rank} has {', '.join(differ)}; "
-                "give every rank the same samples, in the same order."
-            )
+    if found := world.unlike(facts):
+        rank, differ = found
+        raise RequestError(
+            f"{asked} is not the same on every rank: rank {rank} has {differ}; "
+            "give every rank the same samples, in the same order."
+        )

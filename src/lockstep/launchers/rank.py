@@ -10,12 +10,11 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import failures, hardware
 from ..config import RunConfig
-from ..errors import LockstepError, RequestError, Stopped
+from ..errors import LockstepError, RequestError
 from ..failures import RankLostError
 from ..kinds import kind
 from ..topology import Topology
@@ -160,15 +159,6 @@ def _check_node(config: RunConfig, topology: Topology) -> None:
             )
 
 
-def account(error: BaseException, rank: int, config: RunConfig) -> failures.Failure:
-    """Return the failure that `error` is on this rank; its trace is written to the run's folder, if there is one."""
-    failure = failures.describe(error, rank, failures.again(config))
-    if config.record.output is not None and not isinstance(error, Stopped | RequestError):
-        with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
-            failures.write(failure, Path(config.record.output) / "failures")
-    return failure
-
-
 @contextlib.contextmanager
 def accounted(
     rank: int, config: RunConfig, tell: Callable[[failures.Failure], None] = lambda failure: None
@@ -180,7 +170,7 @@ def accounted(
     try:
         yield
     except (Exception, SystemExit) as error:
-        failure = account(error, rank, config)
+        failure = failures.account(error, rank, config)
         tell(failure)
         if isinstance(error, LockstepError):
             raise

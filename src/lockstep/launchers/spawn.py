@@ -132,7 +132,7 @@ def _serve(
         )
         report = Report(topology.rank, value=pickle.dumps(value))
     except BaseException as error:
-        tell.send(Report(topology.rank, failure=rank.account(error, topology.rank, config)))
+        tell.send(Report(topology.rank, failure=failures.account(error, topology.rank, config)))
         # The entry's variables go, and with them data workers, which end in order and remove their files.
         traceback.clear_frames(error.__traceback__)
         # Nothing that is left may hang: not a collective of a lost world, not a thread of the user's.

@@ -1,0 +1,45 @@
+"""Where the parts of a checkpoint lie and what they are called."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+FORMAT = "lockstep checkpoint"
+VERSION = 1
+STATE = "state.json"
+SUMS = "checksums.json"
+
+_FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+
+
+def digest(path: Path) -> str:
+    """Return the file's SHA-256 in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def render(value: Any) -> bytes:
+    """Return `value` as JSON, byte for byte as it is written, so that a file can be compared as a whole."""
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+
+
+def free_name(folder: Path, step: int) -> Path:
+    """Return the folder for `step`: a resumed run may come again to a step whose older checkpoint is still in use."""
+    path, count = folder / f"step-{step:08d}", 1
+    while path.exists():
+        count += 1
+        path = folder / f"step-{step:08d}.{count}"
+    return path
+
+
+def steps(folder: Path) -> list[tuple[tuple[int, int], Path]]:
+    """Return the checkpoints in `folder`, oldest step first."""
+    found = []
+    for path in folder.iterdir():
+        if (match := _FOLDER.fullmatch(path.name)) and path.is_dir():
+            found.append(((int(match[1]), int(match[2] or 1)), path))
+    return sorted(found)

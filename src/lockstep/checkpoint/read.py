@@ -1,0 +1,149 @@
+"""Loading: which checkpoint a path means, whether it is what was written, and what to offer where it is not."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load as load_tensors
+from torch import Tensor
+
+from ..errors import RequestError
+from ..state import State
+from .layout import FORMAT, STATE, SUMS, VERSION, digest, render, steps
+
+
+def find(path: Path) -> Path | None:
+    """Return the checkpoint that a run would go on from, or None where there is none yet.
+
+    `path` is a run's folder, its `checkpoints`, or one checkpoint. Whether that one is whole is for `load` to say.
+    """
+    points_nowhere = path.is_symlink() and not path.exists()
+    if points_nowhere or _is_checkpoint(path):
+        return path
+    for folder in (path / "checkpoints", path):
+        if (folder / "last").is_symlink() or (folder / "last").is_dir():
+            return folder / "last"
+        # A run that was killed after its first checkpoint was whole, and before the link to it.
+        if folder.is_dir() and (found := steps(folder)):
+            return found[-1][1]
+    return None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether the folder is a checkpoint of ours, whole or damaged: either of its two JSON files says so."""
+    if (path / SUMS).is_file():
+        return True
+    try:
+        return bool(json.loads((path / STATE).read_bytes())["format"] == FORMAT)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def fingerprint(path: Path) -> str:
+    """Return what tells this checkpoint from every other: its folder's name, and a digest of all its checksums."""
+    folder = find(path)
+    assert folder is not None, "only what was loaded has a fingerprint"
+    return f"{folder.resolve().name} ({digest(folder / SUMS)[:8]})"
+
+
+def load(path: Path) -> State:
+    """Return the state in a checkpoint (`RUN/checkpoints/last`), or in a run's last one; tensors are on the CPU.
+
+    Raises `RequestError` where there is nothing, something else, a newer format, or a file that is not what was
+    written: then with the newest checkpoint beside it that is whole.
+    """
+    folder = find(path)
+    if folder is None:
+        raise RequestError(_why_not(path))
+    if (newer := _newer_version(folder)) is not None:
+        raise RequestError(
+            f"The checkpoint {path} has format version {newer}; this lockstep reads up to version {VERSION}: "
+            f"update lockstep-torch."
+        )
+    tensors: dict[str, Tensor] = {}
+    meta: dict[str, Any] = {}
+    try:
+        for name, data in _verified(folder):
+            if name == STATE:
+                meta = json.loads(data)["meta"]
+            elif name.endswith(".safetensors"):
+                group = name.removesuffix(".safetensors")
+                tensors |= {f"{group}/{key}": tensor for key, tensor in load_tensors(data).items()}
+    except _DamageError as damage:
+        raise RequestError(f"The checkpoint {path} cannot be used: {damage}; {_offer(folder)}") from damage
+    return State(tensors, meta)
+
+
+class _DamageError(Exception):
+    """A checkpoint is not what was written; the message is a clause."""
+
+
+def _verified(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and content of each file of a checkpoint, once its checksum is verified; raise _DamageError."""
+    if not folder.is_dir():
+        raise _DamageError(f"{folder.name} points to {folder.readlink()}, which is not there")
+    listed = _read(folder / SUMS)
+    try:
+        sums = json.loads(listed)
+    except ValueError:
+        sums = None
+    # Compared as a whole, so that there is no byte in the list, either, that could change unseen.
+    if not isinstance(sums, dict) or render(sums) != listed or STATE not in sums:
+        raise _DamageError(f"{SUMS} is damaged")
+    for name, expected in sums.items():
+        data = _read(folder / name)
+        if hashlib.sha256(data).hexdigest() != expected:
+            raise _DamageError(f"{name} does not match its checksum (it was changed or cut short)")
+        yield name, data
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _DamageError(f"{path.name} cannot be read ({error.strerror})") from error
+
+
+def _newer_version(folder: Path) -> int | None:
+    """Return the format's version where it is one that this code does not know, None otherwise."""
+    try:
+        state = json.loads((folder / STATE).read_bytes())
+        version = state["version"] if state["format"] == FORMAT else VERSION
+        listed = json.loads((folder / SUMS).read_bytes()).get(STATE)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    # A flipped bit in the version is damage, and told as such.
+    intact = listed is None or listed == digest(folder / STATE)
+    return version if intact and isinstance(version, int) and version > VERSION else None
+
+
+def _offer(damaged: Path) -> str:
+    """Return the clause that names the newest whole checkpoint beside `damaged`."""
+    beside = damaged.parent
+    broken = damaged.resolve()
+    for _, folder in reversed(steps(beside)):
+        if folder.resolve() != broken:
+            with contextlib.suppress(_DamageError):
+                for _ in _verified(folder):
+                    pass
+                return f"the last good one is {folder}: give that one instead."
+    return "there is no other good one beside it."
+
+
+def _why_not(path: Path) -> str:
+    """Return the sentence for a path that holds no checkpoint."""
+    if not path.exists():
+        return (
+            f"There is no checkpoint at {path}: no such file or folder; give a run's folder or one of its checkpoints."
+        )
+    if path.is_file():
+        return (
+            f"{path} is not a lockstep checkpoint: a checkpoint is a folder with {STATE} and safetensors files, "
+            f"and pickled files such as .pth are never loaded; give a run's folder or one of its checkpoints."
+        )
+    return f"{path} holds no lockstep checkpoint (no {STATE}, no checkpoints/last); give a run that saved one."
