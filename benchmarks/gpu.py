@@ -5,7 +5,7 @@ Then images a second of whole training steps (data already on the GPU, crop and 
 clock, for several networks, precisions and batches, compiled and not; what share of the matrix rate that is, with
 the operations counted by torch; and where one step's time goes. Nothing is downloaded: without --data-dir the images
 are made up on the GPU. `--only pyramidnet-110-48` measures a part, into a file of its own. The file is written after
-each line of the table, since compiling takes minutes and a lent machine may go back before the last one.
+each line of the table, since compiling takes minutes: what was measured is kept if the last one fails.
 
 `--device cpu` runs all of it on a processor with tiny sizes: a rehearsal, whose numbers say nothing and are not kept.
 """

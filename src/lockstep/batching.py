@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import RequestError
+from .errors import RequestError, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,6 @@ def _cut(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
     base, extra = divmod(stop - start, parts)
     begin = start + part * base + min(part, extra)
     return begin, begin + base + (part < extra)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +59,7 @@ class BatchPlan:
         if global_size < ranks:
             raise RequestError(
                 f"Global batch {global_size} does not split into {ranks} ranks: each needs at least one sample; "
-                f"use --batch {ranks} or more, or at most {_counted(global_size, 'rank')}."
+                f"use --batch {ranks} or more, or at most {counted(global_size, 'rank')}."
             )
         if accumulation is None:
             accumulation = 1 if micro_size is None else -(-global_size // (micro_size * ranks))
@@ -75,7 +71,7 @@ class BatchPlan:
                 instead = f"--batch {most * ranks} or {(most + 1) * ranks}, or --micro-batch 2 or more"
             raise RequestError(
                 f"Global batch {global_size} does not split into {accumulation} micro-batches on "
-                f"{_counted(ranks, 'rank')}: each rank needs at least one sample of each; use {instead}."
+                f"{counted(ranks, 'rank')}: each rank needs at least one sample of each; use {instead}."
             )
         return cls(global_size=global_size, ranks=ranks, accumulation=accumulation)
 
@@ -113,6 +109,6 @@ class BatchPlan:
         each = str(self.global_size // whole)
         if self.global_size % whole:
             each += f" or {self.global_size // whole + 1}"
-        ranks = _counted(self.ranks, "rank")
+        ranks = counted(self.ranks, "rank")
         micros = f"{self.accumulation} micro-batch{'es' * (self.accumulation > 1)}"
         return f"global batch {self.global_size} = {ranks} × {micros} × {each}"

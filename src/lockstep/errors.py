@@ -74,6 +74,11 @@ def unknown(kind: str, asked: str, known: Iterable[str], hint: str = "") -> Requ
     return RequestError(f"Unknown {kind} {asked!r}: {offer}{' ' + hint if hint else ''}")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return the number with its noun, in the plural unless it is one."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def choose(kind: str, asked: str, known: Iterable[str]) -> str:
     """Return `asked` if it is among `known`; raise `unknown(...)` otherwise."""
     if asked not in (names := list(known)):

@@ -70,6 +70,21 @@ def claim(config: RunConfig) -> Claim:
     return claimed
 
 
+def check(config: RunConfig) -> None:
+    """Raise `RequestError` where the folder that `config` names cannot be a run's; makes nothing.
+
+    Where the ranks are started from here, it is known in a moment what they would find out seconds later.
+    """
+    path = _asked(config)
+    if path is None or not path.exists():
+        return
+    if not path.is_dir():
+        raise RequestError(f"--output {path} is a file; give a folder.")
+    _check_free(path, config.checkpoint.resume)
+    if (path / _LOCK).exists():
+        _hold(path).close()
+
+
 def unwritable(path: Path | None, error: OSError) -> RequestError:
     """Return the error for a folder that does not take what a run has to write before it can begin."""
     return RequestError(f"{path} cannot be written: {error.strerror}; make room there, or give another --output.")

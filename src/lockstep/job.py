@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -130,8 +130,7 @@ class Batches:
 
     def close(self) -> None:
         """End the stream before its end."""
-        if isinstance(self._stream, Generator):
-            self._stream.close()
+        self._stream.close()
 
     def _micros(self, count: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
         for number in range(count):
@@ -149,6 +148,8 @@ def assemble(config: RunConfig, world: World, *, accumulation: int | None = None
     `RequestError` for what cannot be honoured.
     """
     asked = config.batch
+    if accumulation is not None:
+        _check_ranks(asked.size, accumulation, world.size)
     plan = BatchPlan.solve(
         asked.size,
         world.size,
@@ -203,6 +204,16 @@ def assemble(config: RunConfig, world: World, *, accumulation: int | None = None
         loss_fn=functools.partial(nn.functional.cross_entropy, label_smoothing=config.optim.label_smoothing),
         batchnorm=batchnorm,
     )
+
+
+def _check_ranks(global_size: int, accumulation: int, ranks: int) -> None:
+    """Raise where a continued run's micro-batches, which stay as they are, are too small for so many ranks."""
+    most = global_size // accumulation
+    if ranks > most:
+        raise RequestError(
+            f"The run was begun with {accumulation} global micro-batches of {most} samples or more, which are part of "
+            f"the model, and some of {ranks} ranks would get no sample of them; continue on {most} ranks or fewer."
+        )
 
 
 def _check_micro_batch(plan: BatchPlan, most: int | None) -> None:

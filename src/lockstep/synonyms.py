@@ -21,7 +21,7 @@ OTHER_WORDS = {
     "data": "dataset",
     "data-dir": "data-path root",
     "ddp": "distributed",
-    "devices": "nproc nproc-per-node num-processes num-gpus ngpus n-gpus gpu-nums",
+    "devices": "device nproc nproc-per-node num-processes num-gpus ngpus n-gpus gpu-nums",
     "dp": "dataparallel",
     "ema": "model-ema",
     "environment": "torchrun slurm mpi",

@@ -9,8 +9,10 @@ import pytest
 
 from lockstep import resume
 from lockstep.config import RunConfig
+from lockstep.engine import train
 from lockstep.errors import RequestError
 from lockstep.options import override
+from lockstep.record.base import Nothing
 from lockstep.world import World
 
 from ..curves import curve
@@ -44,3 +46,19 @@ def test_ranks_that_see_different_checkpoints_are_refused(pool: RankPool, tmp_pa
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no checkpoint"):
         resume.load(override(RunConfig(), resume=str(tmp_path / "nothing")), World.alone())
+
+
+def _refused(world: World, folder: Path) -> str:
+    config = override(RunConfig(), model="mlp", data="digits", batch=50, output=folder, resume="auto", accumulate=20)
+    try:
+        train(config, world, Nothing())
+    except RequestError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_run_whose_micro_batches_are_too_small_for_the_ranks_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    curve(pool, tmp_path, 1, model="mlp", data="digits", batch=50, accumulate=20, max_steps=2)
+    (sentence,) = set(pool.run(3, _refused, tmp_path))
+    assert "begun with 20 global micro-batches of 2 samples or more" in sentence
+    assert sentence.endswith("continue on 2 ranks or fewer.")

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from lockstep import hardware
+from lockstep import folders, hardware
 from lockstep.cli import flags, info
 from lockstep.cli.main import VERBS, main
 from lockstep.errors import RequestError
+from lockstep.launchers import table as launchers
 from lockstep.options import flatten, leaves, recipe, recipes, to_toml
 
 from ..command import Ended, refusal, sentence
@@ -119,6 +120,9 @@ GONE = "a-folder-that-is-not-there"
         (f"train digits --data cifar10 --no-download --data-dir {GONE}", f"needs {GONE}/cifar-10-batches-py"),
         (f"eval {GONE}", f"{GONE} lies in no run's folder"),
         ("eval", "lockstep eval lacks the run to evaluate, which comes first"),
+        ("train digits --device 2", "did you mean --accelerator or --devices?"),
+        (f"train cifar10-small --data-dir {Path(__file__)}", "test_cli.py is a file; give the folder that holds"),
+        ("eval one two", "lockstep eval takes one run at a time, found one and two."),
         ("eval --devices 2", "lockstep eval lacks the run to evaluate, which comes first"),
     ],
 )
@@ -128,6 +132,28 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     monkeypatch.chdir(tmp_path)
     assert expected in refusal(capsys, *words.split())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["info", "eval"])
+def test_a_verb_shows_how_it_is_used(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: lockstep {verb}")
+
+
+def test_a_folder_that_cannot_be_the_runs_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launchers, "launch", lambda *args: pytest.fail("ranks were started"))
+    (tmp_path / "file").touch()
+    used = ("train", "digits", "--devices", 2, "--output", tmp_path)
+    assert "file is a file; give a folder." in refusal(capsys, *used[:-1], tmp_path / "file")
+    held = folders.claim(flags.parse(["digits", f"--output={tmp_path}"], prog="lockstep train"))
+    with subprocess.Popen([sys.executable, "-m", "lockstep", *map(str, used)], stderr=subprocess.PIPE, text=True) as it:
+        assert it.stderr is not None
+        assert f"{tmp_path} is in use by another run (process {os.getpid()} on " in it.stderr.read()
+    held.release()
+    (tmp_path / "manifest.json").touch()
+    assert "holds a run already" in refusal(capsys, *used)
 
 
 @pytest.mark.skipif(bool(hardware.gpus(None)), reason="says what a machine without a GPU says")
@@ -150,14 +176,17 @@ def test_a_damaged_data_set_is_refused_before_anything_starts(
     assert str(folder) in said
 
 
-@pytest.mark.parametrize("words", ["--epochs 3", "--output x", "--resume auto", "--log-every 9"])
+@pytest.mark.parametrize(
+    "words",
+    ["--epochs 3", "--output x", "--resume auto", "--log-every 9", "--lr 3", "--accumulate 2", "--augment flip"],
+)
 def test_an_evaluation_refuses_what_it_could_only_ignore(
     words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.toml").write_text(to_toml(recipe("digits")))
     said = refusal(capsys, "eval", tmp_path, *words.split())
     assert said.startswith(f"lockstep eval has no use for {words.split()[0]}")
-    assert "'extra' belongs to no flag" in refusal(capsys, "eval", tmp_path, "extra")
+    assert "'extra' belongs to no flag" in refusal(capsys, "eval", tmp_path, "--devices", 1, "extra")
 
 
 def test_refusals_and_help_import_no_torch() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import nullcontext
 
 import pytest
@@ -34,7 +34,7 @@ class Logits:
     def __len__(self) -> int:
         return len(self.x)
 
-    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Iterator[Batch]:
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Batch, None, None]:
         for share in shares:
             self.asked += share.tolist()
             yield self.x[share], self.y[share]

@@ -63,6 +63,8 @@ def test_a_launcher_is_chosen_without_torch() -> None:
         ({"init_method": "file:///x", "rank": 0, "world_size": 2}, {}, "manual", "ddp"),
         ({"launcher": "spawn"}, {}, "spawn", "single"),
         ({"launcher": "spawn", "devices": 2}, {"RANK": "0", "WORLD_SIZE": "1"}, "spawn", "ddp"),
+        ({"devices": 2}, {"RANK": "0", "WORLD_SIZE": "1"}, "spawn", "ddp"),
+        ({}, {"RANK": "0", "WORLD_SIZE": "1"}, "inline", "single"),
     ],
 )
 def test_auto_finds_the_launcher_and_the_strategy(

@@ -252,6 +252,9 @@ made = nn.Identity()
 def buggy(classes):
     return nn.Sequential(nn.Linear(4, classes),
                          nn.Linear("four", classes))
+class Plain(nn.Module):
+    def forward(self, x):
+        return x.flatten(1)
 """
 
 
@@ -271,6 +274,7 @@ def test_the_users_own_gets_what_it_asks_for(own: Path) -> None:
     net = _build("own_models:Net", classes=4, in_channels=2)
     assert isinstance(net.line, nn.Linear)
     assert (net.line.in_features, net.line.out_features) == (2, 4)
+    _build("own_models:Plain", classes=4)
     _build("own_models:everything", classes=4, in_channels=2, image_size=8)
     assert sys.modules["own_models"].SEEN == [{"classes": 4, "in_channels": 2, "image_size": 8}]
     assert sys.path == path

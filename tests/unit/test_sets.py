@@ -207,7 +207,11 @@ def test_an_absent_set_is_downloaded_whole_or_not_at_all(
     ):
         with pytest.raises(RequestError, match="cannot be downloaded"):
             cifar.read(wrong, DataConfig(dir=target))
-        assert list(target.iterdir()) == []
+        assert not target.exists()
+    target.mkdir()
+    with pytest.raises(RequestError, match="cannot be downloaded"):
+        cifar.read(dataclasses.replace(archive, archive_md5="0" * 32), DataConfig(dir=target))
+    assert list(target.iterdir()) == []
     splits = cifar.read(archive, DataConfig(dir=target))
     assert len(splits["test"][0]) == 10_000
     assert [path.name for path in target.iterdir()] == [archive.folder]

@@ -11,7 +11,7 @@ from rich.console import Console
 from ..config import ParallelConfig, RecordConfig, RunConfig
 from ..errors import RequestError
 from ..launchers import table as launchers
-from ..options import flatten, read_toml
+from ..options import flatten, leaves, read_toml
 from . import flags, output
 from .train import preflight
 
@@ -26,8 +26,9 @@ Model and data are those of the run's config.toml. Scores do not depend on the d
 for again: this machine's are used, or those of --strategy, --devices and the other flags of lockstep train.
 """
 
-_OF_TRAINING = ("epochs", "max-steps", "resume", "checkpoint-every", "output", "log-every")
-"""Options that an evaluation could only ignore: it takes no step and writes nothing."""
+_OF_TRAINING = ("augment", "accumulate", "micro-batch", "drop-last", "epochs", "max-steps", "find-unused")
+_OF_SECTIONS = ("optim", "checkpoint", "record")
+"""Options, one by one and by section, that an evaluation could only ignore: it takes no step and writes nothing."""
 
 
 def main(given: list[str]) -> int:
@@ -40,6 +41,8 @@ def main(given: list[str]) -> int:
         raise RequestError(
             "lockstep eval lacks the run to evaluate, which comes first, as in lockstep eval runs/digits-resnet8."
         )
+    if given[1:] and not given[1].startswith("-"):
+        raise RequestError(f"lockstep eval takes one run at a time, found {given[0]} and {given[1]}.")
     path = Path(given[0])
     base = _config_of(path)
     config = flags.parse(given[1:], prog="lockstep eval RUN", base=base)
@@ -69,7 +72,8 @@ def _config_of(path: Path) -> RunConfig:
 
 def _check_flags(base: RunConfig, config: RunConfig) -> None:
     before, after = flatten(base), flatten(config)
-    for key in _OF_TRAINING:
+    idle = [leaf.key for leaf in leaves() if leaf.section in _OF_SECTIONS or leaf.key in _OF_TRAINING]
+    for key in idle:
         if before[key] != after[key]:
             raise RequestError(
                 f"lockstep eval has no use for --{key}: it trains nothing and writes nothing; leave it out."

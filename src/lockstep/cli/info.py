@@ -17,12 +17,22 @@ from ..options import recipes
 from ..versions import version_of
 from . import output
 
+_USAGE = """\
+usage: lockstep info
+
+Prints the versions of the packages that matter, this machine's hardware, and the recipes, models, data sets,
+strategies and launchers there are.
+"""
 _PACKAGES = ("lockstep-torch", "torch", "torchvision", "numpy")
 
 
 def main(given: list[str]) -> int:
     """Print what there is, and return the exit code."""
-    if given and given[0] not in ("-h", "--help"):
+    if given and given[0] in ("-h", "--help"):
+        with output.written():
+            print(_USAGE, end="")
+        return 0
+    if given:
         raise RequestError(f"lockstep info takes no arguments, found {' '.join(given)}.")
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .. import folders
 from ..batching import BatchPlan
 from ..config import RunConfig
 from ..data import sets
@@ -28,6 +29,8 @@ def main(given: list[str]) -> int:
         micro_size=config.batch.micro_batch,
         accumulation=config.batch.accumulate,
     )
+    if launchers.starts_here(config):
+        folders.check(config)
     launchers.launch(_entry, config)
     return 0
 

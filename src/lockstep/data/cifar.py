@@ -10,6 +10,7 @@ interrupted download, or two nodes on one file system, leave nothing half done.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickletools
 import tarfile
@@ -84,6 +85,8 @@ CIFAR100 = Cifar(
 def check(kind: Cifar, config: DataConfig) -> None:
     """Raise `RequestError` where the set is not there and will not be downloaded, or lacks a file."""
     folder = config.dir / kind.folder
+    if config.dir.exists() and not config.dir.is_dir():
+        raise RequestError(f"--data-dir {config.dir} is a file; give the folder that holds {kind.folder}.")
     if not folder.is_dir():
         if not config.download:
             raise RequestError(
@@ -93,7 +96,7 @@ def check(kind: Cifar, config: DataConfig) -> None:
         return
     if missing := [name for name in (*kind.train, *kind.test) if not (folder / name).is_file()]:
         raise RequestError(
-            f"{folder} is incomplete: {', '.join(missing)} missing; remove the folder to have it downloaded anew, "
+            f"{folder} is incomplete: {', '.join(missing)} missing; remove the folder and allow --download, "
             f"or unpack {kind.url} in {config.dir}."
         )
 
@@ -121,7 +124,7 @@ def read_batch(path: Path, md5: str, label_key: str) -> tuple[Array, Array]:
     if found != md5:
         raise RequestError(
             f"{path} is not the official file: its md5 is {found} ({len(data):,} bytes), expected {md5}; "
-            f"remove {path.parent} to have it downloaded anew."
+            f"remove {path.parent} and allow --download, or unpack the official archive there."
         )
     images: Array = np.empty((0, _PLANES), np.uint8)
     labels: list[int] = []
@@ -144,9 +147,23 @@ def read_batch(path: Path, md5: str, label_key: str) -> tuple[Array, Array]:
 
 
 def _download(kind: Cifar, target: Path) -> None:
+    is_new = not target.exists()
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"--data-dir {target} cannot be made: {error.strerror}; give another folder.") from error
+    try:
+        _download_into(kind, target)
+    except RequestError:
+        if is_new:
+            with contextlib.suppress(OSError):  # another node on the same file system has put something there
+                target.rmdir()
+        raise
+
+
+def _download_into(kind: Cifar, target: Path) -> None:
     from torchvision.datasets.utils import download_url
 
-    target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{kind.folder}-", dir=target) as fresh:
         try:
             download_url(kind.url, fresh, "archive.tar.gz", kind.archive_md5)

@@ -7,7 +7,7 @@ size at no cost in memory, is the same for every seed and on every machine, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class Synthetic:
     def __len__(self) -> int:
         return self._samples
 
-    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Iterator[Batch]:
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Batch, None, None]:
         """Yield x (n, 3, size, size) and y (n,) for each share."""
         hashes = counter.keys(3, _PURPOSE, self._split)
         keys = self._augment.keys(epoch)

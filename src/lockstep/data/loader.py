@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -125,7 +125,7 @@ class Streamed:
     def __len__(self) -> int:
         return self._samples
 
-    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Iterator[Batch]:
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Batch, None, None]:
         """Yield x and y for each share. One stream at a time; a new one ends the one before.
 
         Raises `RequestError` for a sample that cannot be used, `RunError` where a data set's own code or a worker

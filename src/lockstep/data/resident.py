@@ -8,7 +8,7 @@ form is small, and that is not augmented, is normalised once: a step then pays f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,7 +156,7 @@ class ResidentImages:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Iterator[Batch]:
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Batch, None, None]:
         """Yield x (n, C, H, W) and y (n,) for each share."""
         keys = self._augment.keys(epoch)
         for share in shares:
@@ -198,7 +198,7 @@ class ResidentTensors:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Iterator[Batch]:
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Batch, None, None]:
         """Yield x (n, *shape) and y (n,) for each share; the same in each epoch."""
         device = self._labels.device
         for share in shares:

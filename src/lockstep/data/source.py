@@ -7,7 +7,7 @@ can be split in any way, on any rank, and its samples stay the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,7 +44,7 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Iterator[Batch]:
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Batch, None, None]:
         """Yield, for each share in order, its samples x (n, *shape) and labels y (n,) int64.
 
         A share is an int64 array of sample indices, possibly empty. x has the dtype that was asked for, both lie on

@@ -44,9 +44,15 @@ class EnvironmentLauncher:
     """Takes the rank from the environment and joins the others."""
 
     name = "environment"
+    starts_here = False
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """Return whether any dialect is spoken here."""
+        """Return whether any dialect is spoken here.
+
+        A world of one without an address to meet at is what managed containers announce: it starts no ranks.
+        """
+        if env.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in env:
+            return False
         return any(is_spoken(env) for is_spoken, _ in _DIALECTS.values())
 
     def launch(self, entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:

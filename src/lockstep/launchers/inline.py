@@ -16,6 +16,7 @@ class InlineLauncher:
     """Runs the entry in this process."""
 
     name = "inline"
+    starts_here = True
 
     def detect(self, env: Mapping[str, str]) -> bool:
         """Return False: no environment asks for it; `auto` takes it where one process is enough."""

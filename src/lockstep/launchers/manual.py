@@ -26,6 +26,7 @@ class ManualLauncher:
     """Joins the ranks that meet at --init-method."""
 
     name = "manual"
+    starts_here = False
 
     def detect(self, env: Mapping[str, str]) -> bool:
         """Return False: flags ask for it, never the environment."""

@@ -34,6 +34,7 @@ class SpawnLauncher:
     """Starts one process for each device of this host."""
 
     name = "spawn"
+    starts_here = True
 
     def detect(self, env: Mapping[str, str]) -> bool:
         """Return False: no environment asks for it; `auto` takes it where several processes are needed."""

@@ -21,7 +21,7 @@ from .inline import InlineLauncher
 from .manual import ManualLauncher
 from .spawn import SpawnLauncher
 
-__all__ = ["choose", "launch", "least_ranks", "names", "resolve", "visible_gpus"]
+__all__ = ["choose", "launch", "least_ranks", "names", "resolve", "starts_here", "visible_gpus"]
 
 
 def names() -> tuple[str, ...]:
@@ -57,6 +57,11 @@ def least_ranks(config: RunConfig) -> int:
     Raises `RequestError` for devices that this machine lacks; starts nothing, imports no torch.
     """
     return _least_ranks(resolve(config, os.environ), os.environ)
+
+
+def starts_here(config: RunConfig) -> bool:
+    """Return whether the run's ranks are started by this process, or are this process."""
+    return choose(config, os.environ).starts_here
 
 
 def visible_gpus() -> str | None:

@@ -124,6 +124,10 @@ def _accepted(builder: Callable[..., Any], given: dict[str, Any]) -> dict[str, A
 
     Who hands any arguments on to another library's builder has none there for a shape.
     """
+    from torch import nn
+
+    if getattr(builder, "__init__", None) is nn.Module.__init__:
+        return {}  # its signature names any arguments, and it refuses each of them
     parameters = inspect.signature(builder).parameters.values()
     named = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import RequestError
+from ..errors import RequestError, counted
 from .modes import evaluating
 
 _SAMPLES = 2
@@ -51,8 +51,8 @@ def _check_scores(name: str, found: Any, classes: int) -> None:
         )
     if found.shape[1] < classes:
         raise RequestError(
-            f"--model {name} returns {found.shape[1]} scores a sample, and the labels are of {classes} classes; give "
-            f"its last layer {classes} outputs (an argument named classes is told the number)."
+            f"--model {name} returns {counted(found.shape[1], 'score')} a sample, and the labels are of {classes} "
+            f"classes; give its last layer {classes} outputs (an argument named classes is told the number)."
         )
 
 
