@@ -13,7 +13,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)  ## train real digits on two processes
-	$(BIN)/lockstep train digits --strategy ddp --devices 2
+	$(BIN)/lockstep train digits --strategy ddp --devices 2 --accelerator cpu
 
 test: $(READY)  ## the whole suite
 	$(BIN)/python -m pytest

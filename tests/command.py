@@ -30,12 +30,28 @@ class Ended:
     err: str
 
 
-def start(folder: Path, *words: object, through: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
-    """Start `python -m lockstep WORDS` in `folder`; the tests' own models are importable there."""
-    return subprocess.Popen(
+class Running(subprocess.Popen[str]):
+    """A command under way; at the end of a `with` block it is killed, whatever has failed there."""
+
+    def __exit__(self, *failed: Any) -> None:
+        self.kill()
+        super().__exit__(*failed)
+
+    def says(self, words: str) -> None:
+        """Return once a line on stderr has these words; that line and those before it are taken away."""
+        assert self.stderr is not None
+        while line := self.stderr.readline():
+            if words in line:
+                return
+        raise AssertionError(f"it ended without {words!r}")
+
+
+def start(folder: Path, *words: object, through: Sequence[str] = (), **env: str) -> Running:
+    """Start `python -m lockstep WORDS` in `folder`; the tests' own models are importable there, and no GPU is seen."""
+    return Running(
         [sys.executable, *through, "-m", "lockstep", *map(str, words)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -23,7 +23,8 @@ class RankPool:
         """Return `[function(world, *args) for each of size ranks]`; `function` must be importable by name.
 
         Raises AssertionError with the rank's own traceback if any rank raised, TimeoutError if one stayed silent
-        (the pool is then restarted at the next call).
+        (the pool is then restarted at the next call). A collective waits half of `timeout_s`, so that ranks which wait
+        for one another in vain can still say so.
         """
         while len(self._ranks) < size:
             ours, theirs = self._context.Pipe()
@@ -32,7 +33,7 @@ class RankPool:
             self._ranks.append((process, ours))
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(size):
-                self._ranks[rank][1].send((function, rank, size, str(Path(folder) / "store"), args))
+                self._ranks[rank][1].send((function, rank, size, str(Path(folder) / "store"), timeout_s / 2, args))
             answers = []
             for rank in range(size):
                 pipe = self._ranks[rank][1]
@@ -63,14 +64,14 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError):
         while True:
-            function, rank, size, path, args = pipe.recv()
+            function, rank, size, path, stall_s, args = pipe.recv()
             try:
                 if size == 1:
                     world = World.alone()
                 else:
                     topology = Topology(rank=rank, size=size, local_rank=rank, local_size=size)
                     store = FileStore(path, size)
-                    world = World.join(topology, torch.device("cpu"), store, timeout_s=60)
+                    world = World.join(topology, torch.device("cpu"), store, timeout_s=stall_s)
                 try:
                     value = function(world, *args)
                 finally:

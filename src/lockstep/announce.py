@@ -10,27 +10,29 @@ from .folders import unwritable
 from .job import Job
 from .nn.sync_batchnorm import is_folded
 from .record.base import Recorder
+from .saving import Progress
 
 
-def announce(job: Job, first_step: int, recorder: Recorder) -> None:
-    """Record the start of the run.
+def announce(job: Job, progress: Progress, recorder: Recorder) -> None:
+    """Record the start of the run, or of its next part from `progress` on.
 
     Raises `RequestError` where the record cannot be begun.
     """
     try:
-        _record(job, first_step, recorder)
+        _record(job, progress, recorder)
     except OSError as error:
         raise unwritable(job.config.record.output, error) from error
 
 
-def _record(job: Job, first_step: int, recorder: Recorder) -> None:
+def _record(job: Job, progress: Progress, recorder: Recorder) -> None:
     recorder.record(
         "start",
-        lines=[str(job.plan), *_said(job), *_skipped(job), *_continued(job, first_step)],
+        lines=[str(job.plan), *_said(job), *_skipped(job), *_continued(job, progress.step)],
         plan=dataclasses.asdict(job.plan),
         chosen=_chosen(job),
         output=str(job.config.record.output or ""),
-        first_step=first_step,
+        first_step=progress.step,
+        epoch_s=list(progress.epoch_s),
         total_steps=job.total_steps,
         steps_per_epoch=job.steps_per_epoch,
         epochs=job.config.epochs,
@@ -83,4 +85,12 @@ def _said(job: Job) -> list[str]:
         f"strategy {job.strategy.name}, launcher {parallel.launcher}, {job.replicas} × {device}, "
         f"precision {job.precision.name}, {order}",
         statistics,
+        *_inexact(job),
     ]
+
+
+def _inexact(job: Job) -> list[str]:
+    """Return a line where a part of the arithmetic is coarser than the precision says."""
+    if job.config.optim.name != "muon":
+        return []
+    return [f"Muon orthogonalises in bfloat16, so that worlds agree to bfloat16's digits, not {job.precision.name}'s"]

@@ -9,6 +9,7 @@ Whatever talks to other ranks is called by all of them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -78,7 +79,7 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
         progress = Progress() if loaded is None else restore(job, loaded)
         job.strategy.settle(job.model, lambda: _rehearse(job))
         meter = Meter(world, recorder, log_every=config.record.log_every, total_steps=job.total_steps)
-        world.together(lambda: announce(job, progress.step, recorder))
+        world.together(lambda: announce(job, progress, recorder))
         with StopRequest(quiet=not world.is_main) as stop, Saver(config.record.output, world, recorder) as saver:
             while progress.step < job.total_steps or progress.evaluated < progress.step:
                 _train_epoch(job, progress, meter, stop, saver)
@@ -193,7 +194,8 @@ def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
         (folder / "failures").mkdir(parents=True, exist_ok=True)
         indices = [part.tolist() for part in job.indices(bad.step - 1)]
         path = folder / "failures" / f"nonfinite_step_{bad.step}_rank_{job.world.rank}.json"
-        write_json(path, {"step": bad.step, "rank": job.world.rank, "indices": indices})
+        with contextlib.suppress(OSError):  # a full disk must not hide why the run failed
+            write_json(path, {"step": bad.step, "rank": job.world.rank, "indices": indices})
     if folder is not None:
         where = f"; the batch's sample indices are in {folder / 'failures'}"
     ranks = " and ".join(f"rank {rank}" for rank in bad.ranks)

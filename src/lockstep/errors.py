@@ -76,7 +76,7 @@ def unknown(kind: str, asked: str, known: Iterable[str], hint: str = "") -> Requ
 
 def counted(number: int, noun: str) -> str:
     """Return the number with its noun, in the plural unless it is one."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def choose(kind: str, asked: str, known: Iterable[str]) -> str:

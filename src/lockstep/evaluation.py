@@ -79,5 +79,5 @@ def _count(logits: Tensor, y: Tensor) -> Tensor:
     """Return (hits at 1, hits at 5, summed loss, samples) of a batch: logits (n, classes), y (n,)."""
     hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == y[:, None]
     loss = nn.functional.cross_entropy(logits, y, reduction="sum")
-    counts = (hits[:, 0].sum(), hits.sum(), loss, torch.tensor(len(y), device=y.device))
+    counts = (hits[:, 0].sum(), hits.sum(), loss, y.new_full((), len(y)))
     return torch.stack([count.double() for count in counts])

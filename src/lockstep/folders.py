@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import platform
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -80,9 +79,9 @@ def check(config: RunConfig) -> None:
         return
     if not path.is_dir():
         raise RequestError(f"--output {path} is a file; give a folder.")
-    _check_free(path, config.checkpoint.resume)
     if (path / _LOCK).exists():
-        _hold(path).close()
+        _locked(path).close()
+    _check_free(path, config.checkpoint.resume)
 
 
 def unwritable(path: Path | None, error: OSError) -> RequestError:
@@ -115,7 +114,16 @@ def _check_free(path: Path, resume: str) -> None:
 
 
 def _hold(path: Path) -> IO[bytes]:
-    """Return the folder's lock file, locked; closing it gives it back."""
+    """Return the folder's lock file, locked, with this process's name in it; closing it gives it back."""
+    lock = _locked(path)
+    with contextlib.suppress(OSError):  # a full disk is told of by what has to be written next
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}".encode())
+    return lock
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """Return the folder's lock file, locked. Raises `RequestError` where another process has it."""
     try:
         lock = (path / _LOCK).open("a+b", buffering=0)
     except OSError as error:
@@ -131,23 +139,27 @@ def _hold(path: Path) -> IO[bytes]:
             f"{path} is in use by another run ({holder}): wait until it has ended, or give another --output."
         ) from error
     except OSError:
-        return lock  # a file system without locks, as on some clusters: runs go on there without this guard
-    with contextlib.suppress(OSError):  # a full disk is told of by what has to be written next
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {platform.node()}".encode())
+        pass  # a file system without locks, as on some clusters: runs go on there without this guard
     return lock
 
 
-def _names(config: RunConfig) -> Iterator[Path]:
-    """Yield the default folders in the order in which they are taken: runs/NAME, runs/NAME-2, …"""
+def _numbered(config: RunConfig) -> tuple[str, dict[int, Path]]:
+    """Return the name of the config's default folder, and those there are: 1 is runs/NAME, 2 runs/NAME-2, …"""
     name = f"{config.data.name}-{config.model.name}".replace(":", ".").replace("/", ".")
-    yield RUNS / name
-    for number in count(2):
-        yield RUNS / f"{name}-{number}"
+    there = {}
+    for path in RUNS.iterdir() if RUNS.is_dir() else ():
+        rest = path.name.removeprefix(f"{name}-")
+        if path.name == name:
+            there[1] = path
+        elif rest != path.name and rest.isdecimal():
+            there[int(rest)] = path
+    return name, there
 
 
 def _fresh(config: RunConfig) -> Claim:
-    for folder in _names(config):
+    name, there = _numbered(config)
+    for number in count(max(there, default=0) + 1):
+        folder = RUNS / (name if number == 1 else f"{name}-{number}")
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
@@ -160,12 +172,8 @@ def _fresh(config: RunConfig) -> Claim:
 
 def _latest(config: RunConfig) -> Path | None:
     """Return the newest default folder of this config that exists."""
-    latest = None
-    for folder in _names(config):
-        if not folder.exists():
-            return latest
-        latest = folder
-    return latest
+    _, there = _numbered(config)
+    return there[max(there)] if there else None
 
 
 def _run_of(path: Path) -> Path | None:

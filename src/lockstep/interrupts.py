@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from enum import Enum
 from types import FrameType
 
@@ -34,16 +35,18 @@ class Heard(Enum):
 class Interrupts:
     """The signals that a process has heard, by which the next one is judged."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` tells the time in seconds."""
         self.asked = False
         """Whether a first one came."""
         self.insisted = False
         """Whether a second one came."""
+        self._clock = clock
         self._since_s = 0.0
 
     def hear(self) -> Heard:
         """Return what the signal that came just now means."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if not self.asked:
             self.asked, self._since_s = True, now_s
             return Heard.FIRST

@@ -117,20 +117,25 @@ class Batches:
     def __init__(self, job: Job, epoch: int, first: int) -> None:
         self.wait_s = 0.0
         self._plan, self._rank = job.plan, job.world.rank
-        self._steps = [job.plan.batch(step, job.samples) for step in range(first, job.steps_per_epoch)]
+        self._samples = job.samples
+        self._steps = range(first, job.steps_per_epoch)
         order = job.order(epoch)
-        shares = (share for start, stop in self._steps for share in self._plan.split(start, stop, self._rank))
+        # One at a time: an epoch of 10⁹ samples has millions of steps.
+        shares = (share for span in self._spans() for share in self._plan.split(*span, self._rank))
         indices = (order.indices(share.start, share.stop) for share in shares)
         self._stream = job.data.train.stream(indices, epoch=epoch)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield a `Batch` for each step; its micro-batches are fetched as they are asked for."""
-        for start, stop in self._steps:
+        for start, stop in self._spans():
             yield Batch(stop - start, self._micros(self._plan.micros(stop - start)))
 
     def close(self) -> None:
         """End the stream before its end."""
         self._stream.close()
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        return (self._plan.batch(step, self._samples) for step in self._steps)
 
     def _micros(self, count: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
         for number in range(count):

@@ -45,7 +45,8 @@ class Precision:
         name = resolve(config.name, device)
         if name == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
             raise RequestError(f"--precision tf32 needs an NVIDIA GPU of Ampere or newer, found {device}; use fp32.")
-        torch.use_deterministic_algorithms(config.deterministic)
+        if config.deterministic:  # what the caller's process has switched on itself stays on
+            torch.use_deterministic_algorithms(True)
         if device.type == "cuda":
             # Trying algorithms for the fastest is worth it for fixed shapes, and gives other bits each time.
             torch.backends.cudnn.benchmark = not config.deterministic

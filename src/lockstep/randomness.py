@@ -1,60 +1,128 @@
-"""torch's own random generators: seeded alike where models are built, apart where they run, and saved exactly.
+"""The global random generators, torch's, Python's and NumPy's: seeded, given back, and saved exactly.
 
 Order and augmentation do not use them (they are functions of seed, epoch and index); weights at the start and a
-model's own randomness, such as dropout, do. A process has one generator for its CPU and one for each GPU that it
-drives: several under dp, whose replicas would otherwise drop the same units of their parts of the batch.
+model's own randomness, such as dropout, do. A process has one of each kind for its CPU, and one of torch's for each
+GPU that it drives: several under dp, whose replicas would otherwise drop the same units of their parts of the batch.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from .world import World
 
 
+@dataclass(frozen=True)
+class Generators:
+    """The states of one process's generators at a moment."""
+
+    cpu: Tensor
+    gpus: tuple[Tensor, ...]
+    python: tuple[Any, ...]
+    """(version, 625 numbers of 32 bits, a Gaussian drawn in advance or None)"""
+    numpy: dict[str, Any]
+
+    @classmethod
+    def now(cls, devices: Sequence[torch.device]) -> Generators:
+        """Return the states as they are; `devices` are those that this process drives."""
+        gpus = tuple(torch.cuda.get_rng_state(gpu) for gpu in _gpus(devices))
+        return cls(torch.get_rng_state(), gpus, random.getstate(), dict(np.random.get_state(legacy=False)))
+
+    def put_back(self, devices: Sequence[torch.device]) -> None:
+        """Make the process's generators continue from these states; `devices` are as many as there were."""
+        torch.set_rng_state(self.cpu)
+        for gpu, state in zip(_gpus(devices), self.gpus, strict=True):
+            torch.cuda.set_rng_state(state, gpu)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the states as JSON holds them."""
+        version, words, gauss = self.python
+        mersenne = self.numpy["state"]
+        return {
+            "torch": _text(self.cpu.numpy()),
+            "gpus": [_text(state.numpy()) for state in self.gpus],
+            "python": [version, _text(np.array(words, np.uint32)), gauss],
+            "numpy": [_text(mersenne["key"]), mersenne["pos"], self.numpy["has_gauss"], self.numpy["gauss"]],
+        }
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> Generators:
+        """Return the states that `as_json` wrote."""
+        version, words, gauss = saved["python"]
+        key, position, has_gauss, next_gauss = saved["numpy"]
+        return cls(
+            cpu=torch.from_numpy(_array(saved["torch"], np.uint8)),
+            gpus=tuple(torch.from_numpy(_array(text, np.uint8)) for text in saved["gpus"]),
+            python=(version, tuple(_array(words, np.uint32).tolist()), gauss),
+            numpy={
+                "bit_generator": "MT19937",
+                "state": {"key": _array(key, np.uint32), "pos": position},
+                "has_gauss": has_gauss,
+                "gauss": next_gauss,
+            },
+        )
+
+
 def seed_all(*parts: int, devices: Sequence[torch.device] = ()) -> None:
-    """Seed torch's generators from the numbers given: the CPU's, and those of the GPUs in `devices`, each apart."""
+    """Seed all generators from the numbers given: those of the CPU, and of each GPU in `devices`, all apart."""
     torch.manual_seed(_number(*parts))
     for index, gpu in enumerate(_gpus(devices)):
         with torch.cuda.device(gpu):
             torch.cuda.manual_seed(_number(*parts, index))
+    random.seed(_number(*parts, "python"))
+    # Another number than torch's, since NumPy's legacy generator is of the same kind and would draw alike; of 32 bits.
+    np.random.seed(_number(*parts, "numpy") % 2**32)
 
 
-def save_generators(world: World, devices: Sequence[torch.device]) -> list[list[str]]:
-    """Return every rank's generator states as text: the CPU's, then those of its GPUs in `devices` (*collective*).
+@contextmanager
+def kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Give the generators of the CPU, and of the GPUs in `devices`, back the states they had before the block."""
+    before = Generators.now(devices)
+    try:
+        yield
+    finally:
+        before.put_back(devices)
 
-    `devices` are those that this rank drives.
-    """
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(devices))]
-    return world.gather([base64.b64encode(state.numpy().tobytes()).decode() for state in states])
+
+def save_generators(world: World, devices: Sequence[torch.device]) -> list[dict[str, Any]]:
+    """Return every rank's states, as JSON holds them (*collective*); `devices` are those that this rank drives."""
+    return world.gather(Generators.now(devices).as_json())
 
 
-def load_generators(world: World, saved: list[list[str]], *fallback: int, devices: Sequence[torch.device]) -> None:
+def load_generators(world: World, saved: list[dict[str, Any]], *fallback: int, devices: Sequence[torch.device]) -> None:
     """Continue this rank's generators; where ranks or devices are others than before, seed them from `fallback`."""
-    own = saved[world.rank] if len(saved) == world.size else []
-    gpus = _gpus(devices)
-    if len(own) != 1 + len(gpus):
+    own = Generators.from_json(saved[world.rank]) if len(saved) == world.size else None
+    if own is None or len(own.gpus) != len(_gpus(devices)):
         seed_all(*fallback, world.rank, devices=devices)
-        return
-    of_cpu, *of_gpus = (_state(text) for text in own)
-    torch.set_rng_state(of_cpu)
-    for gpu, state in zip(gpus, of_gpus, strict=True):
-        torch.cuda.set_rng_state(state, gpu)
+    else:
+        own.put_back(devices)
 
 
 def _gpus(devices: Sequence[torch.device]) -> list[torch.device]:
     return [device for device in devices if device.type == "cuda"]
 
 
-def _number(*parts: int) -> int:
-    """Return a seed that depends on all the numbers given."""
+def _number(*parts: int | str) -> int:
+    """Return a seed that depends on all the parts given."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
 
 
-def _state(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+def _text(array: npt.NDArray[Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _array(text: str, kind: type[np.generic]) -> npt.NDArray[Any]:
+    return np.frombuffer(bytearray(base64.b64decode(text)), kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,11 @@ class RunResult:
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     output: str = ""
     exit: int = 0
+
+    @classmethod
+    def unfinished(cls, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `summary.json` says of a run that came to no end: the same keys, None where not `known`."""
+        return {item.name: known.get(item.name) for item in dataclasses.fields(cls)} | {"covers": COVERS}
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON holds them."""

@@ -31,10 +31,10 @@ OWN_TO_A_RANK = frozenset(
 def run(config: RunConfig, world: World) -> RunResult:
     """Train in a folder of its own: claim it, record, and leave a summary (*collective*)."""
     _check_alike(config, world)
-    resume.load(config, world)  # what cannot be continued is refused before a folder is made
+    state = resume.load(config, world)  # what cannot be continued is refused before a folder is made
     with _claimed(config, world) as folder:
         config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=folder))
-        state = resume.load(config, world)
+        state = state or resume.load(config, world)  # of the folder that --resume auto has found
         recorder: Recorder = Nothing()
         if world.is_main:
             facts = dataclasses.asdict(hardware.survey(visible_gpus()))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,11 @@ def test_any_number_of_ranks_computes_the_same_samples_once(pool: RankPool, conf
     assert {index: data for _, seen in answers for index, data in seen.items()} == expected
 
 
+_FOLDERS = ("/dev/shm", tempfile.gettempdir())
+_SHARED = re.compile(rf" ({'|'.join(map(re.escape, _FOLDERS))})/lockstep-\w{{8}}( \(deleted\))?$")
+"""A line of /proc/self/maps for a file that `shared` has made: mkstemp's names have eight random characters."""
+
+
 def _maps(world: World) -> dict[str, Any]:
     gc.collect()  # what tests before this one have left mapped
     built = []
@@ -81,7 +88,8 @@ def _maps(world: World) -> dict[str, Any]:
 
     result = shared(world, arrays)
     world.barrier()
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "lockstep-" in line]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split(maxsplit=5) for line in lines if _SHARED.search(line)]
     result["a"][0] = world.rank  # private: no other rank sees it
     world.barrier()
     return {
@@ -89,8 +97,8 @@ def _maps(world: World) -> dict[str, Any]:
         "sum": int(result["a"][1:].sum()),
         "first": int(result["a"][0]),
         "rest": [result["b"].tolist(), int(result["c"])],
-        "mapped": [(line.split()[-2], line.split()[-1]) for line in mapped],
-        "left": [str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).glob("lockstep-*")],
+        "mapped": [fields[5] for fields in mapped],
+        "left": [str(path) for folder in _FOLDERS for path in Path(folder).glob("lockstep-*")],
     }
 
 
@@ -102,8 +110,8 @@ def test_a_host_holds_one_copy_and_nothing_is_left_behind(pool: RankPool) -> Non
         assert answer["first"] == rank
         assert answer["rest"] == [[[7] * 3] * 2, 5]
         assert len(answer["mapped"]) == 1, "the arrays are not mapped from one file"
-        assert answer["mapped"][0][1] == "(deleted)"
-    paths = {answer["mapped"][0][0] for answer in answers}
+        assert answer["mapped"][0].endswith(" (deleted)")
+    paths = {answer["mapped"][0].removesuffix(" (deleted)") for answer in answers}
     assert len(paths) == 1
     assert not any(path in answer["left"] for path in paths for answer in answers)
 

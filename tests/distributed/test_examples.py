@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
 def _run(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     command = [sys.executable, *start, str(OWN_LOOP), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_a_loop_of_ones_own_gives_the_same_loss_on_each_world() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ def test_results_that_cannot_be_written_are_told_of_on_stderr(tmp_path: Path) ->
         done = subprocess.run(
             [sys.executable, "-m", "lockstep", *words],
             cwd=tmp_path,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

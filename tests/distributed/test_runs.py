@@ -11,7 +11,7 @@ from lockstep import resume
 from lockstep.config import RunConfig
 from lockstep.engine import train
 from lockstep.errors import RequestError
-from lockstep.options import override
+from lockstep.options import leaves, override
 from lockstep.record.base import Nothing
 from lockstep.world import World
 
@@ -62,3 +62,18 @@ def test_a_run_whose_micro_batches_are_too_small_for_the_ranks_is_refused(pool: 
     (sentence,) = set(pool.run(3, _refused, tmp_path))
     assert "begun with 20 global micro-batches of 2 samples or more" in sentence
     assert sentence.endswith("continue on 2 ranks or fewer.")
+
+
+MAY_CHANGE = {
+    "data-dir", "download", "workers", "skip-corrupt", "on-device", "accumulate", "micro-batch", "eval-batch",
+    "strategy", "devices", "gpus", "accelerator", "launcher", "nodes", "init-method", "rank", "world-size", "timeout",
+    "stall-timeout", "batchnorm", "find-unused", "precision", "channels-last", "compile", "deterministic", "resume",
+    "checkpoint-every", "output", "log-every", "epochs", "max-steps",
+}  # fmt: skip
+"""Options that leave the run the one it was, or, like --accumulate and --batchnorm, are looked at by themselves."""
+
+
+def test_every_option_either_makes_the_run_or_may_change() -> None:
+    makes = set(resume.identity(RunConfig()))
+    assert makes.isdisjoint(MAY_CHANGE)
+    assert makes | MAY_CHANGE == {leaf.key for leaf in leaves()}

@@ -272,7 +272,9 @@ def test_a_kill_at_any_moment_leaves_last_whole(quick_disk: Path) -> None:
     ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
-        for _ in range(40):
+        kills = 0
+        while kills < 40 or (caught_in_the_act == 0 and kills < 1000):
+            kills += 1
             print(folder, file=server.stdin, flush=True)
             child = int(server.stdout.readline())
             time.sleep(chance.uniform(0, 0.05))
@@ -286,6 +288,25 @@ def test_a_kill_at_any_moment_leaves_last_whole(quick_disk: Path) -> None:
     assert caught_in_the_act > 0, "no kill came while a checkpoint was written: the test proves nothing"
     Ear().open(folder)
     assert not [name for name in names(folder) if name.startswith(".")]
+
+
+def test_what_is_killed_between_the_links_has_its_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on from `last`, comes to the best once more, and would not save it if `last` said that it has it."""
+    saver = Ear().open(tmp_path)
+    saver.save(state_of(1), step=1, best=True)
+    saver.close()
+    real = write._point
+
+    def killed(link: Path, target: Path) -> None:
+        if link.name == "last":
+            raise KeyboardInterrupt
+        real(link, target)
+
+    monkeypatch.setattr(write, "_point", killed)
+    saver.save(state_of(2), step=2, best=True)
+    with pytest.raises(KeyboardInterrupt):
+        saver.close()
+    assert (load(tmp_path / "last").meta["step"], load(tmp_path / "best").meta["step"]) == (1, 2)
 
 
 # --- full disks ---

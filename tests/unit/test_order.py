@@ -7,7 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.data import counter
@@ -23,13 +23,11 @@ def test_each_sample_exactly_once(samples: int) -> None:
     assert np.array_equal(np.sort(whole(samples)), np.arange(samples))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 3000), st.integers(0, 2**63 - 1), st.integers(0, 1000))
 def test_each_sample_exactly_once_for_any_seed(samples: int, seed: int, epoch: int) -> None:
     assert np.array_equal(np.sort(whole(samples, seed=seed, epoch=epoch)), np.arange(samples))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_slice_is_a_slice_of_the_same_order(data: st.DataObject) -> None:
     samples = data.draw(st.sampled_from([5, 1437, 2 * CHUNK + 11]))

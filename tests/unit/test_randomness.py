@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +22,8 @@ GPUS = tuple(torch.device("cuda", index) for index in (2, 0))
 
 
 def _draw() -> list[float]:
-    return torch.rand(4).tolist()
+    """Draw from each library's generator; an odd number of Gaussians, of which two are made at a time."""
+    return [*torch.rand(4).tolist(), random.random(), random.gauss(), np.random.rand(), np.random.randn()]
 
 
 @pytest.fixture
@@ -36,7 +41,7 @@ def test_generators_continue_where_they_were() -> None:
     saved = save_generators(ALONE, CPU)
     expected = _draw()
     seed_all(4, 0)
-    load_generators(ALONE, saved, 5, devices=CPU)
+    load_generators(ALONE, json.loads(json.dumps(saved)), 5, devices=CPU)
     assert _draw() == expected
 
 
@@ -50,7 +55,7 @@ def test_seeds_depend_on_all_numbers() -> None:
 
 def test_every_gpu_that_is_driven_continues(gpus: dict[int, torch.Tensor]) -> None:
     saved = save_generators(ALONE, GPUS)
-    assert len(saved[0]) == 3
+    assert len(saved[0]["gpus"]) == 2
     before = {index: state.clone() for index, state in gpus.items()}
     for index in gpus:
         gpus[index] = torch.Generator().manual_seed(10 + index).get_state()

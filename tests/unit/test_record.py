@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lockstep.batching import BatchPlan
-from lockstep.record import manifest
+from lockstep.record import manifest, telemetry
 from lockstep.record.base import Nothing, Recorders
 from lockstep.record.console import PLAIN_EVERY_S, Screen, Terminal
 from lockstep.record.files import write_json, write_whole
@@ -28,6 +29,7 @@ from lockstep.record.jsonl import JsonLines, encode, rewind
 from lockstep.record.table import build
 from lockstep.record.telemetry import HostClock, Telemetry, percentiles
 from lockstep.record.tensorboard import TensorBoard
+from lockstep.result import RunResult
 from lockstep.topology import Topology
 
 Event = tuple[str, dict[str, Any]]
@@ -239,13 +241,45 @@ def test_manifest_says_what_is_needed_to_run_again(tmp_path: Path) -> None:
     assert written["chosen"] == {"strategy": "ddp", "dir": "x"}
 
 
-@pytest.mark.parametrize(("event", "fields"), [("finish", {"top1": 0.5, "exit": 0}), ("failed", {"exit": 1})])
-def test_summary_says_how_the_run_ended(tmp_path: Path, event: str, fields: dict[str, Any]) -> None:
-    recorder = manifest.Summary(tmp_path)
-    recorder.record("eval", top1=0.4)
+def test_a_summary_has_the_same_keys_however_the_run_ended(tmp_path: Path) -> None:
+    def summary() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
+        return found
+
+    stopped = manifest.Summary(tmp_path)
+    stopped.record("start", first_step=0, epoch_s=[])
+    stopped.record("epoch", step=2, epoch=0, epoch_s=1.5)
+    stopped.record("eval", step=2, epoch=0, top1=0.4, top5=0.9, loss=1.0, samples=10)
+    stopped.record("steps", rows=[{"step": 3}])
     assert not list(tmp_path.iterdir())
-    recorder.record(event, **fields)
-    assert json.loads((tmp_path / "summary.json").read_text()) == fields
+    stopped.record("failed", exit=75, error="Stopped.")
+    result = RunResult(
+        top1=0.3,
+        top5=0.8,
+        loss=2.0,
+        best_top1=0.4,
+        samples=10,
+        steps=4,
+        epoch_s=(1.5, 1.6),
+        images_per_s=3.0,
+        step_p50_s=None,
+        step_p95_s=None,
+        data_wait_s=0.0,
+    ).as_json()
+    assert summary().keys() == result.keys() | {"error"}
+    measured = ("steps", "epoch_s", "top1", "best_top1", "images_per_s", "exit", "error")
+    assert [summary()[key] for key in measured] == [3, [1.5], 0.4, 0.4, None, 75, "Stopped."]
+
+    resumed = manifest.Summary(tmp_path)
+    resumed.record("start", first_step=3, epoch_s=[1.5])
+    resumed.record("finish", **result)
+    assert summary() == result
+
+    # Taken up for more epochs, and failed at once: what was measured before stays.
+    failed = manifest.Summary(tmp_path)
+    failed.record("start", first_step=4, epoch_s=[1.5, 1.6])
+    failed.record("failed", exit=1, error="Rank 0 failed.")
+    assert summary() == result | {"output": str(tmp_path), "exit": 1, "error": "Rank 0 failed."}
 
 
 def test_git_commit_of_a_folder(tmp_path: Path) -> None:
@@ -408,33 +442,31 @@ def test_percentiles_interpolate() -> None:
     assert math.isnan(percentiles([], [50])[0])
 
 
-def test_the_clock_times_steps_and_not_what_lies_between() -> None:
+def test_the_clock_times_steps_and_not_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = iter((10.0, 11.0, 13.0, 16.0, 100.0, 104.0))
+    monkeypatch.setattr(telemetry, "time", SimpleNamespace(perf_counter=lambda: next(now_s)))
     clock = HostClock()
     for _ in range(3):
-        time.sleep(0.01)
         clock.tick()
-    time.sleep(0.2)
     clock.start()
-    time.sleep(0.01)
     clock.tick()
-    times_s = clock.flush()
-    assert len(times_s) == 4
-    assert all(0.01 <= each < 0.15 for each in times_s)
+    assert clock.flush() == [1.0, 2.0, 3.0, 4.0]
     assert clock.flush() == []
-    assert clock.percentiles(50, 100) == [pytest.approx(sorted(times_s)[1], rel=0.5), max(times_s)]
+    assert clock.percentiles(50, 100) == [2.5, 4.0]
+    assert next(now_s, None) is None
 
 
 def test_telemetry_sees_memory_and_work() -> None:
-    telemetry = Telemetry(torch.device("cpu"))
-    peak_before = telemetry.peak_memory_bytes()["host"]
+    sampler = Telemetry(torch.device("cpu"))
+    peak_before = sampler.peak_memory_bytes()["host"]
     block = torch.ones(64_000_000)  # 256 MB
-    with_block = telemetry.sample()["host_memory_bytes"]
+    with_block = sampler.sample()["host_memory_bytes"]
     begin_s = time.process_time()
     while time.process_time() - begin_s < 0.1:
         pass
     del block
-    sample = telemetry.sample()
-    peak = telemetry.peak_memory_bytes()
+    sample = sampler.sample()
+    peak = sampler.peak_memory_bytes()
     assert sample["process_cpu_percent"] > 0
     assert peak["device"] is None
     assert peak_before is not None
@@ -449,7 +481,7 @@ def test_telemetry_sees_memory_and_work() -> None:
 
 def test_the_recorder_of_a_run_writes_all_its_files(tmp_path: Path) -> None:
     memory = Memory()
-    start = {"lines": [], "plan": {}, "chosen": {}, "first_step": 0, "total_steps": 3, "epochs": 1}
+    start = {"lines": [], "plan": {}, "chosen": {}, "first_step": 0, "epoch_s": [], "total_steps": 3, "epochs": 1}
     first = build(tmp_path, topology=Topology(), hardware={}, console=memory)
     first.record("failed", exit=2, error="refused before it started")
     assert not list(tmp_path.iterdir())

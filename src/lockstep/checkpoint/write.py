@@ -121,9 +121,9 @@ def _publish(folder: Path, groups: dict[str, dict[str, Tensor]], text: bytes, *,
         raise
     sync_folder(folder)
     before = _target(folder / "last")
-    _point(folder / "last", final)
-    if best:
+    if best:  # first: a run that is killed in between goes on from the last one, and finds its best again
         _point(folder / "best", final)
+    _point(folder / "last", final)
     sync_folder(folder)
     kept = {final, before, _target(folder / "best")}
     for _, old in steps(folder):

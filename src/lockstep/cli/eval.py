@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,8 @@ from rich.console import Console
 from ..config import ParallelConfig, RecordConfig, RunConfig
 from ..errors import RequestError
 from ..launchers import table as launchers
-from ..options import flatten, leaves, read_toml
-from . import flags, output
+from ..options import leaves, read_toml
+from . import flags, output, unread
 from .train import preflight
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ def main(given: list[str]) -> int:
         raise RequestError(f"lockstep eval takes one run at a time, found {given[0]} and {given[1]}.")
     path = Path(given[0])
     base = _config_of(path)
-    config = flags.parse(given[1:], prog="lockstep eval RUN", base=base)
-    _check_flags(base, config)
+    config = flags.parse(given[1:], prog="lockstep eval RUN", base=base, check=_check_flags)
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=str(path)))
     preflight(config)
     launchers.least_ranks(config)  # devices that this machine lacks are refused before anything starts
@@ -70,14 +70,14 @@ def _config_of(path: Path) -> RunConfig:
     raise RequestError(f"{path} lies in no run's folder: there is no config.toml; give a folder such as runs/NAME.")
 
 
-def _check_flags(base: RunConfig, config: RunConfig) -> None:
-    before, after = flatten(base), flatten(config)
+def _check_flags(given: Collection[str], config: RunConfig) -> None:
     idle = [leaf.key for leaf in leaves() if leaf.section in _OF_SECTIONS or leaf.key in _OF_TRAINING]
-    for key in idle:
-        if before[key] != after[key]:
+    for key in given:
+        if key in idle:
             raise RequestError(
                 f"lockstep eval has no use for --{key}: it trains nothing and writes nothing; leave it out."
             )
+    unread.check(given, config)
 
 
 def _entry(config: RunConfig, world: World) -> dict[str, Any]:

@@ -6,7 +6,7 @@ of its own is looked for beforehand, and said in a sentence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, get_args
@@ -45,8 +45,16 @@ class _Flag:
         return self.text.removeprefix("--").replace("_", "-")
 
 
-def parse(given: list[str], *, prog: str, base: RunConfig | None = None) -> RunConfig:
+def parse(
+    given: list[str],
+    *,
+    prog: str,
+    base: RunConfig | None = None,
+    check: Callable[[Collection[str], RunConfig], None] = unread.check,
+) -> RunConfig:
     """Return the config that the arguments ask for, over `base`; without a base, a recipe may come first.
+
+    `check` refuses flags, by their names without dashes, that would have no effect in the config.
 
     Raises `RequestError` for what is no recipe, flag or value, with the nearest names; exits 0 after --help.
     """
@@ -67,7 +75,7 @@ def parse(given: list[str], *, prog: str, base: RunConfig | None = None) -> RunC
             default=Arguments(run=base),
             config=(tyro.conf.OmitArgPrefixes,),
         )
-    unread.check((flag.name.removeprefix("no-") for flag in flags), arguments.run)
+    check([flag.name.removeprefix("no-") for flag in flags], arguments.run)
     return arguments.run
 
 

@@ -6,13 +6,17 @@ Nothing here imports torch, so that help and refusals answer at once; a verb is 
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from importlib import import_module
 
 from rich.console import Console
 from rich.text import Text
 
 from ..errors import LockstepError, RunError, Stopped, unknown
+from ..interrupts import SIGNALS
 from ..versions import version_of
 from . import output
 
@@ -37,7 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 refused, 3 a proof failed, 75 stopped."""
     output.survive()
     try:
-        return _dispatch(sys.argv[1:] if arguments is None else arguments)
+        with _ended_alike():
+            return _dispatch(sys.argv[1:] if arguments is None else arguments)
     except LockstepError as error:
         return _say(error)
     except KeyboardInterrupt:
@@ -46,6 +51,21 @@ def main(arguments: list[str] | None = None) -> int:
         return 1  # whoever read what we say, such as `head`, has seen enough
     finally:
         output.let_go()
+
+
+@contextlib.contextmanager
+def _ended_alike() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end what comes before and after training as Ctrl-C does: with a sentence."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _dispatch(given: list[str]) -> int:

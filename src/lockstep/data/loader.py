@@ -132,7 +132,12 @@ class Streamed:
         process failed.
         """
         self._queue.begin(epoch, shares)
-        self._running = batches = iter(self._loader)
+        # Workers are born with signals held back, until they have said that they ignore them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self._running = batches = iter(self._loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for worker in getattr(batches, "_workers", ()):
             # torch, and Python at its exit, end a worker that does not end by itself with SIGTERM, which it ignores.
             worker._popen.terminate = worker._popen.kill
@@ -172,6 +177,7 @@ def _begin_worker(worker: int) -> None:
     # sends it; the rank needs its workers to finish the step and save.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # torch's workers look for their parent between two tasks; one that is stuck in a sample would outlive it.
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="rank watch").start()
 

@@ -85,10 +85,11 @@ def _build(wish: Wish) -> tuple[Splits, dict[str, Any]]:
     """Return the sources, and what is known of them that has to be the same on every rank."""
     import numpy as np
 
-    from .seeding import generators_kept, seed_generators, seeds
+    from ..randomness import kept
+    from .seeding import seed_generators, seeds
     from .source import Splits
 
-    with generators_kept():
+    with kept():
         # The function may draw too, to split one set in two say: the same on every rank.
         seed_generators(seeds(np.zeros(1, np.int64), wish.seed, _PURPOSE["function"])[0])
         train, test = _call(wish.config)
@@ -281,12 +282,13 @@ class _Samples:
         """Return x (n, *shape) and y (n,)."""
         import torch
 
-        from .seeding import generators_kept, seed_generators, seeds
+        from ..randomness import kept
+        from .seeding import seed_generators, seeds
 
         own_seeds = seeds(share, self.seed, epoch, _PURPOSE[self.split])
         x = torch.empty((len(share), *self.shape), dtype=self.dtype)
         y = torch.empty(len(share), dtype=torch.int64)
-        with generators_kept():
+        with kept():
             for place, index in enumerate(share.tolist()):
                 seed_generators(own_seeds[place])
                 try:

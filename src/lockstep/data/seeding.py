@@ -11,8 +11,6 @@ A generator that the data set keeps for itself, such as one from `np.random.defa
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -22,18 +20,6 @@ from .source import Indices
 
 _GENERATORS = 3
 """Each gets bits of its own: torch's and NumPy's are of one kind, and would draw alike from the same seed."""
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Give the generators back the states that they had before the block."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
 
 
 def seeds(indices: Indices, *words: int) -> counter.UInt64:

@@ -102,11 +102,11 @@ def _start(topology: Topology, payload: bytes, listener: socket.socket) -> Worke
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
     """Start a child with SIGINT blocked: until it leads its own group, the terminal's Ctrl-C would reach it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(

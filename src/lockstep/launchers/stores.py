@@ -189,7 +189,11 @@ def _taken(host: str, port: int) -> Meeting | None:
     """Return the lockstep store that another process serves at the address, None if it is anything else."""
     with contextlib.suppress(RequestError):
         meeting = connect(host, port, _PROBE_S)
-        if meeting.store.check(["claim/0"]):
+        # Another rank 0 that has just begun to listen claims its place a moment later.
+        until = time.monotonic() + _PROBE_S
+        while not (claimed := meeting.store.check(["claim/0"])) and time.monotonic() < until:
+            time.sleep(_RETRY_S)
+        if claimed:
             return meeting
     return None
 

@@ -75,7 +75,7 @@ def _choose(config: RunConfig, env: Mapping[str, str]) -> Launcher:
     name = _auto(config, env, table) if asked == "auto" else asked
     if name not in table:
         raise unknown("launcher", name, ["auto", *table])
-    if name in ("inline", "spawn") and (told := started_elsewhere(env)):
+    if table[name].starts_here and (told := started_elsewhere(env)):
         variables = ", ".join(f"{variable}={value}" for variable, value in told.items())
         raise RequestError(
             f"--launcher {name}: the environment's {variables} say that another program, such as torchrun, has started "

@@ -5,7 +5,7 @@ adds up in its own row of one small table. Channels that fill no vector, such as
 the time on remainders; and as the rows share cache lines, two threads are slower than one. Here k neighbouring pixels
 are shown to the kernels as one pixel with k·C channels ("folded", the same memory), and what comes out for the k parts
 of a channel is put together. On 64 × 21 × 32 × 32 in bfloat16 with two threads, a whole layer was 2.1 times as fast
-forward and 2.3 times backward as torch's (medians of 300 pairs; AMD EPYC with AVX-512, torch 2.15).
+forward and 2.3 times backward as torch's (medians of 300 pairs; Intel Xeon with AVX-512, torch 2.15).
 
 Per channel tensors are (C,), images (N, C) or (N, C, …).
 """

@@ -3,12 +3,12 @@
 The engine knows one verb, `record(event, **fields)`, and calls it on rank 0; where the events go is decided once,
 by whoever builds the recorder. Fields are plain numbers, strings and lists. The events:
 
-    start       lines (printed once: batch plan, what auto chose), plan, chosen (by option), first_step, total_steps,
-                steps_per_epoch, epochs, output (the run's folder)
+    start       lines (printed once: batch plan, what auto chose), plan, chosen (by option), first_step, epoch_s (of the
+                epochs before it), total_steps, steps_per_epoch, epochs, output (the run's folder)
     steps       rows: for each optimizer step since the last `steps` a dict of step, epoch, loss, lr, samples, and
                 grad_norm where gradients are clipped
     log         once an interval: step, epoch, loss and lr (of that step), images_per_s, step_s, data_wait_s,
-                eta_s, top1 (of the last training batch), and the telemetry
+                eta_s, top1 (of the step's last micro-batch), and the telemetry
     evaluate    step, epoch, samples: an evaluation begins
     eval        step, epoch, top1, top5, loss, samples
     checkpoint  step, path: of one that is safely on the disk

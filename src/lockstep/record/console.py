@@ -23,6 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+from ..errors import counted
+
 PLAIN_EVERY_S = 5.0
 """Least seconds between two lines where there is no terminal: a day's run stays readable."""
 DRAW_EVERY_S = 0.1
@@ -168,7 +170,7 @@ class Terminal:
     def _evaluate(self, fields: dict[str, Any]) -> None:
         self._release()
         self._evaluating_since_s = self._clock()
-        text = f"evaluating {_count(fields['samples'], 'image')} …"
+        text = f"evaluating {counted(fields['samples'], 'image')} …"
         if self._bar is not None:
             self._bar.update(self._task, numbers=text)
             self._bar.refresh()
@@ -188,16 +190,16 @@ class Terminal:
             line.append(f"  top-5 {fields['top5']:7.2%}")
         line.append(f"  loss {fields['loss']:.4f}")
         if "samples" in fields:
-            line.append(f"  {_count(fields['samples'], 'image')}", "bright_black")
+            line.append(f"  {counted(fields['samples'], 'image')}", "bright_black")
         self._print(line)
 
     def _finish(self, fields: dict[str, Any]) -> None:
         self.close()
         epochs_s = fields.get("epoch_s") or []
         done = Text("\n").append("done" if not fields.get("exit") else "stopped", "bold").append(" ")
-        done.append(f"after {_count(fields['steps'], 'step')}")
+        done.append(f"after {counted(fields['steps'], 'step')}")
         if epochs_s:
-            done.append(f" and {_duration(sum(epochs_s))} in {_count(len(epochs_s), 'epoch')}")
+            done.append(f" and {_duration(sum(epochs_s))} in {counted(len(epochs_s), 'epoch')}")
         if fields.get("images_per_s"):
             done.append(f", {fields['images_per_s']:,.0f} images/s")
         self._print(done)
@@ -242,10 +244,6 @@ def _fit(count: str, parts: list[str], width: int) -> str:
         if len(text) <= width:
             return text
     return parts[0]
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'s' * (number != 1)}"
 
 
 def _duration(seconds: float) -> str:

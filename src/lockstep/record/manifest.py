@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..result import RunResult
 from ..topology import Topology
 from ..versions import version_of
 from .files import write_json
@@ -64,24 +65,43 @@ class Manifest:
 
 
 class Summary:
-    """Writes `summary.json` when the run ends: the result's fields, or the exit code and the sentence."""
+    """Writes `summary.json` when the run ends: the result; or how far it came, the exit code and the sentence."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._so_far: dict[str, Any] = {"output": str(folder)}
 
     def __str__(self) -> str:
         return "summary.json"
 
     def record(self, event: str, **fields: Any) -> None:
         """Write the summary at `finish` or `failed`, atomically."""
+        self._note(event, fields)
+        if event in ("finish", "failed"):
+            ended = fields if event == "finish" else RunResult.unfinished(self._so_far) | fields
+            # What this process did not measure, since it took up a run that others had begun, stays as it was.
+            before = self._before() if None in ended.values() else {}
+            told = {key: before.get(key) if value is None else value for key, value in ended.items()}
+            write_json(self._folder / "summary.json", told)
+
+    def _note(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Keep what a run that does not end will have come to."""
+        known = self._so_far
+        if event == "start":
+            known |= {"steps": fields["first_step"], "epoch_s": list(fields["epoch_s"])}
+        elif event == "steps":
+            known["steps"] = fields["rows"][-1]["step"]
+        elif event == "epoch":
+            known["epoch_s"].append(fields["epoch_s"])
+        elif event == "eval":
+            known |= {name: fields[name] for name in ("top1", "top5", "loss", "samples")}
+            best = known.get("best_top1", self._before().get("best_top1"))
+            known["best_top1"] = fields["top1"] if best is None else max(best, fields["top1"])
+
+    def _before(self) -> dict[str, Any]:
         path = self._folder / "summary.json"
-        if event == "failed":
-            write_json(path, fields)
-        elif event == "finish":
-            # What this process did not measure, since it took up a run that was complete, stays as it was.
-            known = {key: value for key, value in fields.items() if value is not None}
-            before = json.loads(path.read_text()) if len(known) < len(fields) and path.exists() else {}
-            write_json(path, {key: known.get(key, before.get(key)) for key in fields})
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found
 
     def close(self) -> None:
         """Do nothing."""

@@ -40,7 +40,8 @@ class Strategy(Protocol):
     def settle(self, model: nn.Module, rehearse: Callable[[], None]) -> None:
         """Make ready for the first step; `rehearse()` runs one forward and backward pass (*collective*).
 
-        Gradients, buffers and random states are as before when it returns.
+        Gradients, buffers and the global random states are as before when it returns. A model that counts its forward
+        passes in an attribute of its own sees one more under a strategy that rehearses.
         """
 
     def sync_on(self, replica: nn.Module, *, last: bool) -> AbstractContextManager[Any]:

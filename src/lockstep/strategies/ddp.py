@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config import ParallelConfig
 from ..errors import RequestError
+from ..randomness import kept
 from ..world import World
 from .base import Replicated
 
@@ -79,8 +80,7 @@ class DDP(Replicated):
         if self.world.group is None or self.find_unused:
             return
         buffers = {name: held.clone() for name, held in model.named_buffers()}
-        devices = [self.world.device] if self.world.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with kept(self.devices):
             rehearse()
         unused = [name for name, item in model.named_parameters() if item.requires_grad and item.grad is None]
         if unused:
