@@ -101,6 +101,14 @@ def until(holds: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         time.sleep(0.01)
 
 
+def patience_s(started_s: float) -> float:
+    """Return within how many seconds of a rank's failure the others must have ended: 5, and more on a busy machine.
+
+    How busy it is shows in the time that the ranks took from their start to the failure: 3 to 6 s on an idle one.
+    """
+    return 5 + started_s / 2
+
+
 def events(folder: Path, event: str) -> list[dict[str, Any]]:
     """Return the run's events of one kind; a line that is still being written is left out."""
     path = folder / "steps.jsonl"

@@ -44,9 +44,10 @@ def _train(world: World, values: dict[str, Any]) -> dict[int, float]:
     return losses.by_step
 
 
-def curve(pool: RankPool, folder: Path, ranks: int, *, limit_s: float = 120, **values: Any) -> Curve:
+def curve(pool: RankPool, folder: Path, ranks: int, **values: Any) -> Curve:
     """Return ({step: loss}, weights) of a run on `ranks` ranks, in float64 unless `values` say otherwise."""
     asked = {"precision": "fp64", "strategy": "ddp" if ranks > 1 else "single", "epochs": 1000} | values
+    limit_s = 600 if asked.get("compile") else 120  # a compiler takes minutes where others keep the cores busy
     losses = pool.run(ranks, _train, asked | {"output": folder}, timeout_s=limit_s)[0]
     state = checkpoint.load(folder)
     return losses, {name: tensor.numpy() for name, tensor in state.tensors.items()}

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from lockstep.interrupts import StopRequest
+from lockstep.models.resnet import resnet8
 
 
 class Dropped(nn.Module):
@@ -74,7 +81,7 @@ class Wide(nn.Module):
 
 
 class Failing(Dropped):
-    """A net that raises on rank 1, in the fifth training step; the message says when."""
+    """A net that raises on rank 1, in the fifth training step."""
 
     def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
         super().__init__(classes, in_channels, image_size)
@@ -82,16 +89,18 @@ class Failing(Dropped):
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += self.training
-        if self.passes > 5 and torch.distributed.get_rank() == 1:
-            raise ValueError(f"out of luck at {time.time()}")
+        if self.passes > 5 and dist.get_rank() == 1:
+            raise ValueError("out of luck")
         return super().forward(x)
 
 
 class Slow(Dropped):
-    """A net whose step takes three seconds."""
+    """A net whose training step takes a minute; a file named "stepping" says that one is under way."""
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(3)
+        if self.training:
+            Path("stepping").touch()
+            time.sleep(60)
         return super().forward(x)
 
 
@@ -115,6 +124,49 @@ class Interrupting(Dropped):
         if self.passes == 23:
             os.kill(os.getpid(), signal.SIGTERM)
         return super().forward(x)
+
+
+def signalling(classes: int, in_channels: int) -> nn.Module:
+    """Return the resnet8 that the recipe trains, which sends its own command the signal that the environment asks for.
+
+    A test that watches from outside may be held up until a short run has ended; this net cannot be too late.
+    """
+    net = resnet8(classes=classes, in_channels=in_channels)
+    if asked := os.environ.get("SIGNALLING"):
+        net.register_forward_pre_hook(_Signal(**json.loads(asked)))
+    return net
+
+
+class _Signal:
+    """Sends `number` in the `at`-th training pass of rank 0, `pause_s` after its begin, and waits until it is heard.
+
+    It goes to the command's process, or to all of its `group`.
+    """
+
+    def __init__(self, number: int, at: int, *, group: bool = False, pause_s: float = 0) -> None:
+        self.number = number
+        self.at = at
+        self.group = group
+        self.pause_s = pause_s
+        self.passes = 0
+
+    def __call__(self, net: nn.Module, inputs: Any) -> None:
+        self.passes += net.training
+        if not net.training or self.passes != self.at or (dist.is_initialized() and dist.get_rank()):
+            return
+        time.sleep(self.pause_s)
+        parent = multiprocessing.parent_process()  # of a rank that was spawned
+        command = os.getpid() if parent is None else parent.pid
+        assert command is not None
+        (os.killpg if self.group else os.kill)(command, self.number)
+        while not (stop := _stop_request()) or not stop.asked:  # SIGKILL ends this rank with the command
+            time.sleep(0.005)
+
+
+def _stop_request() -> StopRequest | None:
+    """Return what hears this process's signals in training."""
+    hearer = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return hearer if isinstance(hearer, StopRequest) else None
 
 
 class Normed(nn.Module):

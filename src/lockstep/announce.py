@@ -65,6 +65,8 @@ def _skipped(job: Job) -> list[str]:
 def _continued(job: Job, first_step: int) -> list[str]:
     """Return a line that says whether the run goes on from a checkpoint, if that was asked for."""
     path = resume.source(job.config)
+    if path is not None and first_step >= job.total_steps:
+        return [f"nothing is left to train: {path} is complete at step {first_step:,} of {job.total_steps:,}"]
     if path is not None:
         return [f"continuing at step {first_step:,} of {job.total_steps:,}, from {path}"]
     if job.config.checkpoint.resume:

@@ -80,16 +80,20 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
         job.strategy.settle(job.model, lambda: _rehearse(job))
         meter = Meter(world, recorder, log_every=config.record.log_every, total_steps=job.total_steps)
         world.together(lambda: announce(job, progress, recorder))
-        with StopRequest(quiet=not world.is_main) as stop, Saver(config.record.output, world, recorder) as saver:
+        with StopRequest(quiet=not world.is_main) as stop, _saver(config, world, recorder, loaded) as saver:
             while progress.step < job.total_steps or progress.evaluated < progress.step:
                 _train_epoch(job, progress, meter, stop, saver)
                 _evaluate_epoch(job, progress, meter, recorder, stop, saver)
-            saver.conclude(progress.step)
+            saver.conclude(job, progress)
         return _result(job, progress, meter, recorder)
     except NonFiniteLossError as bad:
         raise _explain(bad, job) from bad
     finally:
         job.data.close()
+
+
+def _saver(config: RunConfig, world: World, recorder: Recorder, loaded: State | None) -> Saver:
+    return Saver(config.record.output, world, recorder, taken_up_at=loaded.meta["step"] if loaded else None)
 
 
 def evaluate_checkpoint(config: RunConfig, world: World) -> Scores:
@@ -218,7 +222,7 @@ def _result(job: Job, progress: Progress, meter: Meter, recorder: Recorder) -> R
         images_per_s=meter.images / meter.train_s if meter.train_s else None,
         step_p50_s=p50_s,
         step_p95_s=p95_s,
-        data_wait_s=meter.wait_s,
+        data_wait_s=meter.wait_s if meter.images else None,
         peak_memory_bytes={"host": peaks[0], "device": peaks[1]},
         output=str(job.config.record.output or ""),
     )

@@ -7,6 +7,7 @@ that process ends, so that a killed run never blocks the next one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import platform
@@ -86,7 +87,8 @@ def check(config: RunConfig) -> None:
 
 def unwritable(path: Path | None, error: OSError) -> RequestError:
     """Return the error for a folder that does not take what a run has to write before it can begin."""
-    return RequestError(f"{path} cannot be written: {error.strerror}; make room there, or give another --output.")
+    way = "make room there, or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
+    return RequestError(f"{path} cannot be written: {error.strerror}; {way} another --output.")
 
 
 def _asked(config: RunConfig) -> Path | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor, nn
 
-from . import optim
+from . import kinds, optim
 from .batching import BatchPlan
 from .config import RunConfig
 from .data import sets
@@ -246,7 +246,7 @@ def _model(config: RunConfig, world: World, strategy: Strategy, data: Splits) ->
     if asked == "sync" and not strategy.can_sync_batchnorm:
         raise RequestError(
             f"--batchnorm sync cannot work under --strategy {strategy.name}, whose replicas compute their own batch "
-            "statistics in one process; use --batchnorm local, or --strategy ddp."
+            f"statistics in one process; use --batchnorm local, or --strategy {kinds.with_ranks()}."
         )
     if not sync_batchnorm.has_batchnorm(model):
         return model, "none"

@@ -54,6 +54,11 @@ def kind(strategy: str) -> Kind:
     return KINDS[choose("strategy", strategy, KINDS)]
 
 
+def with_ranks() -> str:
+    """Return, for a sentence, the strategies under which several processes share the work."""
+    return " or ".join(name for name, each in KINDS.items() if each.has_ranks)
+
+
 def auto(*, several: bool) -> str:
     """Return the name that `--strategy auto` stands for where there are several devices or ranks, or one."""
     return "ddp" if several else "single"

@@ -46,7 +46,7 @@ class RunResult:
     images_per_s: float | None
     step_p50_s: float | None
     step_p95_s: float | None
-    data_wait_s: float
+    data_wait_s: float | None
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     output: str = ""
     exit: int = 0

@@ -74,6 +74,9 @@ def _claimed(config: RunConfig, world: World) -> Iterator[Path]:
 
 
 def _write_config(config: RunConfig) -> None:
+    """Write what makes the run. How its ranks met belongs to this start; the manifest has it."""
+    parallel = dataclasses.replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None)
+    config = dataclasses.replace(config, parallel=parallel)
     folder = config.record.output
     assert folder is not None
     try:

@@ -40,8 +40,14 @@ class Progress:
 class Saver:
     """Saves the run's state in one format; on ranks other than 0 it takes part in the collectives alone."""
 
-    def __init__(self, folder: Path | None, world: World, recorder: Recorder) -> None:
-        """`folder` is the run's, None to save nothing; warnings and what was saved go to the recorder."""
+    def __init__(
+        self, folder: Path | None, world: World, recorder: Recorder, *, taken_up_at: int | None = None
+    ) -> None:
+        """`folder` is the run's, None to save nothing; warnings and what was saved go to the recorder.
+
+        `taken_up_at` is the step of the checkpoint that the run goes on from, None where it begins.
+        """
+        self._taken_up_at = taken_up_at
         self._folder = folder
         self._world = world
         self._recorder = recorder
@@ -90,11 +96,19 @@ class Saver:
         last = "none before it was" if on_disk is None else f"the last one is of step {on_disk}: make room and {again}"
         return f", but its checkpoint could not be written; {last}."
 
-    def conclude(self, step: int) -> None:
-        """Wait until the last save is on the disk, and warn where it is not."""
+    def conclude(self, job: Job, progress: Progress) -> None:
+        """Wait until the last save is on the disk, and warn where it is not (*collective*).
+
+        A run that was complete when it was taken up is saved only where it goes on in a folder of its own.
+        """
+        there = self._checkpoints is not None and find(self._checkpoints.folder) is not None
+        nothing_done = progress.step == self._taken_up_at
+        if nothing_done and not self._world.gather(there)[0]:
+            self.save(job, progress, best=progress.scores is not None and progress.scores.top1 >= progress.best_top1)
         if self._checkpoints is not None:
             self._checkpoints.wait()
-            if self._on_disk != step:
+            step = progress.step
+            if self._on_disk != step and not (nothing_done and there):
                 newest = (
                     "there is no checkpoint" if self._on_disk is None else f"the last one is of step {self._on_disk}"
                 )
@@ -112,11 +126,13 @@ def _check_weights(job: Job, step: int) -> None:
     """Raise `RunError` where weights or statistics are not finite: a loss can be finite and its gradients not."""
     held = {name: item for name, item in job.model.state_dict().items() if item.is_floating_point() and item.numel()}
     if not bool(torch.stack(torch._foreach_norm(list(held.values()))).isfinite().all()):
+        # The norm, quick as it is, overflows for finite numbers too, if they are large.
         bad = [name for name, item in held.items() if not bool(item.isfinite().all())]
-        raise RunError(
-            f"The weights or statistics after step {step} are not finite numbers ({', '.join(bad[:3])}), though the "
-            f"loss was; they were not saved. {remedy(job)}"
-        )
+        if bad:
+            raise RunError(
+                f"The weights or statistics after step {step} are not finite numbers ({', '.join(bad[:3])}), though "
+                f"the loss was; they were not saved. {remedy(job)}"
+            )
 
 
 def remedy(job: Job) -> str:

@@ -24,7 +24,7 @@ OTHER_WORDS = {
     "devices": "device nproc nproc-per-node num-processes num-gpus ngpus n-gpus gpu-nums",
     "dp": "dataparallel",
     "ema": "model-ema",
-    "environment": "torchrun slurm mpi",
+    "environment": "torchrun",
     "epochs": "num-epochs max-epochs e",
     "fp16": "half float16 16-mixed",
     "fp32": "float32 single",

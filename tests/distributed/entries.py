@@ -82,12 +82,13 @@ def stoppable(config: RunConfig, world: World) -> None:
 
 
 def stubborn(config: RunConfig, world: World) -> None:
-    """Say in a file that this rank runs, with a data worker, and do not stop."""
+    """Say in files that this rank runs, with a data worker, and that it is asked to stop; and do not stop."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     samples = cast(Dataset[int], list(range(1000)))  # a list has all that a loader asks for
     loader = DataLoader(samples, num_workers=1, persistent_workers=True)
     batches = iter(loader)
     next(batches)
+    signal.signal(signal.SIGTERM, lambda number, frame: (config.data.dir / f"asked_{world.rank}").touch())
     _note(config, world)
     time.sleep(120)
 

@@ -16,8 +16,23 @@ from pathlib import Path
 import pytest
 
 from lockstep import checkpoint
+from lockstep.interrupts import STOPPING
 
-from ..command import Ended, command, end, events, gone, losses, processes, refusal, sentence, start, until
+from ..command import (
+    Ended,
+    command,
+    end,
+    events,
+    gone,
+    losses,
+    patience_s,
+    processes,
+    refusal,
+    sentence,
+    start,
+    until,
+)
+from ..ports import free_port
 
 DDP = ("--strategy", "ddp", "--devices", 2)
 TRAIN = ("train", "digits", "--batch", 50, "--max-steps", 12)
@@ -51,15 +66,17 @@ def test_a_loss_that_is_no_number_names_step_rank_and_samples(folder: Path) -> N
 
 
 def test_an_exception_in_the_users_model_is_told_once(folder: Path) -> None:
+    begin_s = time.time()
     ended = command(folder, *TRAIN, *DDP, "--model", "tests.models:Failing", "--output", "run")
     over_s = time.time()
     said = sentence(ended, code=1)
-    found = re.fullmatch(r"Rank 1 failed at \S+/tests/models\.py:\d+: ValueError: out of luck at ([\d.]+)", said)
-    assert found, said
-    assert over_s - float(found[1]) < 5 + 2  # two seconds for what the clock of a busy machine adds
+    assert re.fullmatch(r"Rank 1 failed at \S+/tests/models\.py:\d+: ValueError: out of luck", said)
+    told = folder / "run" / "failures" / "rank_1.txt"
+    failed_s = told.stat().st_mtime
+    assert over_s - failed_s < patience_s(failed_s - begin_s)
     assert ended.err.count("Traceback (most recent call last)") == 1
-    assert 'raise ValueError(f"out of luck at {time.time()}")' in ended.err
-    assert "out of luck" in (folder / "run" / "failures" / "rank_1.txt").read_text()
+    assert 'raise ValueError("out of luck")' in ended.err
+    assert "out of luck" in told.read_text()
 
 
 def test_parameters_that_the_loss_does_not_reach_are_named(folder: Path) -> None:
@@ -122,31 +139,28 @@ def test_a_full_disk_stops_no_training(folder: Path, small_disk: Path) -> None:
 
 
 def test_a_second_signal_ends_the_run_at_once(folder: Path) -> None:
-    run = start(folder, *TRAIN, "--strategy", "single", "--model", "tests.models:Slow", "--output", "run")
-    until(lambda: bool(events(folder / "run", "start")))
-    family = processes(run)
-    time.sleep(0.5)
-    run.send_signal(signal.SIGTERM)
-    time.sleep(0.8)
-    assert run.poll() is None
-    run.send_signal(signal.SIGTERM)
-    sent_s = time.monotonic()
-    said = sentence(end(run), code=1)
-    assert time.monotonic() - sent_s < 2
+    words = (*TRAIN, "--strategy", "single", "--model", "tests.models:Slow", "--output", "run")
+    with start(folder, *words) as run:
+        until((folder / "stepping").exists)
+        family = processes(run)
+        run.send_signal(signal.SIGTERM)
+        run.says(STOPPING)
+        time.sleep(1.5)  # for half a second it would be the first one once more
+        assert run.poll() is None
+        run.send_signal(signal.SIGTERM)
+        said = sentence(end(run, 20), code=1)  # the step under way takes a minute
     assert "Killed by a second signal" in said
-    until(lambda: gone(family), 2)
+    until(lambda: gone(family), 5)
 
 
 @pytest.mark.parametrize("strategy", [("--strategy", "single"), DDP], ids=["single", "ddp"])
 def test_a_stop_does_not_wait_for_the_end_of_an_evaluation(folder: Path, strategy: tuple[object, ...]) -> None:
     words = (*TRAIN, *strategy, "--output", "run", "--resume", "auto", "--model", "tests.models:SlowToEvaluate")
-    run = start(folder, *words, "--eval-batch", 3)  # half a minute and more
-    until(lambda: bool(events(folder / "run", "evaluate")))
-    time.sleep(1)
-    run.send_signal(signal.SIGTERM)
-    sent_s = time.monotonic()
-    ended = end(run)
-    assert time.monotonic() - sent_s < 10
+    with start(folder, *words, "--eval-batch", 2) as run:  # three quarters of a minute and more
+        until(lambda: bool(events(folder / "run", "evaluate")))
+        time.sleep(1)
+        run.send_signal(signal.SIGTERM)
+        ended = end(run, 20)
     assert "Stopped on request at step 12 of 12 and saved" in sentence(ended, code=75)
     assert "stopping: finishes the step" in ended.err
     again = command(folder, *words)
@@ -155,13 +169,12 @@ def test_a_stop_does_not_wait_for_the_end_of_an_evaluation(folder: Path, strateg
 
 
 def test_two_runs_do_not_write_to_one_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = start(folder, *TRAIN, "--strategy", "single", "--model", "tests.models:Slow", "--output", "run")
-    until(lambda: bool(events(folder / "run", "start")))
-    for more in ((), ("--resume", "auto")):
-        said = refusal(capsys, *TRAIN, "--strategy", "single", *more, "--output", "run")
-        assert said.startswith("run is in use by another run (process ")
-    first.kill()  # without a chance to give the folder back
-    end(first)
+    words = (*TRAIN, "--strategy", "single", "--model", "tests.models:Slow", "--output", "run")
+    with start(folder, *words):  # killed at the end of the block, without a chance to give the folder back
+        until((folder / "stepping").exists)
+        for more in ((), ("--resume", "auto")):
+            said = refusal(capsys, *TRAIN, "--strategy", "single", *more, "--output", "run")
+            assert said.startswith("run is in use by another run (process ")
     assert command(folder, *TRAIN, "--strategy", "single", "--output", "run", "--resume", "auto").code == 0
 
 
@@ -195,15 +208,9 @@ def test_whether_a_run_goes_on_is_said(folder: Path) -> None:
     assert "continuing at step 12 of 14, from run/checkpoints/last" in again.out
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_a_world_that_does_not_fill_up_says_who_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = f"file://{folder / 'meeting'}"
-    for url in (f"tcp://127.0.0.1:{_free_port()}", file, file):  # a file can be met at again
+    for url in (f"tcp://127.0.0.1:{free_port()}", file, file):  # a file can be met at again
         begin_s = time.monotonic()
         said = refusal(capsys, *TRAIN, *MEET, "--rank", 0, "--init-method", url)
         assert f"{url}: 1 of 2 ranks came within --timeout 1.5 s; missing: rank 1" in said
@@ -219,23 +226,26 @@ def test_a_place_where_ranks_cannot_meet_is_refused(folder: Path, capsys: pytest
         assert "another program uses the port" in refusal(capsys, *TRAIN, *MEET, "--rank", 0, "--init-method", busy)
     elsewhere = ("--init-method", "tcp://192.0.2.7:29500")
     assert "not one of this machine" in refusal(capsys, *TRAIN, *MEET, "--rank", 0, *elsewhere)
-    nobody = ("--init-method", f"tcp://127.0.0.1:{_free_port()}")
+    nobody = ("--init-method", f"tcp://127.0.0.1:{free_port()}")
     said = refusal(capsys, *TRAIN, *MEET, "--rank", 1, *nobody)
     assert "nothing answers there within --timeout 1.5 s" in said
 
 
 def test_two_processes_with_one_rank_hear_of_each_other(folder: Path) -> None:
     words = (*TRAIN, "--world-size", 3, "--init-method", f"file://{folder / 'meeting'}", "--rank", 1)
-    both = [start(folder, *words), start(folder, *words)]
-    told = {sentence(end(each)) for each in both}
+    with start(folder, *words) as one, start(folder, *words) as other:
+        told = {sentence(end(each)) for each in (one, other)}
     assert len(told) == 1, told
     assert "rank 1 is claimed twice, by process" in told.pop()
 
 
 def test_ranks_that_were_asked_for_different_runs_are_refused(folder: Path) -> None:
     words = (*TRAIN, "--world-size", 2, "--init-method", f"file://{folder / 'meeting'}", "--output", "run")
-    both = [start(folder, *words, "--rank", rank, "--lr", lr) for rank, lr in enumerate((0.1, 0.2))]
-    told = {sentence(end(each)) for each in both}
+    with (
+        start(folder, *words, "--rank", 0, "--lr", 0.1) as zero,
+        start(folder, *words, "--rank", 1, "--lr", 0.2) as one,
+    ):
+        told = {sentence(end(each)) for each in (zero, one)}
     assert len(told) == 1, told
     assert told.pop().startswith("Rank 1 was started with --lr 0.2 (rank 0 has 0.1): the replicas would drift apart;")
     assert not (folder / "run" / "config.toml").exists()

@@ -30,6 +30,8 @@ from lockstep.launchers.table import launch
 from lockstep.options import override
 from lockstep.topology import Topology
 
+from ..command import Running, losses, patience_s
+from ..ports import free_port
 from . import entries
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +49,7 @@ def _start(
     return subprocess.Popen(
         [sys.executable, *through, "-m", "tests.distributed.run_entry", entry, options],
         cwd=ROOT,
-        env={**os.environ, **(env or {})},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -102,10 +104,11 @@ def test_the_first_failing_rank_is_named_and_nobody_is_left(
     way: str, kind: type[LockstepError], words: str, tmp_path: Path
 ) -> None:
     before = set(psutil.Process().children(recursive=True))
+    begin_s = time.time()
     with pytest.raises(kind, match=words) as caught:
         launch(entries.fail, _config(devices=2, data_dir=way, output=tmp_path), {})
-    failed_after_s = time.time() - float((tmp_path / "failing_since").read_text())
-    assert failed_after_s < 5 + 2  # two seconds for what the clock of a busy machine adds
+    over_s, failed_s = time.time(), float((tmp_path / "failing_since").read_text())
+    assert over_s - failed_s < patience_s(failed_s - begin_s)  # the others would wait for a minute
     ranks = [child for child in psutil.Process().children(recursive=True) if child not in before]
     assert not [child for child in ranks if "resource_tracker" not in " ".join(child.cmdline())]
     if way == "raise":
@@ -152,25 +155,29 @@ def test_a_stop_reaches_every_rank_and_comes_back_as_one(tmp_path: Path) -> None
 def test_one_signal_from_two_senders_is_one_request(tmp_path: Path) -> None:
     """When a terminal is closed, its kernel and its shell both send SIGHUP."""
     run = tmp_path / "run"
-    words = ("--strategy", "ddp", "--devices", "2", "--accelerator", "cpu", "--epochs", "1000", "--output", str(run))
-    command = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", "train", "digits", *words],
+    # However late the second is heard here, it comes soon enough; what soon means, tests/unit/test_interrupts.py says.
+    patient = (
+        "import sys, lockstep.interrupts as it; it._ECHO_S = 600; from lockstep.__main__ import main; sys.exit(main())"
+    )
+    words = ("--strategy", "ddp", "--devices", "2", "--epochs", "1000", "--output", str(run))
+    with Running(
+        [sys.executable, "-c", patient, "train", "digits", *words],
         cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    steps = run / "steps.jsonl"
-    _until(lambda: (steps.exists() and '"step"' in steps.read_text()) or command.poll() is not None, STARTED_S)
-    ranks = psutil.Process(command.pid).children(recursive=True)
-    command.send_signal(signal.SIGHUP)
-    time.sleep(0.02)
-    command.send_signal(signal.SIGHUP)
-    code, _, err = _end(command)
+    ) as command:
+        _until(lambda: bool(losses(run)) or command.poll() is not None, STARTED_S)
+        ranks = psutil.Process(command.pid).children(recursive=True)
+        command.send_signal(signal.SIGHUP)
+        time.sleep(0.02)
+        command.send_signal(signal.SIGHUP)
+        code, _, err = _end(command)
     assert code == 75, err
     assert "and saved" in err
     assert list((run / "checkpoints").iterdir())
-    _until(lambda: _gone(ranks), 5)  # among the children is multiprocessing's tracker, which outlives its parent a bit
+    _until(lambda: _gone(ranks), 10)  # among them is multiprocessing's tracker, which outlives its parent a bit
 
 
 def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
@@ -178,12 +185,13 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     processes = _noted(tmp_path, 2)
     assert len(processes) == 4
     command.terminate()
-    time.sleep(0.7)
-    assert not _gone(processes)
+    _until(lambda: all((tmp_path / f"asked_{rank}").exists() for rank in range(2)), STARTED_S)
+    time.sleep(1.5)  # for half a second it would be the first one once more
+    assert all(process.is_running() for process in processes)
     command.terminate()
     code, _, err = _end(command)
     assert (code, "second signal" in err) == (1, True), err
-    _until(lambda: _gone(processes), 2)
+    _until(lambda: _gone(processes), 5)
 
 
 def test_no_orphan_outlives_a_killed_parent(tmp_path: Path) -> None:
@@ -191,7 +199,7 @@ def test_no_orphan_outlives_a_killed_parent(tmp_path: Path) -> None:
     processes = _noted(tmp_path, 2)
     command.kill()
     command.communicate()
-    _until(lambda: _gone(processes), 10)  # data workers look for their parent every 5 s
+    _until(lambda: _gone(processes), 30)  # data workers look for their parent every 5 s
 
 
 @pytest.mark.parametrize("way", ["", "stop", "raise"])
@@ -216,8 +224,12 @@ def test_gpus_that_torch_cannot_use_are_refused_in_words_that_hold_for_auto_too(
 # ---- environment
 
 
+def _torchrun() -> list[str]:
+    return ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+
+
 def test_torchrun_starts_the_same_world() -> None:
-    code, out, err = _end(_start("total", through=["-m", "torch.distributed.run", "--nproc-per-node", "2"]))
+    code, out, err = _end(_start("total", through=_torchrun()))
     assert code == 0, err
     told = json.loads(out)
     assert told["sum"] == [2, 1]
@@ -226,8 +238,7 @@ def test_torchrun_starts_the_same_world() -> None:
 
 
 def test_torchrun_shows_the_root_cause(tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    code, _, err = _end(_start("fail", through=torchrun, data_dir="raise", output=str(tmp_path)))
+    code, _, err = _end(_start("fail", through=_torchrun(), data_dir="raise", output=str(tmp_path)))
     assert code != 0
     assert "RunError: Rank 1 failed at" in err
     root_cause = err[err.index("Root Cause") :]
@@ -237,16 +248,10 @@ def test_torchrun_shows_the_root_cause(tmp_path: Path) -> None:
 # ---- manual
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_ranks_started_by_hand_meet_and_leave_nothing(scheme: str, tmp_path: Path) -> None:
     meeting = tmp_path / "meeting"
-    url = f"file://{meeting}" if scheme == "file" else f"tcp://127.0.0.1:{_free_port()}"
+    url = f"file://{meeting}" if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
     for _ in range(2 if scheme == "file" else 1):  # a second run at the same place follows at once
         late = _start("total", init_method=url, rank=1, world_size=2)
         time.sleep(0.5)
@@ -265,7 +270,7 @@ def test_ranks_started_by_hand_meet_and_leave_nothing(scheme: str, tmp_path: Pat
 def test_a_rank_that_is_lost_or_stalls_is_one_sentence_on_the_others(
     victim: int, signal_name: str, tmp_path: Path
 ) -> None:
-    url = f"tcp://127.0.0.1:{_free_port()}"
+    url = f"tcp://127.0.0.1:{free_port()}"
     values: dict[str, Any] = {"init_method": url, "world_size": 2, "stall_timeout": 3, "seed": victim}
     values["output"] = str(tmp_path)
     ranks = [_start("lose", rank=rank, data_dir=signal_name, **values) for rank in range(2)]
@@ -293,7 +298,7 @@ def test_a_rank_lost_between_the_roll_call_and_the_group_is_noticed(tmp_path: Pa
     assert subprocess.run(deserting, cwd=ROOT, check=False).returncode == 3
     lost_s = time.monotonic()
     code, _, err = _end(waiting)
-    assert time.monotonic() - lost_s < 10  # of --timeout 60 and --stall-timeout 600
+    assert time.monotonic() - lost_s < 30  # of --timeout 60 and --stall-timeout 600
     assert code == 1
     assert re.fullmatch(
         r"RankLostError: Rank 0: rank 1 \(process \d+ on \S+\) came, but ended before training began: "
@@ -307,9 +312,7 @@ def test_a_rank_that_does_not_get_ready_is_waited_for_as_long_as_the_roll_call(t
     waiting = _start("total", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=2, timeout=5)
     call = RollCall(door(), _claim(1, 2))
     call.take(STARTED_S)
-    came_s = time.monotonic()
-    code, _, err = _end(waiting)
-    assert 4 < time.monotonic() - came_s < 15
+    code, _, err = _end(waiting)  # of --stall-timeout 600
     assert code == 1
     assert "rank 1 (process" in err
     assert "did not get ready within --timeout 5 s" in err
@@ -317,7 +320,7 @@ def test_a_rank_that_does_not_get_ready_is_waited_for_as_long_as_the_roll_call(t
 
 
 def test_ranks_hear_that_one_was_stopped_while_it_waited(tmp_path: Path) -> None:
-    url = f"tcp://127.0.0.1:{_free_port()}"
+    url = f"tcp://127.0.0.1:{free_port()}"
     first = _start("total", init_method=url, rank=0, world_size=3)
     second = _start("total", init_method=url, rank=1, world_size=3)
     probe = stores.connect("127.0.0.1", int(url.rpartition(":")[2]), STARTED_S)
@@ -342,34 +345,50 @@ def test_a_file_left_by_a_killed_run_is_explained(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match=f"left over from another run: process .* remove {meeting}"):
             launch(entries.total, _config(init_method=url, rank=0, world_size=size, timeout=20), {})
     assert meeting.exists()
-    _until(lambda: _gone(processes), 10)
+    _until(lambda: _gone(processes), 30)
     meeting.unlink()
 
 
-def _call(opens: Callable[[], stores.Meeting], claim: Claim, timeout_s: float, answers: list[str]) -> None:
-    try:
-        call = RollCall(opens(), claim)
-        answers.append(f"{len(call.take(timeout_s))} ranks")
-        call.leave(clean=True)
-    except RequestError as error:
-        answers.append(str(error))
+class _Caller(threading.Thread):
+    """One process's part in a roll call."""
+
+    def __init__(self, opens: Callable[[], stores.Meeting], claim: Claim, timeout_s: float) -> None:
+        super().__init__()
+        self.answer = ""
+        self._opens = opens
+        self._claim = claim
+        self._timeout_s = timeout_s
+        self._meeting: stores.Meeting | None = None
+
+    def run(self) -> None:
+        try:
+            self._meeting = self._opens()
+            call = RollCall(self._meeting, self._claim)
+            self.answer = f"{len(call.take(self._timeout_s))} ranks"
+            call.leave(clean=True)
+        except RequestError as error:
+            self.answer = str(error)
+
+    def has_claimed(self) -> bool:
+        """Whether the store holds this claim, or its process has gone again."""
+        key = f"claim/{self._claim.rank}"
+        if self.answer or self._meeting is None:
+            return bool(self.answer)
+        return self._meeting.store.check([key]) and self._claim.nonce.encode() in self._meeting.store.get(key)
 
 
 def _roll_call(
     opens: Sequence[Callable[[], stores.Meeting]], claims: Sequence[Claim], timeout_s: float = 20
 ) -> list[str]:
-    """Hold a roll call among threads; return what each heard."""
-    answers: list[list[str]] = [[] for _ in claims]
-    threads = [
-        threading.Thread(target=_call, args=(door, claim, timeout_s, answer))
-        for door, claim, answer in zip(opens, claims, answers, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.2)
-    for thread in threads:
-        thread.join(timeout_s + 20)
-    return [answer[0] for answer in answers]
+    """Hold a roll call among threads, each of which claims after the one before; return what each heard."""
+    callers = [_Caller(door, claim, timeout_s) for door, claim in zip(opens, claims, strict=True)]
+    for caller, follows in zip(callers, [*callers[1:], None], strict=True):
+        caller.start()
+        if follows is not None:
+            _until(caller.has_claimed, timeout_s + 20)
+    for caller in callers:
+        caller.join(timeout_s + 20)
+    return [caller.answer for caller in callers]
 
 
 def _claim(rank: int, size: int, **values: Any) -> Claim:
@@ -379,7 +398,7 @@ def _claim(rank: int, size: int, **values: Any) -> Claim:
 def _doors(scheme: str, folder: Path, ranks: Sequence[int]) -> list[Callable[[], stores.Meeting]]:
     if scheme == "file":
         return [lambda: stores.open_file(folder / "meeting") for _ in ranks]
-    port = _free_port()
+    port = free_port()
     return [
         lambda rank=rank: (stores.connect if rank else stores.serve)("127.0.0.1", port, 20)  # type: ignore[misc]
         for rank in ranks
@@ -402,8 +421,8 @@ def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
     sizes = hear([_claim(0, 2), _claim(1, 3)])
     assert len(set(sizes)) == 1
     assert "disagree on the world size: rank 0" in sizes[0]
-    missing = hear([_claim(0, 4), _claim(2, 4)], timeout_s=1.5)
-    assert "2 of 4 ranks came within --timeout 1.5 s; missing: rank 1, 3" in missing[0]
+    missing = hear([_claim(0, 4), _claim(2, 4)], timeout_s=5)
+    assert "2 of 4 ranks came within --timeout 5 s; missing: rank 1, 3" in missing[0]
     assert len(set(missing)) == 1
     kinds = hear([_claim(0, 2), _claim(1, 2, accelerator="cuda", gpus=("g",))])
     assert [answer.startswith("The ranks compute on different accelerators") for answer in kinds] == [True] * 2
@@ -423,7 +442,7 @@ def test_a_dead_world_on_another_host_is_never_joined(tmp_path: Path) -> None:
     assert "left over from another run" in _roll_call(doors[:1], [_claim(0, 2)])[0]
     doors[0]().store.set("claim/0", "")
     assert "1 of 2 ranks confirmed" in _roll_call(doors[:1], [_claim(0, 2)], timeout_s=2)[0]
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
 
 
 def test_a_place_where_nobody_can_meet_is_one_sentence(tmp_path: Path) -> None:
@@ -434,7 +453,7 @@ def test_a_place_where_nobody_can_meet_is_one_sentence(tmp_path: Path) -> None:
         taken = silent.getsockname()[1]
         start = time.monotonic()
         doors: Sequence[tuple[Callable[[], stores.Meeting], str]] = (
-            (lambda: stores.connect("127.0.0.1", _free_port(), 1), "nothing answers there within --timeout 1 s"),
+            (lambda: stores.connect("127.0.0.1", free_port(), 1), "nothing answers there within --timeout 1 s"),
             (lambda: stores.connect("no-such-host.invalid", 29500, 1), "does not resolve"),
             (lambda: stores.connect("127.0.0.1", taken, 1), "not the store of a rank 0"),
             (lambda: stores.serve("127.0.0.1", taken, 1), "another program uses the port"),
@@ -492,7 +511,7 @@ def test_another_service_at_the_address_is_one_sentence_and_nothing_else() -> No
 
 def test_the_store_of_this_torch_is_known_by_its_answer() -> None:
     assert stores._greeting_is_torchs()
-    meeting = stores.serve("127.0.0.1", port := _free_port(), 5)
+    meeting = stores.serve("127.0.0.1", port := free_port(), 5)
     other = stores.connect("127.0.0.1", port, 5)
     other.store.set("word", "heard")
     assert meeting.store.get("word") == b"heard"
@@ -502,14 +521,14 @@ def test_the_store_of_this_torch_is_known_by_its_answer() -> None:
 def test_a_store_of_a_torch_that_greets_otherwise_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_GREETING", b"")  # which no store answers
     monkeypatch.setattr(stores, "_PROBE_S", 1.0)
-    meeting = stores.serve("127.0.0.1", port := _free_port(), 5)
+    meeting = stores.serve("127.0.0.1", port := free_port(), 5)
     other: Any = stores.connect("127.0.0.1", port, 1).store
     assert other.set("word", "heard") is None
     assert meeting.store.get("word") == b"heard"
 
 
 def test_a_store_listens_on_its_address_alone() -> None:
-    port = _free_port()
+    port = free_port()
     meeting = stores.serve("127.0.0.1", port, 5)
     listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
     assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]

@@ -84,7 +84,7 @@ def test_a_compiled_model_is_the_same_model(pool: RankPool, tmp_path: Path, alon
     # 37 samples an epoch, in batches of 18, 18 and 1: the share of the second rank is once empty.
     values = NET | {"model": "tests.models:Normed", "data": "fake", "samples": 37, "image_size": 8, "batch": 18}
     values |= {"max_steps": 3}
-    assert apart(curve(pool, tmp_path, 2, **values, compile=True, limit_s=600), alone(**values)) < LAW
+    assert apart(curve(pool, tmp_path, 2, **values, compile=True), alone(**values)) < LAW
 
 
 @pytest.mark.parametrize("strategy", SEVERAL)

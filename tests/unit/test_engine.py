@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
 
 from lockstep.config import RunConfig
 from lockstep.engine import advance
@@ -12,6 +15,7 @@ from lockstep.job import assemble
 from lockstep.meter import Meter
 from lockstep.options import override
 from lockstep.record.base import Nothing
+from lockstep.topology import Topology
 from lockstep.world import World
 
 from ..reading import NoReading
@@ -23,9 +27,20 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(params=["single", "ddp"])
+def strategy(request: pytest.FixtureRequest) -> Iterator[tuple[str, World]]:
+    """A strategy's name and a world of one rank for it: for ddp with a group, which exchanges with itself."""
+    alone = request.param == "single"
+    world = World.alone() if alone else World.join(Topology(), torch.device("cpu"), HashStore(), timeout_s=60)
+    yield request.param, world
+    world.close()
+
+
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: str(options["model"]))
-def test_no_step_reads_a_value(options: dict[str, Any]) -> None:
-    job = assemble(override(RunConfig(), data="digits", batch=20, strategy="single", **options), World.alone())
+def test_no_step_reads_a_value(strategy: tuple[str, World], options: dict[str, Any]) -> None:
+    name, world = strategy
+    job = assemble(override(RunConfig(), data="digits", batch=20, strategy=name, **options), world)
+    assert (job.replica is job.model) == (name == "single"), "ddp has a group, and wraps"
     meter = Meter(job.world, Nothing(), log_every=100, total_steps=job.total_steps)
     batches = iter(job.batches(0))
     with NoReading():

@@ -2,37 +2,65 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from lockstep.interrupts import STOPPING, StopRequest
+from lockstep.interrupts import _ECHO_S, STOPPING, Heard, Interrupts, StopRequest
+
+from ..command import until
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_signal_asks(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with StopRequest() as stop:
-        asked = [stop.asked]
-        os.kill(os.getpid(), number)
+def test_what_a_signal_means_depends_on_when_the_first_one_came() -> None:
+    times_s = iter((100.0, 100.0, 100.0 + _ECHO_S, 100.0 + _ECHO_S + 0.001))
+    interrupts = Interrupts(lambda: next(times_s))
+    before = (interrupts.asked, interrupts.insisted)
+    found = [(interrupts.hear(), interrupts.asked, interrupts.insisted) for _ in range(4)]
+    assert before == (False, False)
+    assert found == [
+        (Heard.FIRST, True, False),
+        (Heard.ECHO, True, False),
+        (Heard.ECHO, True, False),
+        (Heard.SECOND, True, True),
+    ]
+
+
+# However slowly it runs, the second signal of this process is soon after the first.
+_ASKED_TWICE = """
+import signal
+from lockstep import interrupts
+interrupts._ECHO_S = 600
+before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+with interrupts.StopRequest() as stop:
+    asked = [stop.asked]
+    for _ in range(2):
+        signal.raise_signal(signal.{})
         asked.append(stop.asked)
-        os.kill(os.getpid(), number)  # so soon, it is the first one passed on by a launcher
-        asked.append(stop.asked)
-        assert asked == [False, True, True]
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    assert capfd.readouterr().err.strip() == f"lockstep: {STOPPING}"
+after = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+print(*asked, after == before)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_the_first_signal_asks(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _ASKED_TWICE.format(name)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "False True True True\n")
+    assert done.stderr.strip() == f"lockstep: {STOPPING}"
 
 
 def test_under_nohup_a_terminal_that_goes_changes_nothing() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopRequest(quiet=True) as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            signal.raise_signal(signal.SIGHUP)
             assert not stop.asked
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -59,24 +87,33 @@ def test_in_another_thread_nothing_changes() -> None:
     assert seen == [(before, False)]
 
 
-def test_the_second_signal_ends_the_process_at_once() -> None:
-    code = (
-        "import time\nfrom lockstep.interrupts import StopRequest\n"
-        "with StopRequest():\n"
-        "    print('ready', flush=True)\n"
-        "    while True:\n"
-        "        try: time.sleep(60)\n"
-        "        except Exception: pass\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.7)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=5)
-    assert process.returncode == 1
-    asked, killed = filter(None, err.decode().splitlines())
+_STUBBORN = """
+import pathlib, time
+from lockstep.interrupts import StopRequest
+with StopRequest():
+    pathlib.Path("ready").touch()
+    while True:
+        try: time.sleep(60)
+        except Exception: pass
+"""
+
+
+def test_the_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with (
+        told.open("w") as err,
+        subprocess.Popen([sys.executable, "-c", _STUBBORN], cwd=tmp_path, stderr=err) as process,
+    ):
+        try:
+            until((tmp_path / "ready").exists)
+            process.send_signal(signal.SIGINT)
+            until(lambda: STOPPING in told.read_text())
+            time.sleep(3 * _ECHO_S)
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 1
+        finally:
+            process.kill()
+    asked, killed = filter(None, told.read_text().splitlines())
     assert asked == f"lockstep: {STOPPING}"
     assert killed.startswith("lockstep: Killed by a second signal, without saving;")

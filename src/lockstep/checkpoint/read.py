@@ -132,7 +132,7 @@ def _offer(damaged: Path) -> str:
                 for _ in _verified(folder):
                     pass
                 return f"the last good one is {folder}: give that one instead."
-    return "there is no other good one beside it."
+    return "there is no other good one beside it; leave --resume out to start anew in another --output."
 
 
 def _why_not(path: Path) -> str:

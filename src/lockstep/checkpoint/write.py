@@ -34,7 +34,7 @@ class Checkpoints:
     def __init__(
         self, folder: Path, *, warn: Callable[[str], None], saved: Callable[[int, Path], None] | None = None
     ) -> None:
-        self._folder = folder
+        self.folder = folder
         self._warn = warn
         self._saved = saved
         self._writer: threading.Thread | None = None
@@ -73,7 +73,7 @@ class Checkpoints:
                 self._saved(self._step, outcome)
         elif isinstance(outcome, OSError | SafetensorError):
             self._warn(
-                f"The checkpoint of step {self._step} could not be written to {self._folder} ({outcome}); "
+                f"The checkpoint of step {self._step} could not be written to {self.folder} ({_reason(outcome)}); "
                 f"training goes on, and the checkpoints before it are untouched."
             )
         elif outcome is not None:
@@ -85,9 +85,16 @@ class Checkpoints:
 
     def _write(self, groups: dict[str, dict[str, Tensor]], text: bytes, best: bool) -> None:
         try:
-            self._outcome = _publish(self._folder, groups, text, step=self._step, best=best)
+            self._outcome = _publish(self.folder, groups, text, step=self._step, best=best)
         except BaseException as error:  # handed to the thread that trains, by `wait`
             self._outcome = error
+
+
+def _reason(error: OSError | SafetensorError) -> str:
+    """Return the operating system's word, which safetensors hands on within a sentence of its own."""
+    if found := re.search(r"os error (\d+)", str(error)):
+        return os.strerror(int(found[1]))
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _snapshot(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -27,7 +27,7 @@ class Arguments:
     """Train one model on any number of devices."""
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
-    recipe: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="RECIPE")] = None
+    recipe: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[RECIPE]")] = None
     """A recipe's name (lockstep info lists them); flags and --config beat its values."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.toml")] = None
     """A TOML file with options by their flags' names; flags beat it, it beats the recipe."""

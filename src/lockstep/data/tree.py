@@ -88,7 +88,10 @@ def scan(config: DataConfig) -> Arrays:
         listed = [_images(root, name) for name in classes[split]]
         for name, files in zip(classes[split], listed, strict=True):
             if not files:
-                raise RequestError(f"Class folder {root / name} holds no images ({', '.join(ENDINGS[:3])}, …).")
+                raise RequestError(
+                    f"Class folder {root / name} holds no images ({', '.join(ENDINGS[:3])}, …); "
+                    "put some there, or remove the folder, for val and train alike."
+                )
         labels = [label for label, files in enumerate(listed) for _ in files]
         table = FileTable.of(root, (path for files in listed for path in files), labels)
         arrays |= {f"{split} names": table.names, f"{split} ends": table.ends, f"{split} labels": table.labels}
@@ -96,7 +99,8 @@ def scan(config: DataConfig) -> Arrays:
         where = "train" if different[0] in classes["train"] else "val"
         raise RequestError(
             f"The classes of train and val in {config.dir} differ: {', '.join(different[:5])}"
-            f"{' …' if len(different) > 5 else ''} ({len(different)} in all); {different[0]} is in {where} only."
+            f"{' …' if len(different) > 5 else ''} ({len(different)} in all); {different[0]} is in {where} "
+            "only. Give both the same folders of classes."
         )
     arrays["classes"] = np.array(len(classes["train"]))
     return arrays

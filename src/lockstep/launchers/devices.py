@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from .. import hardware
 from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError
-from ..kinds import auto, kind
+from ..kinds import auto, kind, with_ranks
 
 
 def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
@@ -110,10 +110,10 @@ def _check_one_process(parallel: ParallelConfig, env: Mapping[str, str]) -> None
     if ranks > 1:
         raise RequestError(
             f"--strategy {parallel.strategy} is one process, but {ranks} ranks were asked for (by --nodes, "
-            "--world-size or the environment's WORLD_SIZE); take --strategy ddp, or start one process."
+            f"--world-size or the environment's WORLD_SIZE); take --strategy {with_ranks()}, or start one process."
         )
     asked = parallel.devices or len(parallel.gpu_indices)
     if asked > 1 and not kind(parallel.strategy).drives_all:
         raise RequestError(
-            f"--strategy {parallel.strategy} uses one device, but {asked} were asked for; take ddp or one device."
+            f"--strategy {parallel.strategy} uses one device, but {asked} were asked for; take {with_ranks()} or one device."
         )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import own
 from ..errors import RequestError, counted
 from .modes import evaluating
 
@@ -25,8 +26,8 @@ def check(
     """Raise `RequestError` where `model`, called `name`, does not give (N, at least `classes`) scores.
 
     Its samples have this shape and dtype; `empty` says that it will get batches of none too. The model is in
-    evaluation mode meanwhile: statistics stay as they are, and dropout draws nothing. What its forward pass raises
-    goes through. To be called where autocast is on if it will be.
+    evaluation mode meanwhile: statistics stay as they are, and dropout draws nothing. To be called where autocast is on
+    if it will be.
     """
     if not dtype.is_floating_point and ":" not in name:
         raise RequestError(
@@ -35,10 +36,24 @@ def check(
         )
     device = next((each.device for each in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     with evaluating(model), torch.no_grad():
-        found = model(torch.zeros((_SAMPLES, *shape), dtype=dtype, device=device))
+        found = _tried(name, model, torch.zeros((_SAMPLES, *shape), dtype=dtype, device=device))
         _check_scores(name, found, classes)
         if empty:
             _check_empty(name, model, torch.zeros((0, *shape), dtype=dtype, device=device), found.shape[1])
+
+
+def _tried(name: str, model: nn.Module, x: Tensor) -> Any:
+    """Return what the model makes of `x`; what layers raise for samples they were not made for is a request's fault."""
+    try:
+        return model(x)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise RequestError(
+            f"--model {name} cannot take this data set's samples, {x.dtype} of shape {tuple(x.shape[1:])}: it "
+            f"{own.raised(error)}; give a model for such samples (arguments named classes, in_channels, image_size and "
+            "shape are told of them), or other data."
+        ) from error
 
 
 def _check_scores(name: str, found: Any, classes: int) -> None:
@@ -77,5 +92,5 @@ def _in_words(found: Any) -> str:
     if isinstance(found, Mapping):
         return f"several things by name ({', '.join(map(str, found))})"
     if isinstance(found, tuple | list):
-        return f"{len(found)} things at once"
+        return f"{counted(len(found), 'thing')} at once"
     return "nothing" if found is None else f"an object of type {type(found).__name__}"
