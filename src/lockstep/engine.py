@@ -96,8 +96,8 @@ def _saver(config: RunConfig, world: World, recorder: Recorder, loaded: State | 
     return Saver(config.record.output, world, recorder, taken_up_at=loaded.meta["step"] if loaded else None)
 
 
-def evaluate_checkpoint(config: RunConfig, world: World) -> Scores:
-    """Return the exact scores of the checkpoint that `config.checkpoint.resume` names (*collective*)."""
+def evaluate_checkpoint(config: RunConfig, world: World) -> tuple[int, Scores]:
+    """Return the step and the exact scores of the checkpoint that `config.checkpoint.resume` names (*collective*)."""
     loaded = resume.load(config, world, keys=resume.EVALUATED)
     assert loaded is not None, "the command names a checkpoint"
     # An evaluation has no global batch that would have to be split; each rank takes this many samples at once.
@@ -110,7 +110,7 @@ def evaluate_checkpoint(config: RunConfig, world: World) -> Scores:
         restore_model(job, loaded)
         scores = _evaluate(job, lambda: False)
         assert scores is not None, "nobody stops it"
-        return scores
+        return loaded.meta["step"], scores
     finally:
         job.data.close()
 

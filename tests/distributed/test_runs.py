@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from lockstep import resume
+from lockstep import checkpoint, resume
+from lockstep.cli.main import main
 from lockstep.config import RunConfig
 from lockstep.engine import train
 from lockstep.errors import RequestError
@@ -15,6 +17,7 @@ from lockstep.options import leaves, override
 from lockstep.record.base import Nothing
 from lockstep.world import World
 
+from ..command import refusal
 from ..curves import curve
 from ..pool import RankPool
 
@@ -77,3 +80,49 @@ def test_every_option_either_makes_the_run_or_may_change() -> None:
     makes = set(resume.identity(RunConfig()))
     assert makes.isdisjoint(MAY_CHANGE)
     assert makes | MAY_CHANGE == {leaf.key for leaf in leaves()}
+
+
+def test_a_complete_run_that_is_taken_up_again_says_so_and_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    words = ["train", "digits", "--model", "mlp", "--accelerator", "cpu", "--max-steps", "3", "--output"]
+    assert main([*words, str(run)]) == 0
+    before = json.loads((run / "summary.json").read_text())
+    for again in ([str(run), "--resume", "auto"], [str(other), "--resume", str(run)]):
+        capsys.readouterr()
+        assert main([*words, *again]) == 0
+        told = "".join(capsys.readouterr())
+        assert "nothing is left to train" in told
+        assert "warning" not in told
+    assert json.loads((run / "summary.json").read_text()) == before
+    assert checkpoint.load(other).meta["step"] == checkpoint.load(other / "checkpoints" / "best").meta["step"] == 3
+
+
+def test_large_weights_are_finite(pool: RankPool, tmp_path: Path) -> None:
+    # Their squares overflow in float32: the norm is infinite, and they are not.
+    curve(pool, tmp_path, 1, model="mlp", data="digits", precision="fp32", lr=1e25, max_steps=1)
+    assert max(float(held.abs().max()) for held in checkpoint.load(tmp_path).tensors.values()) > 1e20
+
+
+def test_the_config_of_ranks_started_by_hand_is_the_run_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meeting = ("--world-size", "1", "--rank", "0", "--init-method", f"file://{tmp_path / 'meet'}")
+    words = ("train", "digits", "--model", "mlp", "--accelerator", "cpu", "--max-steps", "1", "--output")
+    assert main([*words, str(tmp_path / "first"), *meeting]) == 0
+    again = ("train", "--config", str(tmp_path / "first" / "config.toml"), "--output", str(tmp_path / "second"))
+    assert main([*again]) == 0
+    first, second = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("first", "second"))
+    assert (first["chosen"]["launcher"], second["chosen"]["launcher"]) == ("manual", "inline")
+    assert checkpoint.load(tmp_path / "first").meta["config"] == checkpoint.load(tmp_path / "second").meta["config"]
+
+
+def test_samples_that_a_model_cannot_take_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flat.py").write_text("from torch import nn\ndef net(classes):\n    return nn.Linear(20, classes)\n")
+    said = refusal(capsys, "train", "digits", "--model", "flat:net", "--precision", "fp32")
+    assert "--model flat:net cannot take this data set's samples, torch.float32 of shape (1, 8, 8): it raised" in said
+    assert not (tmp_path / "runs" / "digits-flat.net").exists()

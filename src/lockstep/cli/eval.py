@@ -55,7 +55,8 @@ def main(given: list[str]) -> int:
         with output.written():
             Console(highlight=False).print(
                 f"test accuracy {scores['top1']:.2%}  top-5 {scores['top5']:.2%}  loss {scores['loss']:.4f}  "
-                f"{scores['samples']:,} images",
+                f"{scores['samples']:,} images  "
+                f"step {scores['step']:,}",
                 soft_wrap=True,
             )
     return 0
@@ -84,4 +85,5 @@ def _entry(config: RunConfig, world: World) -> dict[str, Any]:
     from ..engine import evaluate_checkpoint
 
     output.survive()  # a rank is a process of its own
-    return dataclasses.asdict(evaluate_checkpoint(config, world))
+    step, scores = evaluate_checkpoint(config, world)
+    return dataclasses.asdict(scores) | {"step": step}
