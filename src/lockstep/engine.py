@@ -209,7 +209,6 @@ def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
 def _result(job: Job, progress: Progress, meter: Meter, recorder: Recorder) -> RunResult:
     assert progress.scores is not None
     peak = meter.telemetry.peak_memory_bytes()
-    p50_s, p95_s = meter.clock.percentiles(50, 95) if meter.images else (None, None)
     peaks = job.world.sum(torch.tensor([peak["host"] or 0, peak["device"] or 0], device=job.world.device)).tolist()
     result = RunResult(
         top1=progress.scores.top1,
@@ -219,12 +218,17 @@ def _result(job: Job, progress: Progress, meter: Meter, recorder: Recorder) -> R
         samples=progress.scores.samples,
         steps=progress.step,
         epoch_s=tuple(progress.epoch_s),
-        images_per_s=meter.images / meter.train_s if meter.train_s else None,
-        step_p50_s=p50_s,
-        step_p95_s=p95_s,
-        data_wait_s=meter.wait_s if meter.images else None,
-        peak_memory_bytes={"host": peaks[0], "device": peaks[1]},
         output=str(job.config.record.output or ""),
     )
+    if meter.images:
+        p50_s, p95_s = meter.clock.percentiles(50, 95)
+        result = dataclasses.replace(
+            result,
+            images_per_s=meter.images / meter.train_s,
+            step_p50_s=p50_s,
+            step_p95_s=p95_s,
+            data_wait_s=meter.wait_s,
+            peak_memory_bytes={"host": peaks[0], "device": peaks[1]},
+        )
     recorder.record("finish", **result.as_json())
     return result

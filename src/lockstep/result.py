@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -32,8 +32,8 @@ COVERS = {
 class RunResult:
     """The outcome of a run; the names are those of `summary.json`.
 
-    `COVERS` says of whom each measured number is; it goes into the file too. Rates and step times are None where this
-    process trained no step.
+    `COVERS` says of whom each measured number is; it goes into the file too. Rates, step times and memory are None
+    where this process trained no step.
     """
 
     top1: float
@@ -43,11 +43,11 @@ class RunResult:
     samples: int
     steps: int
     epoch_s: tuple[float, ...]
-    images_per_s: float | None
-    step_p50_s: float | None
-    step_p95_s: float | None
-    data_wait_s: float | None
-    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    images_per_s: float | None = None
+    step_p50_s: float | None = None
+    step_p95_s: float | None = None
+    data_wait_s: float | None = None
+    peak_memory_bytes: dict[str, int] | None = None
     output: str = ""
     exit: int = 0
 
