@@ -58,7 +58,7 @@ def entry(config: RunConfig, world: World) -> float:
 def main() -> int:
     """Launch `entry` on the ranks that the flags ask for, and return the exit code."""
     parser = argparse.ArgumentParser(description="A training loop of your own.", argument_default=argparse.SUPPRESS)
-    parser.add_argument("--strategy", help="single, dp or ddp")
+    parser.add_argument("--strategy", help="single, dp, ddp … (lockstep info lists them)")
     parser.add_argument("--devices", help="GPUs, or processes on a CPU")
     parser.add_argument("--batch", help="global batch: samples in one step, over all devices")
     asked = {name: int(text) if text.isdecimal() else text for name, text in vars(parser.parse_args()).items()}

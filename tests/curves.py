@@ -56,9 +56,9 @@ def curve(pool: RankPool, folder: Path, ranks: int, **values: Any) -> Curve:
 def spread(strategy: str, replicas: int) -> tuple[int, dict[str, Any]]:
     """Return the number of ranks, and the options, with which `strategy` has that many replicas of the model."""
     kind = KINDS[strategy]
-    return replicas if kind.process_per_device else 1, {
+    return replicas if kind.has_ranks else 1, {
         "strategy": strategy,
-        "devices": replicas if kind.drives_all else None,
+        "devices": replicas if kind.drives_all and not kind.has_ranks else None,
     }
 
 

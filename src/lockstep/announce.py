@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any
 
 from . import resume
+from .config import SPANNING_SCHEDULES
+from .errors import counted
 from .folders import unwritable
 from .job import Job
 from .nn.sync_batchnorm import is_folded
@@ -27,7 +29,7 @@ def announce(job: Job, progress: Progress, recorder: Recorder) -> None:
 def _record(job: Job, progress: Progress, recorder: Recorder) -> None:
     recorder.record(
         "start",
-        lines=[str(job.plan), *_said(job), *_skipped(job), *_continued(job, progress.step)],
+        lines=[str(job.plan), *_said(job), *_skipped(job), *_continued(job, progress)],
         plan=dataclasses.asdict(job.plan),
         chosen=_chosen(job),
         output=str(job.config.record.output or ""),
@@ -62,16 +64,27 @@ def _skipped(job: Job) -> list[str]:
     return [f"{what} left out: {', '.join(files[:3])}"] if files else []
 
 
-def _continued(job: Job, first_step: int) -> list[str]:
-    """Return a line that says whether the run goes on from a checkpoint, if that was asked for."""
-    path = resume.source(job.config)
+def _continued(job: Job, progress: Progress) -> list[str]:
+    """Return lines that say whether the run goes on from a checkpoint, if that was asked for, and as what."""
+    path, first_step = resume.source(job.config), progress.step
     if path is not None and first_step >= job.total_steps:
         return [f"nothing is left to train: {path} is complete at step {first_step:,} of {job.total_steps:,}"]
     if path is not None:
-        return [f"continuing at step {first_step:,} of {job.total_steps:,}, from {path}"]
+        return [f"continuing at step {first_step:,} of {job.total_steps:,}, from {path}", *_rescheduled(job, progress)]
     if job.config.checkpoint.resume:
         return [f"nothing to resume in {job.config.record.output}: a new run"]
     return []
+
+
+def _rescheduled(job: Job, progress: Progress) -> list[str]:
+    """Return a line where more or fewer epochs than before make another schedule."""
+    schedule, epochs, before = job.config.optim.schedule, job.config.epochs, progress.planned_epochs
+    if before == epochs or schedule not in SPANNING_SCHEDULES:
+        return []
+    return [
+        f"--schedule {schedule} spans {counted(epochs, 'epoch')} from here on, and was begun for {before}: the steps "
+        "behind had other learning rates"
+    ]
 
 
 def _said(job: Job) -> list[str]:

@@ -28,6 +28,8 @@ ACCELERATORS = ("auto", "cpu", "cuda")
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", "fp64")
 OPTIMIZERS = ("sgd", "adamw", "muon")
 SCHEDULES = ("constant", "step", "multistep", "cosine", "onecycle")
+SPANNING_SCHEDULES = ("cosine", "onecycle")
+"""Those whose learning rates depend on how many epochs the run has."""
 LR_RULES = ("none", "linear", "sqrt")
 BATCHNORMS = ("auto", "sync", "local")
 SWITCHES = ("auto", "on", "off")

@@ -35,6 +35,8 @@ class Progress:
     scores: Scores | None = None
     """Of the last evaluation, which was at step `evaluated`."""
     evaluated: int = 0
+    planned_epochs: int | None = None
+    """Epochs that the run was to have when it was saved; None where it begins."""
 
 
 class Saver:
@@ -161,6 +163,7 @@ def _state(job: Job, progress: Progress) -> State:
         "best_top1": progress.best_top1,
         "scores": None if progress.scores is None else dataclasses.asdict(progress.scores),
         "evaluated": progress.evaluated,
+        "planned_epochs": job.config.epochs,
         "batchnorm": job.batchnorm,
         "replicas": job.replicas,
         "accumulation": job.plan.accumulation,
@@ -197,6 +200,7 @@ def restore(job: Job, loaded: State) -> Progress:
         best_top1=meta["best_top1"],
         scores=None if meta["scores"] is None else Scores(**meta["scores"]),
         evaluated=meta["evaluated"],
+        planned_epochs=meta["planned_epochs"],
     )
 
 

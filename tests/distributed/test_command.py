@@ -312,6 +312,7 @@ def test_a_checkpoint_has_the_scores_that_the_run_gave(whole: Whole, capsys: pyt
     run, _ = whole(*NET, *DDP)
     scores = events(run, "eval")[-1]
     said = f"test accuracy {scores['top1']:.2%}  top-5 {scores['top5']:.2%}  loss {scores['loss']:.4f}  360 images"
+    said += f"  step {STEPS}"
     two = command(run.parent, "eval", "run", "--devices", 2)
     assert (two.code, two.out.strip(), two.err) == (0, said, "")
     many = command(run.parent, "eval", "run", "--devices", 3, "--batch", 2)  # no batch of two ranks' is split here
@@ -320,3 +321,4 @@ def test_a_checkpoint_has_the_scores_that_the_run_gave(whole: Whole, capsys: pyt
     one = command(run.parent, "eval", "run/checkpoints/best")
     assert (one.code, one.err) == (0, "")
     assert f"{best['top1']:.2%}" in one.out
+    assert f"step {best['step']}" in one.out

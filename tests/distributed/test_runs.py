@@ -126,3 +126,14 @@ def test_samples_that_a_model_cannot_take_are_refused(
     said = refusal(capsys, "train", "digits", "--model", "flat:net", "--precision", "fp32")
     assert "--model flat:net cannot take this data set's samples, torch.float32 of shape (1, 8, 8): it raised" in said
     assert not (tmp_path / "runs" / "digits-flat.net").exists()
+
+
+def test_another_number_of_epochs_that_makes_another_schedule_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "digits", "--model", "mlp", "--accelerator", "cpu", "--output", str(tmp_path), "--resume", "auto"]
+    told = []
+    for steps, epochs in ((1, 2), (2, 2), (3, 3)):
+        assert main([*words, "--schedule", "cosine", "--max-steps", str(steps), "--epochs", str(epochs)]) == 0
+        told.append("the steps behind had other learning rates" in capsys.readouterr().out)
+    assert told == [False, False, True]

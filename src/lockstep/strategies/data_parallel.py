@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..config import ParallelConfig
 from ..errors import RequestError
+from ..kinds import with_ranks
 from ..world import World
 from .base import Replicated
 
@@ -51,7 +52,7 @@ class DataParallel(Replicated):
         if len(self.devices) > 1 and any(module._compiled_call_impl is not None for module in model.modules()):
             raise RequestError(
                 f"--compile cannot work under --strategy dp on {len(self.devices)} devices, because a copy of a "
-                "compiled module calls the original; leave it out, or use --strategy ddp."
+                f"compiled module calls the original; leave it out, or use --strategy {with_ranks()}."
             )
         if self.devices[0].type == "cuda":
             return DeviceReplicas(model, self.devices)
