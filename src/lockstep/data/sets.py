@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from .. import own as users
 from ..config import DataConfig
 from ..errors import RequestError, unknown
-from . import cifar, own, tree
+from . import cifar, tree
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +68,16 @@ def _fake(wish: Wish) -> Splits:
     return fake.build(wish)
 
 
+def _find_own(config: DataConfig) -> None:
+    users.check("--data", config.name)
+
+
+def _own(wish: Wish) -> Splits:
+    from . import own
+
+    return own.build(wish)
+
+
 @dataclass(frozen=True)
 class _Entry:
     """How a data set is built, and what is checked before any process starts."""
@@ -105,7 +115,7 @@ def names() -> tuple[str, ...]:
 
 def _entry(config: DataConfig) -> _Entry:
     if ":" in config.name:
-        return _Entry(own.build, own.check)
+        return _Entry(_own, _find_own)
     table = _table()
     if config.name not in table:
         users.check_no_module("--data", config.name, "splits")

@@ -1,0 +1,120 @@
+"""The samples of a user's map-style data set, read and checked one by one, in worker processes where there are some.
+
+For each sample the generators are seeded from (seed, epoch, sample index), so that what the data set draws is the
+same on any rank and in any worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import own
+from ..errors import RequestError
+from ..randomness import kept
+from .augment import Augment
+from .resident import Normalise, channels_first
+from .seeding import seed_generators, seeds
+from .source import Batch, Indices
+
+PURPOSE = {"train": 3, "test": 4, "function": 5}
+"""Keeps these draws apart from each other, and from those of the other data sets."""
+
+
+def sample_of(name: str, split: str, dataset: Any, index: int, classes: int) -> tuple[Tensor, int]:
+    """Return one sample, checked. Raises `RequestError` where it is not an (x tensor, label) of the classes."""
+    sample = dataset[index]
+    if not isinstance(sample, tuple | list) or len(sample) != 2 or not isinstance(sample[0], torch.Tensor):
+        raise RequestError(f"--data {name}: {split} sample {index} is not an (x tensor, label) pair.")
+    try:
+        given = sample[1].item() if isinstance(sample[1], torch.Tensor) else sample[1]
+        label = int(given)
+    except (TypeError, ValueError, RuntimeError):  # several numbers, a word, nothing
+        given, label = None, 0
+    if label != given:
+        shown = " ".join(repr(sample[1]).split())[:80]
+        raise RequestError(
+            f"--data {name}: {split} sample {index} has label {shown}; give a whole number from 0 to {classes - 1}."
+        )
+    if not 0 <= label < classes:
+        raise no_such_class(name, split, index, label, classes)
+    return sample[0], label
+
+
+def no_such_class(name: str, split: str, index: int, label: int, classes: int) -> RequestError:
+    """Return the error for a sample whose label lies outside the classes."""
+    return RequestError(
+        f"--data {name}: {split} sample {index} has label {label}, but there are {classes} classes, 0 to {classes - 1}."
+    )
+
+
+@dataclass(frozen=True)
+class Module:
+    """The user's module, which a worker that was not forked imports, from the current folder too, on receiving this."""
+
+    name: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _imported, (self.name,)
+
+
+def _imported(name: str) -> Module:
+    own.load("--data", name)
+    return Module(name)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a worker runs: makes batches of a map-style data set's samples, whose randomness comes from `seed`."""
+
+    module: Module
+    """Before `dataset`, since fields are unpickled in order and its class is found in this module."""
+    split: str
+    seed: int
+    dataset: Any
+    classes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self, epoch: int, share: Indices) -> Batch:
+        """Return x (n, *shape) and y (n,)."""
+        own_seeds = seeds(share, self.seed, epoch, PURPOSE[self.split])
+        x = torch.empty((len(share), *self.shape), dtype=self.dtype)
+        y = torch.empty(len(share), dtype=torch.int64)
+        with kept():
+            for place, index in enumerate(share.tolist()):
+                seed_generators(own_seeds[place])
+                try:
+                    sample, label = sample_of(self.module.name, self.split, self.dataset, index, self.classes)
+                except Exception as error:
+                    error.add_note(f"{self.split} sample {index} of --data {self.module.name}")
+                    raise
+                if sample.shape != self.shape or sample.dtype != self.dtype:
+                    raise RequestError(
+                        f"--data {self.module.name}: {self.split} sample {index} is {sample.dtype} "
+                        f"{tuple(sample.shape)}, sample 0 is {self.dtype} {self.shape}; all must be alike."
+                    )
+                x[place], y[place] = sample, label
+        return x, y
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Turns a worker's batch (n, *shape) on the device into what the engine wants."""
+
+    dtype: torch.dtype
+    channels_last: bool
+    normalise: Normalise | None
+    augment: Augment
+
+    def __call__(self, x: Tensor, share: Indices, epoch: int) -> Tensor:
+        if self.normalise is None:
+            turned = self.channels_last and x.dim() == 4
+            order = torch.channels_last if turned else torch.preserve_format
+            return x.to(dtype=self.dtype if x.is_floating_point() else x.dtype, memory_format=order)
+        draws = self.augment.draw(self.augment.keys(epoch), share)
+        moved = self.augment.move(x.permute(0, 2, 3, 1).contiguous(), draws)
+        return channels_first(self.augment.cut(self.normalise(moved), draws), channels_last=self.channels_last)
