@@ -213,7 +213,7 @@ def test_names_that_exist_pass(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "in_channels", "image_size", "sentence"),
     [
-        ("mobilenet_v3_small", 1, 32, r"takes images of 3 channels, the data has 1; use one of our own"),
+        ("mobilenet_v3_small", 1, 32, r"takes images of 3 channels, the data has 1; take one of our own"),
         ("vit_b_32", 3, 33, r"cannot take 33×33 images .*--image-size 224"),
         ("maxvit_t", 3, 33, r"cannot take 33×33 images .*--image-size 224"),
         ("alexnet", 3, 32, r"cannot take 32×32 images .*--image-size 224"),

@@ -1,0 +1,76 @@
+"""Torchvision's classifiers, built for the classes and the size of image that a data set has.
+
+Torchvision is imported only when a name is looked up: some builds of torch cannot load it, and our own nets need none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..errors import RequestError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_INSTEAD = "one of our own models (lockstep info lists them)"
+# These two return auxiliary logits beside the logits unless told otherwise, and warn unless told how to initialise.
+_PLAIN_LOGITS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
+
+
+def names() -> list[str]:
+    """Return the names of torchvision's classifiers: not its detectors, segmenters, or quantised and video nets."""
+    try:
+        from torchvision import models
+    except (ImportError, RuntimeError) as error:
+        raise RequestError(
+            f"torchvision cannot be imported ({error}); install the build that belongs to your torch, "
+            f"or take {_INSTEAD}."
+        ) from error
+    return list(models.list_models(module=models))
+
+
+def build(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
+    """Return the classifier of that name for images (channels, height, width), with weights drawn at random.
+
+    Raises `RequestError` where it cannot take such images.
+    """
+    import torch
+    from torchvision import models
+
+    in_channels, height, width = shape
+    if in_channels != 3:
+        raise RequestError(
+            f"Model {name!r} of torchvision takes images of 3 channels, the data has {in_channels}; "
+            f"take {_INSTEAD}, which take any, or your own as module:attribute."
+        )
+    options: dict[str, Any] = dict(_PLAIN_LOGITS.get(name, {}))
+    if name.startswith("vit_"):
+        options["image_size"] = width
+    if name.startswith("maxvit"):
+        options["input_size"] = (height, width)
+    # Those that are built for a size refuse it when they are built.
+    with _refusal(name, shape) if options.keys() & {"image_size", "input_size"} else contextlib.nullcontext():
+        model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options)
+    with _refusal(name, shape), torch.no_grad():
+        model.eval()(torch.zeros(1, *shape))
+    return model.train()
+
+
+@contextlib.contextmanager
+def _refusal(name: str, shape: tuple[int, ...]) -> Iterator[None]:
+    """Turn what shapes that do not fit raise, in torch or in torchvision's own checks, into a `RequestError`."""
+    import torch
+
+    try:
+        yield
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = str(error).split("\n")[0] or type(error).__name__
+        if isinstance(error, torch.OutOfMemoryError | NotImplementedError) or "can't allocate memory" in reason:
+            raise
+        _, height, width = shape
+        raise RequestError(
+            f"Model {name!r} of torchvision cannot take {height}×{width} images ({reason}); use --image-size "
+            f"224, for which it is made, or {_INSTEAD}, which take any size."
+        ) from error
