@@ -21,11 +21,11 @@ from .announce import announce
 from .config import RunConfig
 from .errors import RunError, Stopped
 from .evaluation import evaluate
+from .files import write_json
 from .interrupts import StopRequest
 from .job import Batch, Job, assemble
 from .meter import Meter, NonFiniteLossError
 from .record.base import Recorder
-from .record.files import write_json
 from .result import RunResult, Scores
 from .saving import Progress, Saver, remedy, restore, restore_model
 from .state import State

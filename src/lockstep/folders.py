@@ -26,7 +26,7 @@ _BEGUN = "manifest.json"
 
 
 @dataclass(frozen=True)
-class Claim:
+class RunFolder:
     """A run's folder, held."""
 
     path: Path
@@ -48,7 +48,7 @@ class Claim:
         self.release()
 
 
-def claim(config: RunConfig) -> Claim:
+def claim(config: RunConfig) -> RunFolder:
     """Return the folder of the run that `config` asks for, made if it is new, and hold it.
 
     Raises `RequestError` where the folder holds another run, is in use by one, or cannot be made.
@@ -61,7 +61,7 @@ def claim(config: RunConfig) -> Claim:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
-    claimed = Claim(path, is_new, _hold(path))
+    claimed = RunFolder(path, is_new, _hold(path))
     try:
         _check_free(path, config.checkpoint.resume)
     except RequestError:
@@ -158,7 +158,7 @@ def _numbered(config: RunConfig) -> tuple[str, dict[int, Path]]:
     return name, there
 
 
-def _fresh(config: RunConfig) -> Claim:
+def _fresh(config: RunConfig) -> RunFolder:
     name, there = _numbered(config)
     for number in count(max(there, default=0) + 1):
         folder = RUNS / (name if number == 1 else f"{name}-{number}")
@@ -168,7 +168,7 @@ def _fresh(config: RunConfig) -> Claim:
             continue
         except OSError as error:
             raise RequestError(f"{folder} cannot be made: {error.strerror}; give --output FOLDER.") from error
-        return Claim(folder, True, _hold(folder))
+        return RunFolder(folder, True, _hold(folder))
     raise AssertionError("numbers do not end")
 
 

@@ -14,10 +14,10 @@ from . import failures, folders, hardware, resume
 from .config import RunConfig
 from .engine import train
 from .errors import RequestError
+from .files import write_whole
 from .launchers.table import visible_gpus
 from .options import flatten, to_toml
 from .record.base import Nothing, Recorder
-from .record.files import write_whole
 from .record.table import build as build_recorder
 from .result import RunResult
 from .world import World
@@ -54,7 +54,7 @@ def run(config: RunConfig, world: World) -> RunResult:
 @contextlib.contextmanager
 def _claimed(config: RunConfig, world: World) -> Iterator[Path]:
     """Hold the run's folder while the block runs; one that was made for a run that is refused goes (*collective*)."""
-    held: list[folders.Claim] = []
+    held: list[folders.RunFolder] = []
 
     def attempt() -> str:
         if world.is_main:

@@ -156,4 +156,4 @@ def test_data_workers_leave_nothing_behind(way: str, tmp_path: Path) -> None:
 def test_gpus_that_torch_cannot_use_are_refused_in_words_that_hold_for_auto_too() -> None:
     resolved = override(RunConfig(), accelerator="cuda")
     with pytest.raises(RequestError, match=r"^The driver shows GPUs, .* \(auto takes it too\), .* --accelerator cpu"):
-        rank.settle(resolved, {}, Topology())
+        rank.take_device(resolved, {}, Topology())

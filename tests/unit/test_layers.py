@@ -20,6 +20,7 @@ LAYERS: list[list[str]] = [
     [
         "synonyms",
         "errors",
+        "files",
         "config",
         "options",
         "topology",

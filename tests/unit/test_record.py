@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lockstep.batching import BatchPlan
+from lockstep.files import write_json, write_whole
 from lockstep.record import manifest, telemetry
 from lockstep.record.base import Nothing, Recorders
 from lockstep.record.console import PLAIN_EVERY_S, Screen, Terminal
-from lockstep.record.files import write_json, write_whole
 from lockstep.record.jsonl import JsonLines, encode, rewind
 from lockstep.record.table import build
 from lockstep.record.telemetry import HostClock, Telemetry, percentiles

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..record.files import sync_folder
+from ..files import sync_folder
 from ..state import State
 from .layout import FORMAT, STATE, SUMS, VERSION, digest, free_name, render, steps
 

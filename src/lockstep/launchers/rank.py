@@ -1,4 +1,4 @@
-"""What every rank does, however its process came to be: settle on its device, join the world, run, leave.
+"""What every rank does, however its process came to be: take its device, join the world, run, leave.
 
 torch is imported here and nowhere else in the launchers' first steps, so that a command which only looks up a name
 stays quick. These functions run in the rank's own process and may read and set its environment.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _CLOSE_S = 1.0  # for leaving a world that failed, before the failure is told without having left
 
 
-def settle(config: RunConfig, env: Mapping[str, str], topology: Topology, *, sharing: int = 1) -> torch.device:
+def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *, sharing: int = 1) -> torch.device:
     """Return the device of this rank, made the current one; take its share of the processors.
 
     `sharing` is the number of ranks that may run on the same processors, this one included.
@@ -62,7 +62,7 @@ def run_alone(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any:
     """Run the entry in this process as a world of one rank; return its value."""
     from ..world import World
 
-    return entry(config, World.alone(settle(config, env, Topology())))
+    return entry(config, World.alone(take_device(config, env, Topology())))
 
 
 def run_met(
@@ -95,7 +95,7 @@ def run_met(
     try:
         _check_node(config, topology)
         bind(claims.interface(came, mine))
-        device = settle(config, env, topology, sharing=claims.sharing(came, mine))
+        device = take_device(config, env, topology, sharing=claims.sharing(came, mine))
         call.stand_by(came, parallel.timeout)
     except BaseException:
         call.abandon()

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .files import legal, write_whole
+from ..files import legal, write_whole
 
 # JSON escapes control characters inside strings, so this separator can be told from all that a value may hold. One
 # encoder call for a whole interval takes half the time of a call for each line.

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from ..files import write_json
 from ..result import RunResult
 from ..topology import Topology
 from ..versions import version_of
-from .files import write_json
 
 _PACKAGES = ("lockstep-torch", "torchvision", "numpy", "safetensors")
 
