@@ -187,8 +187,8 @@ def assemble(config: RunConfig, world: World, *, accumulation: int | None = None
         trial.check(config.model.name, model, classes=train.classes, shape=train.shape, dtype=train.dtype, empty=empty)
     if config.precision.compile:
         model.compile()
-    optimizer = optim.build(model, config.optim)
     replica = strategy.wrap(model)
+    optimizer = optim.build(model, config.optim)  # of the parameters that the strategy left there
     # From here on the generators serve the model's own randomness alone, which each rank draws for itself.
     seed_all(config.seed, world.rank, devices=strategy.devices)
     peak = optim.peak_lr(config.optim, plan.global_size)
