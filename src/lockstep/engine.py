@@ -163,9 +163,8 @@ def _evaluate_epoch(
         recorder.record("epoch", step=progress.step, epoch=epoch, epoch_s=progress.epoch_s[-1])
     fields = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss, "samples": scores.samples}
     recorder.record("eval", step=progress.step, epoch=epoch, **fields)
-    best = scores.top1 > progress.best_top1
     progress.best_top1 = max(progress.best_top1, scores.top1)
-    saver.save(job, progress, best=best)
+    saver.save(job, progress, evaluated=True)
 
 
 def _stopped(job: Job, progress: Progress, saver: Saver) -> Stopped:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import resume
-from .checkpoint import Checkpoints, find
+from .checkpoint import Checkpoints, find, peek
 from .errors import RequestError, RunError
 from .folders import unwritable
 from .job import Job
@@ -54,30 +54,42 @@ class Saver:
         self._world = world
         self._recorder = recorder
         self._on_disk: int | None = None
+        self._best_top1 = -1.0
+        """Of the checkpoint that `best` points to. A save may fail: the run's own best is no measure for it."""
+        self._next_best_top1 = -1.0
         self._checkpoints: Checkpoints | None = None
         if folder is not None:
             self._checkpoints = world.together(lambda: self._open(folder) if world.is_main else None)
 
     def _open(self, folder: Path) -> Checkpoints:
         try:
-            return Checkpoints(folder / "checkpoints", warn=self._warn, saved=self._saved)
+            checkpoints = Checkpoints(folder / "checkpoints", warn=self._warn, saved=self._saved)
         except OSError as error:
             raise unwritable(folder / "checkpoints", error) from error
+        best = peek(checkpoints.folder / "best")
+        if best is not None and best["scores"] is not None and best["step"] <= (self._taken_up_at or 0):
+            self._best_top1 = best["scores"]["top1"]
+        return checkpoints
 
     def _warn(self, text: str) -> None:
         self._recorder.record("warning", text=text)
 
     def _saved(self, step: int, path: Path) -> None:
         self._on_disk = step
+        self._best_top1 = self._next_best_top1
         self._recorder.record("checkpoint", step=step, path=str(path))
 
-    def save(self, job: Job, progress: Progress, *, best: bool = False) -> None:
-        """Save in the background (*collective*)."""
+    def save(self, job: Job, progress: Progress, *, evaluated: bool = False) -> None:
+        """Save in the background; weights that were just `evaluated` may be the best (*collective*)."""
         if self._folder is None:
             return
         _check_weights(job, progress.step)
         state = _state(job, progress)
         if self._checkpoints is not None:
+            self._checkpoints.wait()
+            top1 = progress.scores.top1 if evaluated and progress.scores is not None else -1.0
+            best = top1 > self._best_top1
+            self._next_best_top1 = max(top1, self._best_top1)
             self._checkpoints.save(state, step=progress.step, best=best)
 
     def poll(self) -> None:
@@ -106,7 +118,7 @@ class Saver:
         there = self._checkpoints is not None and find(self._checkpoints.folder) is not None
         nothing_done = progress.step == self._taken_up_at
         if nothing_done and not self._world.gather(there)[0]:
-            self.save(job, progress, best=progress.scores is not None and progress.scores.top1 >= progress.best_top1)
+            self.save(job, progress, evaluated=True)
         if self._checkpoints is not None:
             self._checkpoints.wait()
             step = progress.step

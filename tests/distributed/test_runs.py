@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lockstep import checkpoint, resume
+from lockstep import checkpoint, engine, resume
+from lockstep.checkpoint import write
 from lockstep.cli.main import main
 from lockstep.config import RunConfig
 from lockstep.engine import train
 from lockstep.errors import RequestError
 from lockstep.options import leaves, override
 from lockstep.record.base import Nothing
+from lockstep.result import Scores
 from lockstep.world import World
 
 from ..command import refusal
@@ -137,3 +141,25 @@ def test_another_number_of_epochs_that_makes_another_schedule_is_said(
         assert main([*words, "--schedule", "cosine", "--max-steps", str(steps), "--epochs", str(epochs)]) == 0
         told.append("the steps behind had other learning rates" in capsys.readouterr().out)
     assert told == [False, False, True]
+
+
+def test_best_is_the_best_of_what_could_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([0.5, 0.9, 0.8, 0.7, 0.85])
+    writes, write_folder = iter(range(100)), write._write_folder
+
+    def scored(*_: object, **__: object) -> Scores:
+        return Scores(top1=next(scores), top5=1.0, loss=1.0, samples=360)
+
+    def written(part: Path, *rest: Any) -> None:
+        if next(writes) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_folder(part, *rest)
+
+    monkeypatch.setattr(engine, "evaluate", scored)
+    monkeypatch.setattr(write, "_write_folder", written)
+    values = {"data": "digits", "model": "mlp", "batch": 1437, "output": tmp_path}
+    best = tmp_path / "checkpoints" / "best"
+    for epochs, step in ((4, 3), (5, 5)):
+        config = override(RunConfig(), epochs=epochs, resume="auto", **values)
+        assert train(config, World.alone(), Nothing()).best_top1 == 0.9
+        assert checkpoint.load(best).meta["step"] == step

@@ -15,7 +15,7 @@ Nothing here can run code: tensors are safetensors, the rest is JSON. Loading ve
 does not match is refused with the newest checkpoint that is whole.
 """
 
-from .read import find, fingerprint, load
+from .read import find, fingerprint, load, peek
 from .write import Checkpoints
 
-__all__ = ["Checkpoints", "find", "fingerprint", "load"]
+__all__ = ["Checkpoints", "find", "fingerprint", "load", "peek"]

@@ -79,6 +79,15 @@ def load(path: Path) -> State:
     return State(tensors, meta)
 
 
+def peek(path: Path) -> dict[str, Any] | None:
+    """Return the `meta` of the checkpoint in `path` without its tensors; None where it cannot be read."""
+    try:
+        meta: dict[str, Any] = json.loads((path / STATE).read_bytes())["meta"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return meta
+
+
 class _DamageError(Exception):
     """A checkpoint is not what was written; the message is a clause."""
 

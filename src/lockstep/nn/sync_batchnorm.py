@@ -120,7 +120,7 @@ def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Tensor, Ten
     own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
     if local_count:
         own[:channels], own[channels:-1] = _kernels(x).statistics(x, eps)
-        own[-1] = local_count
+        own[-1].fill_(local_count)  # assigned, a number would be copied from the host, which waits for that
     found = world.stack(own)
     counts = found[:, -1:]
     count = counts.sum()
