@@ -10,6 +10,7 @@ from .config import SPANNING_SCHEDULES
 from .errors import counted
 from .folders import unwritable
 from .job import Job
+from .meter import COVERS
 from .nn.sync_batchnorm import is_folded
 from .record.base import Recorder
 from .saving import Progress
@@ -38,6 +39,7 @@ def _record(job: Job, progress: Progress, recorder: Recorder) -> None:
         total_steps=job.total_steps,
         steps_per_epoch=job.steps_per_epoch,
         epochs=job.config.epochs,
+        covers=COVERS,
     )
 
 

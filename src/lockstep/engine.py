@@ -78,7 +78,7 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     try:
         progress = Progress() if loaded is None else restore(job, loaded)
         job.strategy.settle(job.model, lambda: _rehearse(job))
-        meter = Meter(world, recorder, log_every=config.record.log_every, total_steps=job.total_steps)
+        meter = _meter(job, recorder)
         world.together(lambda: announce(job, progress, recorder))
         with StopRequest(quiet=not world.is_main) as stop, _saver(config, world, recorder, loaded) as saver:
             while progress.step < job.total_steps or progress.evaluated < progress.step:
@@ -90,6 +90,11 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
         raise _explain(bad, job) from bad
     finally:
         job.data.close()
+
+
+def _meter(job: Job, recorder: Recorder) -> Meter:
+    every, devices = job.config.record.log_every, job.strategy.devices
+    return Meter(job.world, recorder, log_every=every, total_steps=job.total_steps, devices=devices)
 
 
 def _saver(config: RunConfig, world: World, recorder: Recorder, loaded: State | None) -> Saver:

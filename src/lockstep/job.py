@@ -242,11 +242,18 @@ def _model(config: RunConfig, world: World, strategy: Strategy, data: Splits) ->
         )
     seed_weights(config.seed)  # every rank draws the same ones
     model = models_table.build_for(config.model.name, classes=classes, shape=data.train.shape)
+    trial.check_parts(config.model.name, model)
     asked = config.parallel.batchnorm
     if asked == "sync" and not strategy.can_sync_batchnorm:
         raise RequestError(
             f"--batchnorm sync cannot work under --strategy {strategy.name}, whose replicas compute their own batch "
             f"statistics in one process; use --batchnorm local, or --strategy {kinds.with_ranks()}."
+        )
+    if untracked := sync_batchnorm.untracked(model):
+        raise RequestError(
+            f"--model {config.model.name} has batch norms without running statistics ({', '.join(untracked[:3])}), "
+            "with which an evaluation depends on how the samples fall into batches and on the number of ranks; give "
+            "them track_running_stats=True, or use another norm."
         )
     if not sync_batchnorm.has_batchnorm(model):
         return model, "none"

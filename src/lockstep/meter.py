@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,18 @@ from torch import Tensor
 from .record.base import Recorder
 from .record.telemetry import Telemetry, step_clock
 from .world import World
+
+COVERS = {
+    "loss samples": "the global batch of the step, all ranks",
+    "top1": "the last micro-batch of the step, all ranks",
+    "images_per_s": "all ranks, over the interval",
+    "step_s data_wait_s eta_s": "rank 0, mean over the interval",
+    "process_cpu_percent host_memory_bytes device_memory_bytes device_percent device_used_bytes": (
+        "rank 0's process and the devices that it drives"
+    ),
+    "host_cpu_percent": "all processes of rank 0's host",
+}
+"""Of whom, and since when, the numbers of `step` and `log` events are."""
 
 _INTERVAL_S = 2.0
 """With slow steps an interval ends after about this time: a person who asked to stop waits no longer than that."""
@@ -42,9 +55,18 @@ class _Pending:
 class Meter:
     """Collects a run's steps on every rank and records them on rank 0."""
 
-    def __init__(self, world: World, recorder: Recorder, *, log_every: int, total_steps: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        recorder: Recorder,
+        *,
+        log_every: int,
+        total_steps: int,
+        devices: Sequence[torch.device] | None = None,
+    ) -> None:
+        """`devices` are those that this process drives, by default the world's."""
         self.clock = step_clock(world.device)
-        self.telemetry = Telemetry(world.device)
+        self.telemetry = Telemetry([world.device] if devices is None else devices)
         self.train_s = 0.0
         self.wait_s = 0.0
         self.images = 0

@@ -64,8 +64,14 @@ class Precision:
         )
 
     def place(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """Return the model on `device`, in this precision's dtype and, for what has four dimensions, memory order."""
+        """Return the model on `device`, in this precision's dtype and, for what has four dimensions, memory order.
+
+        Every buffer then has memory of its own for each element.
+        """
         model = model.to(device=device, dtype=self.dtype)
+        for buffer in model.buffers():
+            if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+                buffer.data = buffer.data.clone()  # of an expanded one, rank 0's could not be written into it
         if self.channels_last:
             # Module.to would convert tensors of five dimensions (Conv3d) too, for which this order is not defined.
             for held in (*model.parameters(), *model.buffers()):

@@ -114,6 +114,14 @@ def lose(config: RunConfig, world: World) -> None:
     world.sum(torch.ones(1))
 
 
+def abort(config: RunConfig, world: World) -> None:
+    """End rank 0 as NCCL's watchdog does where it has waited in vain; rank 1 hangs."""
+    world.barrier()
+    if world.rank == 0:
+        os.abort()
+    time.sleep(60)
+
+
 def busy(config: RunConfig, world: World) -> None:
     """Kill rank 1, while the others are in a long step and would hear a request to stop."""
     world.barrier()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,34 @@ def test_samples_that_a_model_cannot_take_are_refused(
     said = refusal(capsys, "train", "digits", "--model", "flat:net", "--precision", "fp32")
     assert "--model flat:net cannot take this data set's samples, torch.float32 of shape (1, 8, 8): it raised" in said
     assert not (tmp_path / "runs" / "digits-flat.net").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "nn.LazyLinear(classes)",
+            r"tensors whose shapes a first batch decides \(1\.weight, 1\.bias\); run a batch of",
+        ),
+        ("nn.LazyBatchNorm1d(), nn.Linear(64, classes)", "tensors whose shapes a first batch decides"),
+        ("Noted(64, classes)", r"more than tensors in its state \(1\._extra_state\)"),
+        ("nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, classes)", r"without running statistics \(1\)"),
+        ("nn.Embedding(9, 9, sparse=True), nn.Linear(64, classes)", r"makes sparse gradients \(1\)"),
+    ],
+)
+def test_parts_of_a_model_that_cannot_be_honoured_are_refused(
+    body: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "parts", raising=False)
+    (tmp_path / "parts.py").write_text(
+        "from torch import nn\n"
+        "class Noted(nn.Linear):\n"
+        "    def get_extra_state(self): return {}\n"
+        "    def set_extra_state(self, state): pass\n"
+        f"def net(classes):\n    return nn.Sequential(nn.Flatten(), {body})\n"
+    )
+    assert re.search(words, refusal(capsys, "train", "digits", "--model", "parts:net"))
 
 
 def test_another_number_of_epochs_that_makes_another_schedule_is_said(

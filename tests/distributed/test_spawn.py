@@ -16,7 +16,8 @@ import torch
 from lockstep import hardware
 from lockstep.config import RunConfig
 from lockstep.errors import LockstepError, ProofError, RequestError, RunError
-from lockstep.launchers import rank
+from lockstep.launchers import rank, spawn
+from lockstep.launchers.supervise import Supervisor
 from lockstep.launchers.table import launch
 from lockstep.options import override
 from lockstep.topology import Topology
@@ -73,6 +74,12 @@ def test_a_spawned_rank_that_stalls_is_named_and_ended() -> None:
         launch(entries.lose, config(devices=2, data_dir="SIGSTOP", seed=1, stall_timeout=2), {})
     ranks = [child for child in psutil.Process().children(recursive=True) if child not in before]
     assert not [child for child in ranks if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+def test_a_rank_that_aborts_since_another_one_hangs_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "Supervisor", lambda again, **_: Supervisor(again, aborts_when_alone=True))
+    with pytest.raises(RunError, match=r"^Rank 1 did not come to a collective in which the others waited"):
+        launch(entries.abort, config(devices=2), {})
 
 
 def test_ranks_that_are_left_are_not_asked_to_save() -> None:

@@ -38,7 +38,7 @@ def test_the_clock_times_the_gpu_and_not_the_host() -> None:
 
 def test_telemetry_sees_the_gpu() -> None:
     device = torch.device("cuda")
-    telemetry = Telemetry(device)
+    telemetry = Telemetry([device])
     held = torch.zeros(64_000_000, device=device)
     sample = telemetry.sample()
     assert sample["device_memory_bytes"] >= held.nbytes

@@ -218,3 +218,11 @@ def test_without_scaling_there_is_no_state() -> None:
     assert _precision("bf16").state() == {}
     _precision("bf16").load_state({})
     _precision("fp32").load_state(_precision("fp16").state())  # a run that is continued in another precision
+
+
+def test_an_expanded_buffer_gets_memory_of_its_own() -> None:
+    model = nn.Module()
+    model.register_buffer("shared", torch.ones(1).expand(3))
+    placed = Precision.of(PrecisionConfig(name="fp32"), torch.device("cpu")).place(model, torch.device("cpu"))
+    placed.get_buffer("shared").copy_(torch.arange(3.0))
+    assert placed.get_buffer("shared").tolist() == [0.0, 1.0, 2.0]

@@ -457,7 +457,7 @@ def test_the_clock_times_steps_and_not_what_lies_between(monkeypatch: pytest.Mon
 
 
 def test_telemetry_sees_memory_and_work() -> None:
-    sampler = Telemetry(torch.device("cpu"))
+    sampler = Telemetry([torch.device("cpu")])
     peak_before = sampler.peak_memory_bytes()["host"]
     block = torch.ones(64_000_000)  # 256 MB
     with_block = sampler.sample()["host_memory_bytes"]

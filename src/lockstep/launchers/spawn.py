@@ -52,7 +52,11 @@ class SpawnLauncher:
             )
         payload = _packed(entry, config)
         size = processes(config, env)
-        with Supervisor(failures.again(config)) as supervisor, stores.listening_on_loopback() as listener:
+        on_gpus = config.parallel.accelerator == "cuda"
+        with (
+            Supervisor(failures.again(config), aborts_when_alone=on_gpus) as supervisor,
+            stores.listening_on_loopback() as listener,
+        ):
             _say(f"starting {size} {'process' if size == 1 else 'processes'} …")
             for topology in _topologies(size, *listener.getsockname()):
                 supervisor.add(_start(topology, payload, listener))

@@ -53,9 +53,13 @@ class Worker:
 class Supervisor:
     """Owns the ranks' processes: on leaving the `with` block none of them is left, nor anything they started."""
 
-    def __init__(self, again: str) -> None:
-        """`again` says how to go on after a rank was killed, such as "continue with --resume auto"."""
+    def __init__(self, again: str, *, aborts_when_alone: bool = False) -> None:
+        """`again` says how to go on after a rank was killed, such as "continue with --resume auto".
+
+        `aborts_when_alone` says that a rank which waits in vain for another one ends by SIGABRT, as NCCL has it.
+        """
         self._again = again
+        self._aborts_when_alone = aborts_when_alone
         self._workers: list[Worker] = []
         self._reports: dict[int, Report] = {}
         self._interrupts = Interrupts()
@@ -131,7 +135,8 @@ class Supervisor:
         if code < 0:
             hint = " (out of memory?)" if code == -signal.SIGKILL else ""
             how = f"Rank {worker.rank} was killed by {signal.Signals(-code).name}{hint}"
-            return Failure(worker.rank, "", f"{how}; {self._again}.", "")
+            is_echo = self._aborts_when_alone and code == -signal.SIGABRT
+            return Failure(worker.rank, "", f"{how}; {self._again}.", "", is_echo=is_echo)
         return Failure(
             worker.rank,
             "",

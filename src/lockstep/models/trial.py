@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .. import own
 from ..errors import RequestError, counted
@@ -40,6 +41,26 @@ def check(
         _check_scores(name, found, classes)
         if empty:
             _check_empty(name, model, torch.zeros((0, *shape), dtype=dtype, device=device), found.shape[1])
+
+
+def check_parts(name: str, model: nn.Module) -> None:
+    """Raise `RequestError` where `model`, called `name`, has parts that cannot be placed, stepped or saved."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    if lazy := [key for key, held in tensors.items() if is_lazy(held)]:
+        raise RequestError(
+            f"--model {name} has tensors whose shapes a first batch decides ({', '.join(lazy[:3])}); run a batch of "
+            "zeros through it where it is made, so that they are known before training."
+        )
+    if extra := [key for key in model.state_dict() if key.endswith("_extra_state")]:
+        raise RequestError(
+            f"--model {name} keeps more than tensors in its state ({', '.join(extra[:3])}), and a checkpoint holds "
+            "tensors; keep it in buffers instead of get_extra_state."
+        )
+    if sparse := [key for key, module in model.named_modules() if getattr(module, "sparse", False) is True]:
+        raise RequestError(
+            f"--model {name} makes sparse gradients ({', '.join(sparse[:3])}), which the optimizers here do not take; "
+            "leave sparse=True out."
+        )
 
 
 def _tried(name: str, model: nn.Module, x: Tensor) -> Any:

@@ -177,6 +177,11 @@ class _Normalise(torch.autograd.Function):
         return dx, dot if ctx.needs_input_grad[1] else None, total if ctx.needs_input_grad[2] else None, *[None] * 5
 
 
+def untracked(model: nn.Module) -> list[str]:
+    """Return the names of BatchNorm layers that keep no running statistics, and so take an evaluation batch's own."""
+    return [name for name, each in model.named_modules() if isinstance(each, _BatchNorm) and each.running_mean is None]
+
+
 def has_batchnorm(model: nn.Module) -> bool:
     """Return whether `model` has a layer whose output depends on the whole batch in training."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())

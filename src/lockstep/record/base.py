@@ -4,7 +4,8 @@ The engine knows one verb, `record(event, **fields)`, and calls it on rank 0; wh
 by whoever builds the recorder. Fields are plain numbers, strings and lists. The events:
 
     start       lines (printed once: batch plan, what auto chose), plan, chosen (by option), first_step, epoch_s (of the
-                epochs before it), total_steps, steps_per_epoch, epochs, output (the run's folder)
+                epochs before it), total_steps, steps_per_epoch, epochs, output (the run's folder), covers
+                (of whom each number of steps and log is)
     steps       rows: for each optimizer step since the last `steps` a dict of step, epoch, loss, lr, samples, and
                 grad_norm where gradients are clipped
     log         once an interval: step, epoch, loss and lr (of that step), images_per_s, step_s, data_wait_s,

@@ -129,36 +129,41 @@ def step_clock(device: torch.device) -> StepClock:
 
 
 class Telemetry:
-    """Samples this process and its device; `sample` is meant for once a log interval."""
+    """Samples this process and the devices that it drives; `sample` is meant for once a log interval."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._gpus = [device for device in devices if device.type == "cuda"]
         self._process = psutil.Process()
         self._process.cpu_percent()  # the first call only sets the point that the next one measures from
         psutil.cpu_percent()
-        self._gpu = _gpu(device) if device.type == "cuda" else None
+        self._drivers = [driver for device in self._gpus if (driver := _gpu(device)) is not None]
 
     def sample(self) -> dict[str, float | int]:
         """Return, since the last call where it is a percentage:
 
         `process_cpu_percent` (100 is one core), `host_cpu_percent` (of all cores, by all processes),
-        `host_memory_bytes` of this process; on a GPU `device_memory_bytes` held by tensors, and where the driver tells,
-        `device_percent` (of the time that a kernel ran) and `device_used_bytes` (by all processes).
+        `host_memory_bytes` of this process; on GPUs `device_memory_bytes` held by tensors, and where the driver tells,
+        `device_percent` (of the time that a kernel ran) and `device_used_bytes` (by all processes). Of several GPUs
+        bytes are the sum, the percentage is the mean.
         """
         found: dict[str, float | int] = {
             "process_cpu_percent": self._process.cpu_percent(),
             "host_cpu_percent": psutil.cpu_percent(),
             "host_memory_bytes": self._process.memory_info().rss,
         }
-        if self._device.type == "cuda":
-            found["device_memory_bytes"] = torch.cuda.memory_allocated(self._device)
-            if self._gpu is not None:
-                found |= self._gpu.sample()
+        if self._gpus:
+            found["device_memory_bytes"] = sum(torch.cuda.memory_allocated(device) for device in self._gpus)
+            told = [sample for driver in self._drivers if (sample := driver.sample())]
+            if told:
+                percents, used_bytes = zip(*told, strict=True)
+                found |= {"device_percent": sum(percents) / len(told), "device_used_bytes": sum(used_bytes)}
         return found
 
     def peak_memory_bytes(self) -> dict[str, int | None]:
-        """Return the most memory this process has held: `host` in all, `device` by tensors (None without a GPU)."""
-        on_device = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        """Return the most memory this process has held: `host` in all, `device` by tensors, on all
+        its GPUs (None without one).
+        """
+        on_device = sum(torch.cuda.max_memory_allocated(device) for device in self._gpus) if self._gpus else None
         return {"host": _peak_host_bytes(self._process), "device": on_device}
 
 
@@ -182,15 +187,13 @@ class _Gpu:
         self._nvml = nvml
         self._handle = handle
 
-    def sample(self) -> dict[str, float | int]:
-        """Return what the driver tells; nothing where it refuses (a slice of a GPU, some containers)."""
+    def sample(self) -> tuple[int, int] | None:
+        """Return (percent of the time in use, bytes used); None where the driver refuses (a slice of a GPU, say)."""
         try:
-            return {
-                "device_percent": self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu,
-                "device_used_bytes": self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used,
-            }
+            busy = self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu
+            return busy, self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used
         except self._nvml.NVMLError:
-            return {}
+            return None
 
 
 def _gpu(device: torch.device) -> _Gpu | None:
