@@ -198,7 +198,9 @@ class RollCall:
                 self._look_for_dead()
                 next_look = time.monotonic() + _LIVENESS_S
             if time.monotonic() >= deadline:
-                raise RequestError(self._absent(confirmed, timeout_s))
+                absent = self._absent(confirmed, timeout_s)
+                self._heed()  # who gave up first has told the others before it left, and is not among the absent
+                raise RequestError(absent)
             time.sleep(_LOOK_S)
 
     def _heed(self) -> None:
