@@ -102,8 +102,16 @@ def _said(job: Job) -> list[str]:
         f"strategy {job.strategy.name}, launcher {parallel.launcher}, {job.replicas} × {device}, "
         f"precision {job.precision.name}, {order}",
         statistics,
+        *_short(job),
         *_inexact(job),
     ]
+
+
+def _short(job: Job) -> list[str]:
+    """Return a line where the global batch is more than there is."""
+    if job.samples >= job.plan.global_size:
+        return []
+    return [f"the training set is smaller than the global batch: each step has all its {job.samples:,} samples"]
 
 
 def _inexact(job: Job) -> list[str]:

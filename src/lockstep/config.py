@@ -92,8 +92,9 @@ class DataConfig:
     """Folder that holds the data set, or where it is downloaded to."""
     download: bool = True
     """Download the data set, with its checksum, where --data-dir lacks it."""
-    workers: int = 4
-    """Processes a rank that decode JPEGs (imagefolder and your own data sets); 0 decodes in the rank itself."""
+    workers: Annotated[int | None, _key(metavar="INT")] = None
+    """Processes for each rank that decode JPEGs (imagefolder and your own data sets); 0 decodes in the rank itself. By
+    default as many as it has processors, and 4 at most."""
     augment: tuple[str, ...] = ()
     """Variations of the training images: any of crop, flip, cutout."""
     image_size: int = 224

@@ -77,9 +77,9 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     job = assemble(config, world, accumulation=None if loaded is None else loaded.meta["accumulation"])
     try:
         progress = Progress() if loaded is None else restore(job, loaded)
+        world.together(lambda: announce(job, progress, recorder))
         job.strategy.settle(job.model, lambda: _rehearse(job))
         meter = _meter(job, recorder)
-        world.together(lambda: announce(job, progress, recorder))
         with StopRequest(quiet=not world.is_main) as stop, _saver(config, world, recorder, loaded) as saver:
             while progress.step < job.total_steps or progress.evaluated < progress.step:
                 _train_epoch(job, progress, meter, stop, saver)

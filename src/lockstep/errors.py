@@ -76,7 +76,8 @@ def unknown(kind: str, asked: str, known: Iterable[str], hint: str = "") -> Requ
 
 def counted(number: int, noun: str) -> str:
     """Return the number with its noun, in the plural unless it is one."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    plural = "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{number:,} {noun}{plural * (number != 1)}"
 
 
 def choose(kind: str, asked: str, known: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import platform
+import shutil
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -21,8 +22,12 @@ from .errors import RequestError
 
 RUNS = Path("runs")
 _LOCK = ".lock"
+_WRITTEN = ("config.toml", "manifest.json", "steps.jsonl", "summary.json", "events.out.tfevents.*", _LOCK)
+"""What a run may have written before its first step."""
 _BEGUN = "manifest.json"
-"""Written when training starts: a run that was refused before that does not keep its folder."""
+"""Written when a run starts."""
+_STEP = b'"event": "step"'
+"""In steps.jsonl from the first step on: a run that was refused before that does not keep its folder."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class RunFolder:
     path: Path
     is_new: bool
     """Whether it was made for this run."""
+    was_free: bool
+    """Whether no run was in it before this one."""
     lock: IO[bytes]
 
     def release(self) -> None:
@@ -39,13 +46,25 @@ class RunFolder:
         self.lock.close()
 
     def withdraw(self) -> None:
-        """Let go of a folder in which nothing was begun; it goes too where it was made for this run."""
-        if self.is_new and not (self.path / _BEGUN).exists():
+        """Let go of the folder; where no step was made, what this run wrote goes, and so does a folder made for it.
+
+        So the same command can be given again, once what was refused is put right.
+        """
+        if self.was_free and not self._has_steps():
             with contextlib.suppress(OSError):  # what else somebody has put there stays
-                (self.path / "config.toml").unlink(missing_ok=True)
-                (self.path / _LOCK).unlink(missing_ok=True)
-                self.path.rmdir()
+                for pattern in _WRITTEN:
+                    for path in self.path.glob(pattern):
+                        path.unlink()
+                shutil.rmtree(self.path / "failures", ignore_errors=True)
+                if (self.path / "checkpoints").exists():
+                    (self.path / "checkpoints").rmdir()
+                if self.is_new:
+                    self.path.rmdir()
         self.release()
+
+    def _has_steps(self) -> bool:
+        steps = self.path / "steps.jsonl"
+        return steps.exists() and _STEP in steps.read_bytes()
 
 
 def claim(config: RunConfig) -> RunFolder:
@@ -56,12 +75,12 @@ def claim(config: RunConfig) -> RunFolder:
     path = _asked(config)
     if path is None:
         return _fresh(config)
-    is_new = not path.exists()
+    is_new, was_free = not path.exists(), not (path / _BEGUN).exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
-    claimed = RunFolder(path, is_new, _hold(path))
+    claimed = RunFolder(path, is_new, was_free, _hold(path))
     try:
         _check_free(path, config.checkpoint.resume)
     except RequestError:
@@ -168,7 +187,7 @@ def _fresh(config: RunConfig) -> RunFolder:
             continue
         except OSError as error:
             raise RequestError(f"{folder} cannot be made: {error.strerror}; give --output FOLDER.") from error
-        return RunFolder(folder, True, _hold(folder))
+        return RunFolder(folder, True, True, _hold(folder))
     raise AssertionError("numbers do not end")
 
 

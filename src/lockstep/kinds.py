@@ -59,6 +59,11 @@ def with_ranks() -> str:
     return " or ".join(name for name, each in KINDS.items() if each.has_ranks)
 
 
+def with_several() -> str:
+    """Return, for a sentence, the strategies that share out work over several devices."""
+    return " or ".join(name for name, each in KINDS.items() if each.has_ranks or each.drives_all)
+
+
 def auto(*, several: bool) -> str:
     """Return the name that `--strategy auto` stands for where there are several devices or ranks, or one."""
     return "ddp" if several else "single"

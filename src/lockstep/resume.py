@@ -8,7 +8,7 @@ from typing import Any
 
 from . import checkpoint
 from .config import RunConfig
-from .errors import RequestError
+from .errors import RequestError, counted
 from .options import flatten
 from .state import State
 from .world import World
@@ -93,11 +93,13 @@ def _check_same_run(meta: dict[str, Any], config: RunConfig, path: Path, keys: C
     saved, asked = meta["config"], identity(config)
     differ = [f"--{key} {asked[key]} (it has {saved.get(key)})" for key in keys if asked[key] != saved.get(key)]
     if differ:
-        raise RequestError(f"{path} is another run's: asked for {', '.join(differ)}; take it with its own values.")
+        raise RequestError(
+            f"{path} is another run's: asked for {', '.join(differ)}; give these flags the values that it has."
+        )
     accumulate = config.batch.accumulate
     if accumulate is not None and accumulate != meta["accumulation"]:
         raise RequestError(
-            f"{path} was trained with {meta['accumulation']} global micro-batches, asked for --accumulate "
+            f"{path} was trained with {counted(meta['accumulation'], 'global micro-batch')}, asked for --accumulate "
             f"{accumulate}: they are part of the model; leave --accumulate out to continue."
         )
 

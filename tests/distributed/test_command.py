@@ -270,7 +270,7 @@ def test_what_is_another_run_is_refused(
     for option, value, had in (("--model", "mlp", "resnet8"), ("--batch", 32, 64), ("--seed", 1, 0)):
         said = refusal(capsys, *NET, *ONE, option, value, "--resume", "run")
         assert f"another run's: asked for {option} {value} (it has {had})" in said
-        assert "take it with its own values" in said
+        assert "give these flags the values that it has" in said
     assert "they are part of the model" in refusal(capsys, *NET, *ONE, "--accumulate", 2, "--resume", "run")
     assert "holds a run already: continue it with --resume auto" in refusal(capsys, *NET, *ONE, "--output", "run")
     assert "no such file or folder" in refusal(capsys, *NET, *ONE, "--resume", "nowhere")

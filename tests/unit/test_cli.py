@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,10 @@ import pytest
 from lockstep import folders, hardware
 from lockstep.cli import flags, info
 from lockstep.cli.main import VERBS, main
+from lockstep.config import OPTIMIZERS, PRECISIONS, SCHEDULES
+from lockstep.data import sets
 from lockstep.errors import RequestError
+from lockstep.kinds import KINDS
 from lockstep.launchers import table as launchers
 from lockstep.options import flatten, leaves, recipe, recipes, to_toml
 
@@ -118,7 +122,7 @@ GONE = "a-folder-that-is-not-there"
         (f"train digits --config {GONE}.toml", f"{GONE}.toml cannot be read: No such file or directory."),
         (f"train digits --data imagefolder --data-dir {GONE}", f"{GONE}/train is not there; give --data-dir"),
         (f"train digits --data cifar10 --no-download --data-dir {GONE}", f"needs {GONE}/cifar-10-batches-py"),
-        (f"eval {GONE}", f"{GONE} lies in no run's folder"),
+        (f"eval {GONE}", f"{GONE} is not there; give a run's folder"),
         ("eval", "lockstep eval lacks the run to evaluate, which comes first"),
         ("train digits --device 2", "did you mean --accelerator or --devices?"),
         (f"train cifar10-small --data-dir {Path(__file__)}", "test_cli.py is a file; give the folder that holds"),
@@ -288,3 +292,24 @@ def test_a_sentence_is_printed_letter_by_letter(
     monkeypatch.setattr(info, "main", fail)
     assert main(["info"]) == 2
     assert capsys.readouterr().err == f"lockstep: {sentence}\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("strategy", [*KINDS, "auto"]),
+        ("launcher", [*launchers.names(), "auto"]),
+        ("data", list(sets.names())),
+        ("optimizer", list(OPTIMIZERS)),
+        ("schedule", list(SCHEDULES)),
+        ("precision", list(PRECISIONS)),
+    ],
+)
+def test_the_help_of_a_flag_names_all_that_it_takes(
+    key: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help"])
+    found = re.search(rf"--{key} .*?(?=--\w|╰|\+-)", capsys.readouterr().out, re.DOTALL)
+    assert found
+    assert [name for name in names if not re.search(rf"\b{name}\b", found[0])] == []

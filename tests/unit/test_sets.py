@@ -444,7 +444,7 @@ def test_own_sets_that_are_split_at_random_are_split_by_the_seed() -> None:
 @pytest.mark.parametrize(
     ("index", "kind", "sentence"),
     [
-        (11, RequestError, r"train sample 11 has label 7, but there are 3 classes, 0 to 2"),
+        (11, RequestError, r"train sample 11 has label 7, but the classes are 0 to 2"),
         (13, RunError, r"The data set failed at train sample 13 of --data \S+:photos: KeyError: 'no such photo'"),
         (15, RequestError, r"train sample 15 is torch.uint8 \(3, 8, 7\).*must be alike"),
     ],
@@ -464,7 +464,7 @@ def test_a_bad_sample_of_an_own_set_is_named(
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (own("outside"), r"test sample 3 has label 3, but there are 3 classes"),
+        (own("outside"), r"test sample 3 has label 3, but the classes are 0 to 2"),
         (own("nothing"), r"train data \(TensorDataset\) has no sample"),
         (own("only_one"), r"returned one Photos; it must return two data sets"),
         (own("streams"), r"train data \(Stream\) cannot be read by index, .*; give a map-style data set"),

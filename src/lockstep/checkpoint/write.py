@@ -39,6 +39,7 @@ class Checkpoints:
         self._saved = saved
         self._writer: threading.Thread | None = None
         self._outcome: Path | BaseException | None = None
+        self._failed = False
         self._step = 0
         folder.mkdir(parents=True, exist_ok=True)
         _tidy(folder)
@@ -68,13 +69,16 @@ class Checkpoints:
             return
         self._writer.join()
         outcome, self._writer, self._outcome = self._outcome, None, None
+        again, self._failed = self._failed, isinstance(outcome, OSError | SafetensorError)
         if isinstance(outcome, Path):
             if self._saved is not None:
                 self._saved(self._step, outcome)
         elif isinstance(outcome, OSError | SafetensorError):
             self._warn(
-                f"The checkpoint of step {self._step} could not be written to {self.folder} ({_reason(outcome)}); "
-                f"training goes on, and the checkpoints before it are untouched."
+                f"The checkpoint of step {self._step} could not be written either ({_reason(outcome)})."
+                if again
+                else f"The checkpoint of step {self._step} could not be written to {self.folder} ({_reason(outcome)}); "
+                "training goes on, and the checkpoints before it are untouched."
             )
         elif outcome is not None:
             raise outcome

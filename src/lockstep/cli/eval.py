@@ -68,7 +68,8 @@ def _config_of(path: Path) -> RunConfig:
         if (folder / "config.toml").is_file():
             config = read_toml(folder / "config.toml")
             return dataclasses.replace(config, parallel=ParallelConfig(), record=RecordConfig())
-    raise RequestError(f"{path} lies in no run's folder: there is no config.toml; give a folder such as runs/NAME.")
+    found = "lies in no run's folder: there is no config.toml" if path.exists() else "is not there"
+    raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")
 
 
 def _check_flags(given: Collection[str], config: RunConfig) -> None:

@@ -25,7 +25,7 @@ from ..errors import RequestError
 from . import counter, tree
 from .alike import check_alike
 from .augment import Augment
-from .loader import Streamed
+from .loader import Streamed, worker_count
 from .resident import Normalise, channels_first
 from .shared import shared
 from .source import Batch, Indices, Splits, Wish
@@ -164,7 +164,7 @@ def build(wish: Wish) -> Splits:
             classes=int(arrays["classes"]),
             shape=(3, size, size),
             dtype=wish.dtype,
-            workers=config.workers,
+            workers=worker_count(wish),
             stay=split == "train",
             device=wish.world.device,
             skipped=skipped[split],
@@ -196,6 +196,6 @@ def _corrupt(wish: Wish, table: tree.FileTable) -> list[int]:
 
     mine = range(wish.world.rank, len(table), wish.world.size)
     # Threads are enough: Pillow decodes without the interpreter's lock.
-    with ThreadPoolExecutor(max(1, wish.config.workers)) as threads:
+    with ThreadPoolExecutor(max(1, worker_count(wish))) as threads:
         found = [index for index, bad in zip(mine, threads.map(is_corrupt, mine), strict=True) if bad]
     return sorted(itertools.chain.from_iterable(wish.world.gather(found)))

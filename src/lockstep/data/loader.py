@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,12 +22,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from .. import hardware
 from ..errors import RequestError, RunError
 from ..interrupts import SIGNALS
-from .source import Batch, Indices
+from .source import Batch, Indices, Wish
 
 PREFETCH = 2
 """Shares that each worker prepares ahead."""
+_MOST_BY_DEFAULT = 4
 _WATCH_S = 1.0
 """How often a worker looks whether its rank still lives."""
 
@@ -82,6 +85,13 @@ class _Queue:
         return self._tasks
 
 
+def worker_count(wish: Wish) -> int:
+    """Return the number of worker processes of this rank: as asked, else its share of the processors, up to 4."""
+    if wish.config.workers is not None:
+        return wish.config.workers
+    return min(_MOST_BY_DEFAULT, max(1, hardware.cpus() // wish.world.topology.local_size))
+
+
 class Streamed:
     """A source whose samples `fetch` makes in `workers` processes (0: in this one), then `finish` on the device."""
 
@@ -108,19 +118,22 @@ class Streamed:
         self._device = device
         self._queue = _Queue()
         self._running: Any = None
-        self._loader: DataLoader[Any] = DataLoader(
-            _Tasks(fetch),  # type: ignore[arg-type]
-            batch_size=None,
-            sampler=self._queue,
-            collate_fn=_as_it_is,
-            num_workers=workers,
-            worker_init_fn=_begin_worker,
-            prefetch_factor=PREFETCH if workers else None,
-            persistent_workers=stay and workers > 0,
-            pin_memory=device.type == "cuda",
-            # Unused, but without one of its own each epoch would advance torch's generator, and with it dropout.
-            generator=torch.Generator(),
-        )
+        with warnings.catch_warnings():
+            # More of them than processors may well be what somebody asks for.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            self._loader: DataLoader[Any] = DataLoader(
+                _Tasks(fetch),  # type: ignore[arg-type]
+                batch_size=None,
+                sampler=self._queue,
+                collate_fn=_as_it_is,
+                num_workers=workers,
+                worker_init_fn=_begin_worker,
+                prefetch_factor=PREFETCH if workers else None,
+                persistent_workers=stay and workers > 0,
+                pin_memory=device.type == "cuda",
+                # Unused, but without one of its own each epoch would advance torch's generator, and with it dropout.
+                generator=torch.Generator(),
+            )
 
     def __len__(self) -> int:
         return self._samples

@@ -47,7 +47,7 @@ def sample_of(name: str, split: str, dataset: Any, index: int, classes: int) -> 
 def no_such_class(name: str, split: str, index: int, label: int, classes: int) -> RequestError:
     """Return the error for a sample whose label lies outside the classes."""
     return RequestError(
-        f"--data {name}: {split} sample {index} has label {label}, but there are {classes} classes, 0 to {classes - 1}."
+        f"--data {name}: {split} sample {index} has label {label}, but the classes are 0 to {classes - 1}."
     )
 
 

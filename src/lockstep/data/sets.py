@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import own as users
+from .. import own
 from ..config import DataConfig
 from ..errors import RequestError, unknown
 from . import cifar, tree
@@ -69,13 +69,13 @@ def _fake(wish: Wish) -> Splits:
 
 
 def _find_own(config: DataConfig) -> None:
-    users.check("--data", config.name)
+    own.check("--data", config.name)
 
 
 def _own(wish: Wish) -> Splits:
-    from . import own
+    from . import users
 
-    return own.build(wish)
+    return users.build(wish)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _entry(config: DataConfig) -> _Entry:
         return _Entry(_own, _find_own)
     table = _table()
     if config.name not in table:
-        users.check_no_module("--data", config.name, "splits")
+        own.check_no_module("--data", config.name, "splits")
         raise unknown("data set", config.name, table, _advice(config.name))
     return table[config.name]
 

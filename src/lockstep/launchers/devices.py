@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from .. import hardware
 from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError
-from ..kinds import auto, kind, with_ranks
+from ..kinds import auto, kind, with_ranks, with_several
 
 
 def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
@@ -115,6 +115,6 @@ def _check_one_process(parallel: ParallelConfig, env: Mapping[str, str]) -> None
     asked = parallel.devices or len(parallel.gpu_indices)
     if asked > 1 and not kind(parallel.strategy).drives_all:
         raise RequestError(
-            f"--strategy {parallel.strategy} uses one device, but {asked} were asked for; take {with_ranks()} or one "
-            "device."
+            f"--strategy {parallel.strategy} uses one device, but {asked} were asked for; take {with_several()}, "
+            "or one device."
         )

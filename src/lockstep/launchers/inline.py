@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import RunConfig
-from ..errors import RequestError
+from ..errors import RequestError, counted
 from . import rank
 from .base import Entry
 from .devices import processes
@@ -27,8 +27,8 @@ class InlineLauncher:
         wanted = processes(config, env)
         if wanted > 1 or config.parallel.nodes > 1:
             raise RequestError(
-                f"--launcher inline is one process, but --strategy {config.parallel.strategy} needs {wanted} "
-                f"on each of {config.parallel.nodes} nodes; take --launcher auto, or --devices 1."
+                f"--launcher inline is one process, but --strategy {config.parallel.strategy} needs {wanted} on each "
+                f"of {counted(config.parallel.nodes, 'node')}; take --launcher auto, or --devices 1."
             )
         with rank.accounted(0, config):
             return rank.run_alone(entry, config, env)

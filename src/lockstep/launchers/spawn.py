@@ -27,7 +27,7 @@ from ..topology import Topology
 from . import lifeline, rank, stores
 from .base import Entry
 from .devices import processes
-from .supervise import Report, Supervisor, Worker
+from .supervise import UNGUARDED, Report, Supervisor, Worker
 
 
 class SpawnLauncher:
@@ -50,6 +50,8 @@ class SpawnLauncher:
                 f"--launcher spawn starts processes on this host alone, but --nodes {config.parallel.nodes} were "
                 "asked for; start the command on each node with torchrun, or give --init-method."
             )
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            os._exit(UNGUARDED)  # a rank that imports the script which started it, and is told to start ranks in turn
         payload = _packed(entry, config)
         size = processes(config, env)
         on_gpus = config.parallel.accelerator == "cuda"
@@ -72,6 +74,17 @@ def _say(words: str) -> None:
 
 
 def _packed(entry: Entry, config: RunConfig) -> bytes:
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is not None and script.startswith("<"):
+        raise RequestError(
+            f"A script that is read from {script} cannot start other processes, each of which has to read it too; "
+            "save it to a file and start that."
+        )
+    if script is None and getattr(entry, "__module__", "") == "__main__":
+        raise RequestError(
+            f"{getattr(entry, '__qualname__', entry)!s} was defined in an interactive session, where other processes "
+            "do not find it; define it at the top level of a module and import it."
+        )
     try:
         return pickle.dumps((entry, config))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

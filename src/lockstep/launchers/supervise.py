@@ -20,9 +20,12 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType, TracebackType
 from typing import Any
 
-from ..errors import LockstepError, RunError, Stopped
+from ..errors import LockstepError, RequestError, RunError, Stopped
 from ..failures import Failure, first_cause
 from ..interrupts import KILLED, SIGNALS, Heard, Interrupts
+
+UNGUARDED = 87
+"""The exit code of a rank whose import of the user's script would have started ranks again."""
 
 _LOOK_S = 0.05
 _LISTEN_S = 1.0  # for other reports, after the first failure
@@ -137,13 +140,16 @@ class Supervisor:
             how = f"Rank {worker.rank} was killed by {signal.Signals(-code).name}{hint}"
             is_echo = self._aborts_when_alone and code == -signal.SIGABRT
             return Failure(worker.rank, "", f"{how}; {self._again}.", "", is_echo=is_echo)
-        return Failure(
-            worker.rank,
-            "",
-            f"Rank {worker.rank} exited with code {code} before it was done and without a word; if a script of yours "
-            'started it, is the script\'s start under `if __name__ == "__main__":`?',
-            "",
-        )
+        if code == UNGUARDED:
+            return Failure(
+                worker.rank,
+                RequestError.__name__,
+                "Each rank imports the script that starts the ranks, and would start them again; put that script's "
+                'start under `if __name__ == "__main__":`.',
+                "",
+            )
+        how = f"Rank {worker.rank} exited with code {code} before it was done and without a word"
+        return Failure(worker.rank, "", f"{how}: what was printed above may say why; {self._again}.", "")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass the first signal on as SIGTERM, so that ranks save and stop; at the second, kill."""

@@ -44,6 +44,8 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None
     The entry's config says which strategy, accelerator and launcher `auto` has found. `env` is the environment to
     decide by, by default this process's own.
     """
+    if not isinstance(config, RunConfig):
+        raise RequestError(f"launch takes a RunConfig, such as recipe('digits') returns; found {config!r}.")
     env = os.environ if env is None else env
     config = resolve(config, env)
     launcher = _choose(config, env)

@@ -55,6 +55,8 @@ def preflight(name: str) -> None:
 
     Raises `RequestError` with the nearest names, or where the module of a `module:attribute` cannot be found.
     """
+    if name.startswith("torchvision:"):
+        raise RequestError(f"--model {name}: torchvision's own go with a dot, {name.replace(':', '.')}.")
     if ":" in name:
         own.check("--model", name)
     elif not _is_ours(name):
@@ -76,9 +78,9 @@ def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
     # What is no image has features where an image has channels.
     given = {"classes": classes, "in_channels": shape[0] if shape else 1, "image_size": shape[-1] if shape else 1}
     if ":" in name:
-        from . import own as theirs
+        from . import users
 
-        return theirs.build(name, given | {"shape": shape})
+        return users.build(name, given | {"shape": shape})
     if _is_ours(name):
         return _build_ours(name, given | {"shape": shape})
     plain = _torchvision_name(name)
@@ -107,7 +109,7 @@ def _pyramidnet_arguments(name: str) -> dict[str, int] | None:
 
 
 def _build_ours(name: str, given: dict[str, Any]) -> nn.Module:
-    from .own import accepted as accepted_by
+    from .users import accepted as accepted_by
 
     file, attribute = _OURS.get(name, ("pyramidnet", "pyramidnet"))
     builder = getattr(importlib.import_module(f".{file}", __package__), attribute)

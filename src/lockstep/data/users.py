@@ -24,7 +24,7 @@ from ..errors import RequestError
 from ..randomness import kept
 from .alike import check_alike, digest
 from .augment import Augment
-from .loader import Streamed
+from .loader import Streamed, worker_count
 from .mapped import PURPOSE, Finish, Module, Samples, no_such_class, sample_of
 from .resident import Normalise, ResidentImages, ResidentTensors, belongs_on_device
 from .seeding import seed_generators, seeds
@@ -146,7 +146,7 @@ def _source(wish: Wish, dataset: Any, split: str, classes: int, variations: tupl
         classes=classes,
         shape=tuple(first.shape),
         dtype=wish.dtype if normalise or first.is_floating_point() else first.dtype,
-        workers=wish.config.workers,
+        workers=worker_count(wish),
         stay=split == "train",
         device=wish.world.device,
     )
