@@ -101,7 +101,9 @@ def test_synchronised_batch_statistics_are_refused_where_they_cannot_be(
 def test_labels_outside_the_classes_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = ("--data", "tests.own_data:beyond_the_classes", "--model", "mlp", "--workers", 0, "--augment")
     said = refusal(capsys, *TRAIN, *own, "--output", "run")
-    assert "train sample 41 has label 3, but the classes are 0 to 2" in said  # of the first batch, after the run has begun
+    assert (
+        "train sample 41 has label 3, but the classes are 0 to 2" in said
+    )  # of the first batch, after the run has begun
     assert not (folder / "run").exists()
     (folder / "mine").mkdir()
     (folder / "mine" / "notes.txt").touch()
