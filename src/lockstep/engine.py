@@ -44,7 +44,7 @@ def train_step(job: Job, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         with job.strategy.sync_on(job.replica, last=last), job.precision.autocast():
             logits = job.replica(x)
             loss = job.loss_fn(logits, y, reduction="sum")
-        job.precision.backward(loss * weight)
+        job.precision.backward(loss, weight)
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
     return total, (logits.detach(), y)

@@ -84,9 +84,11 @@ class Precision:
         """Return the context for forward and loss."""
         return self.context
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the loss's gradients to the parameters', scaled where float16 needs it."""
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        """Add the gradients of `weight` · `loss` (0-dim) to the parameters', scaled where float16 needs it."""
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        # As the gradient that the pass begins with, the weight costs no operation of its own.
+        scaled.backward(loss.new_full((), weight))  # type: ignore[no-untyped-call]
 
     def step(self, optimizers: Sequence[Optimizer], *, clip: float | None) -> Tensor | None:
         """Clip and apply the gradients; return the norm before clipping if `clip` is set.
