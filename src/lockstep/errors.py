@@ -76,7 +76,7 @@ def unknown(kind: str, asked: str, known: Iterable[str], hint: str = "") -> Requ
 
 def counted(number: int, noun: str) -> str:
     """Return the number with its noun, in the plural unless it is one."""
-    plural = "es" if noun.endswith(("ch", "s", "x")) else "s"
+    plural = "es" if noun.endswith("batch") else "s"
     return f"{number:,} {noun}{plural * (number != 1)}"
 
 

@@ -16,7 +16,7 @@ from lockstep.cli import flags, info
 from lockstep.cli.main import VERBS, main
 from lockstep.config import OPTIMIZERS, PRECISIONS, SCHEDULES
 from lockstep.data import sets
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, counted
 from lockstep.kinds import KINDS
 from lockstep.launchers import table as launchers
 from lockstep.options import flatten, leaves, recipe, recipes, to_toml
@@ -313,3 +313,8 @@ def test_the_help_of_a_flag_names_all_that_it_takes(
     found = re.search(rf"--{key} .*?(?=--\w|╰|\+-)", capsys.readouterr().out, re.DOTALL)
     assert found
     assert [name for name in names if not re.search(rf"\b{name}\b", found[0])] == []
+
+
+def test_numbers_of_things() -> None:
+    assert [counted(number, "epoch") for number in (1, 2)] == ["1 epoch", "2 epochs"]
+    assert counted(3000, "micro-batch") == "3,000 micro-batches"
