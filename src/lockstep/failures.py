@@ -22,6 +22,7 @@ from .errors import LockstepError, ProofError, RequestError, RunError, Stopped
 _CLASSES: dict[str, type[LockstepError]] = {kind.__name__: kind for kind in (ProofError, RequestError, Stopped)}
 _LONGEST_REASON = 400
 _RESUME = "continue with --resume auto"
+_ECHO_MARK = "(an echo: this rank ended only because it had lost another one)"
 _PACKAGE = str(Path(__file__).parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -103,8 +104,23 @@ def write(failure: Failure, folder: Path) -> Path:
     """Write the failure with its whole trace to `folder`/rank_N.txt and return that path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{failure.rank}.txt"
-    path.write_text(f"{failure.sentence}\n\n{failure.trace}", encoding="utf-8")
+    marked = f"{_ECHO_MARK}\n" if failure.is_echo else ""
+    path.write_text(f"{failure.sentence}\n{marked}\n{failure.trace}", encoding="utf-8")
     return path
+
+
+def cause_in(folder: Path, *, since_s: float) -> str:
+    """Return the sentence of the first failure written to `folder` since then that is no echo; "" for none.
+
+    A rank writes its own before it lets go of the others, so that whoever has lost it finds the cause here, where
+    they share a disk. `since_s` is in seconds since the epoch.
+    """
+    written = sorted((path.stat().st_mtime, path) for path in folder.glob("rank_*.txt"))
+    for time_s, path in written:
+        sentence, mark, *_ = [*path.read_text(encoding="utf-8").splitlines(), "", ""]
+        if time_s >= since_s and mark != _ECHO_MARK:
+            return sentence
+    return ""
 
 
 def is_echo(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def run(config: RunConfig, world: World) -> RunResult:
     with _claimed(config, world) as folder:
         config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=folder))
         state = state or resume.load(config, world)  # of the folder that --resume auto has found
+        begun_s = time.time()
         recorder: Recorder = Nothing()
         if world.is_main:
             facts = dataclasses.asdict(hardware.survey(visible_gpus()))
@@ -45,7 +47,8 @@ def run(config: RunConfig, world: World) -> RunResult:
             return train(config, world, recorder, state=state)
         except Exception as error:
             failure = failures.account(error, world.rank, config)
-            recorder.record("failed", exit=getattr(error, "exit_code", 1), error=failure.sentence)
+            cause = failures.cause_in(folder / "failures", since_s=begun_s) if failure.is_echo else ""
+            recorder.record("failed", exit=getattr(error, "exit_code", 1), error=cause or failure.sentence)
             raise
         finally:
             recorder.close()

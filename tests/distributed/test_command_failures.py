@@ -77,6 +77,7 @@ def test_an_exception_in_the_users_model_is_told_once(folder: Path) -> None:
     assert ended.err.count("Traceback (most recent call last)") == 1
     assert 'raise ValueError("out of luck")' in ended.err
     assert "out of luck" in told.read_text()
+    assert json.loads((folder / "run" / "summary.json").read_text())["error"] == said
 
 
 def test_parameters_that_the_loss_does_not_reach_are_named(folder: Path) -> None:
