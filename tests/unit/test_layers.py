@@ -35,7 +35,7 @@ LAYERS: list[list[str]] = [
     ],
     ["world", "state", "randomness"],
     ["data", "models", "nn", "precision", "optim", "strategies", "launchers", "record"],
-    ["checkpoint", "resume", "meter", "evaluation"],
+    ["checkpoint", "resume", "meter", "evaluation", "verify"],
     ["job", "saving", "announce", "engine", "folders", "runs"],
     ["cli"],
     ["__main__", "__init__"],

@@ -1,0 +1,147 @@
+"""`lockstep diff A B`: how two checkpoints differ, tensor by tensor."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import ProofError, RequestError, counted
+from . import output
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..verify.difference import Difference
+
+_USAGE = """\
+usage: lockstep diff A B [--tolerance T] [--all]
+
+A and B are runs or checkpoints of ours, safetensors files, or what torch.save wrote of tensors (a pickle of anything
+else is refused). Wrappers' prefixes (module., _orig_mod.) are taken off the names.
+
+Prints which tensors only one of them has, and of the others the largest difference: absolute, relative to the tensor's
+largest value, and in ULPs (how many floating-point numbers lie between). Where one side holds nothing but weights, only
+the weights are compared.
+
+  --tolerance T   take tensors whose relative difference is at most T for the same (default: 0, the same bits)
+  --all           print all rows, not the first 5 of a kind
+
+Exit code: 0 the same, 3 different, 2 where they cannot be compared.
+"""
+_ROWS = 5
+_WIDE = 200
+"""Columns where the output is no terminal: names stay whole for whoever searches them."""
+
+
+def main(given: list[str]) -> int:
+    """Print how the two differ; return 0 where they are the same, raise `ProofError` where they are not."""
+    if given and given[0] in ("-h", "--help"):
+        with output.written():
+            print(_USAGE, end="")
+        return 0
+    asked = _parsed(given)
+    # Imported late, as it takes seconds: what is asked for wrongly is refused at once.
+    from ..verify import difference, tensors
+
+    a, b = (tensors.read(path) for path in asked.paths)
+    a, b, left_out = _comparable(a, b)
+    found = difference.compare(a, b)
+    beyond = found.beyond(asked.tolerance)
+    verdict = found.verdict(asked.tolerance)
+    is_same = not beyond and not found.only_a and not found.only_b
+    with output.written():
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = _WIDE
+        for side, names in (("A", found.only_a), ("B", found.only_b)):
+            _print_names(console, f"only in {side}", names, most=len(names) if asked.all else _ROWS)
+        if beyond:
+            console.print(_table(beyond, len(beyond) if asked.all else _ROWS))
+        for note in left_out:
+            console.print(note, style="dim", soft_wrap=True)
+        if is_same:
+            console.print(verdict, soft_wrap=True)
+    if not is_same:
+        raise ProofError(f"{asked.paths[0]} and {asked.paths[1]} are not the same. {verdict}")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Asked:
+    paths: tuple[Path, Path]
+    tolerance: float
+    all: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, whose complaint becomes our sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(f"lockstep diff: {message}; lockstep diff --help shows how it is used.")
+
+
+def _parsed(given: Sequence[str]) -> _Asked:
+    parser = _Parser(prog="lockstep diff", add_help=False, allow_abbrev=False)
+    parser.add_argument("paths", nargs="*", metavar="A B")
+    parser.add_argument("--tolerance", type=float, default=0.0)
+    parser.add_argument("--all", action="store_true")
+    asked = parser.parse_args(given)
+    if len(asked.paths) != 2:
+        raise RequestError(
+            f"lockstep diff compares two checkpoints, found {len(asked.paths)}; as in lockstep diff runs/a runs/b."
+        )
+    if not (asked.tolerance >= 0 and math.isfinite(asked.tolerance)):
+        raise RequestError(f"--tolerance {asked.tolerance}: give 0 or more, such as 1e-6.")
+    return _Asked((Path(asked.paths[0]), Path(asked.paths[1])), asked.tolerance, asked.all)
+
+
+def _comparable(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Return the parts that are compared, and what is said of the others: weights alone are compared with weights."""
+    parts_a, parts_b = ({name.partition("/")[0] for name in side} for side in (a, b))
+    if parts_a == parts_b or {"model"} not in (parts_a, parts_b):
+        return a, b, []
+    side, whole = ("A", a) if parts_b == {"model"} else ("B", b)
+    others = Counter(name.partition("/")[0] for name in whole if not name.startswith("model/"))
+    said = ", ".join(f"{part} ({counted(count, 'tensor')})" for part, count in sorted(others.items()))
+    weights = [{name: each for name, each in found.items() if name.startswith("model/")} for found in (a, b)]
+    return weights[0], weights[1], [f"not compared, since only {side} has more than weights: {said}"]
+
+
+def _print_names(console: Console, title: str, names: Sequence[str], *, most: int) -> None:
+    if names:
+        more = f" … and {len(names) - most} more (--all)" if len(names) > most else ""
+        console.print(f"[bold]{title}[/]: {escape(', '.join(names[:most]))}{more}")
+
+
+def _table(rows: Sequence[Difference], most: int) -> Table:
+    """Return the first `most` rows of each kind: first the kind with the largest difference."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("")
+    for title in ("largest difference", "relative", "ULPs", "elements that differ"):
+        table.add_column(title, justify="right")
+    for kind, count in Counter(each.kind for each in rows).items():
+        shown = [each for each in rows if each.kind == kind][:most]
+        first = f", the first {len(shown)} (--all)" if count > len(shown) else ""
+        table.add_row(f"[bold]{kind}[/]: {counted(count, 'tensor')}{first}")
+        for each in shown:
+            table.add_row(f"  {escape(each.name)}", *_cells(each))
+    return table
+
+
+def _cells(each: Difference) -> tuple[str, str, str, str]:
+    if each.shapes:
+        return each.shapes, "", "", ""
+    ulps = "" if each.ulps is None else f"{each.ulps:,}" if each.ulps < 10**7 else f"{each.ulps:.1e}"
+    size = f"{each.absolute:.3g}" if each.differing else "0, other bits"
+    if each.dtypes:
+        size += f" ({each.dtypes})"
+    return size, f"{each.relative:.2g}", ulps, f"{each.differing:,} of {each.elements:,}"
