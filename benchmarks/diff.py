@@ -21,7 +21,7 @@ SHAPE = (640, 1024)  # 2.6 MB each
 
 
 def measure() -> Report:
-    """Return the seconds of reading, with checksums, and of comparing, where no tensor is the same and where all are."""
+    """Return the seconds of reading, with checksums, and comparing, where no tensor is the same and where all are."""
     with tempfile.TemporaryDirectory() as folder:
         a, b = (_saved(Path(folder) / name, factor) for name, factor in (("a", 1.0), ("b", 1.0 + 1e-6)))
         found = interleave({"all differ": lambda: _seconds(a, b), "the same": lambda: _seconds(a, a)}, rounds=ROUNDS)
@@ -32,8 +32,8 @@ def measure() -> Report:
         f"{worst.median:.2f} s (goal {GOAL_S:.0f}, {verdict(worst.median <= GOAL_S)}).",
         columns=("checkpoints", "seconds"),
         rows=tuple((name, series.text()) for name, series in found.items()),
-        method=f"{LAYERS} float32 tensors of {SHAPE[0]} × {SHAPE[1]} in each, files in the page cache; the checksums of "
-        "both are verified.",
+        method=f"{LAYERS} float32 tensors of {SHAPE[0]} × {SHAPE[1]} in each, files in the page cache; the checksums "
+        "of both are verified.",
         n=f"{ROUNDS} rounds of each",
     )
 

@@ -30,7 +30,8 @@ class Difference:
     differing: int
     """Elements whose values differ; 0 where only the signs of zeros or the bits of NaNs do."""
     absolute: float
-    """Largest |a - b|; infinite where one side is not a finite number and the other has another value."""
+    """Largest |a - b|, within the tensor's own rounding; infinite where one side is not a finite number and the other
+    has another value."""
     relative: float
     """`absolute` by the largest finite |value| of the tensor on either side."""
     ulps: int | None
@@ -134,8 +135,10 @@ def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
     dtypes = "" if a.dtype == b.dtype else f"{_short(a.dtype)} in A, {_short(b.dtype)} in B"
     same_type = not dtypes and a.dtype.is_floating_point
     absolute, largest, differing, ulps = 0.0, 0.0, 0, 0
-    for x, y in zip(torch.split(_flat(a), _PART), torch.split(_flat(b), _PART), strict=True):
-        gap, size, count = _gap(x, y) if same_type else _gap(x.double(), y.double())
+    parts = zip(torch.split(_flat(a), _PART), torch.split(_flat(b), _PART), strict=True) if a.numel() else ()
+    for x, y in parts:
+        as_they_are = same_type and x.element_size() > 1  # torch does not subtract floats of 8 bits
+        gap, size, count = _gap(x, y) if as_they_are else _gap(x.double(), y.double())
         absolute, largest, differing = max(absolute, gap), max(largest, size), differing + count
         if same_type:
             ulps = max(ulps, _ulps(x, y))
@@ -161,7 +164,8 @@ def _gap(x: Tensor, y: Tensor) -> tuple[float, float, int]:
 def _ulps(x: Tensor, y: Tensor) -> int:
     """Return how many steps from one floating-point number to the next lead from x (n,) to y at most.
 
-    Two NaNs are no step apart, whatever their bits. Read as a whole number, a float's bits order the positive numbers; the negative ones, mirrored, continue them.
+    Two NaNs are no step apart, whatever their bits. Read as a whole number, a float's bits order the positive numbers;
+    the negative ones, mirrored, continue them.
     """
     first, second = _place(x), _place(y)
     if bool((first ^ second).min() >= 0):
