@@ -1,0 +1,130 @@
+"""Replicas that are the same bits pass, at every check; one bit on one rank is found, and told by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ProofError
+from lockstep.models import table
+from lockstep.verify.replicas import ReplicaCheck, compare
+from lockstep.world import World
+
+from ..pool import RankPool
+
+MOMENT = "optimizer/classifier.weight/momentum_buffer"
+
+
+def _replica() -> dict[str, Tensor]:
+    """Return parameters and momentum, the same on every rank."""
+    torch.manual_seed(3)
+    net: nn.Module = table.build("resnet8", classes=10, in_channels=1, image_size=8)
+    named = {f"model/{name}": each.detach() for name, each in net.named_parameters()}
+    generator = torch.Generator().manual_seed(4)
+    momentum = {
+        f"optimizer/{name.removeprefix('model/')}/momentum_buffer": torch.randn(each.shape, generator=generator)
+        for name, each in named.items()
+    }
+    return named | momentum
+
+
+def _flip(tensor: Tensor, bit: int) -> None:
+    tensor.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+
+
+def _checked(world: World, rank: int, name: str, bit: int, every: int | None) -> tuple[str, int | None, int]:
+    """Flip a bit on one rank after the third of ten steps; return what the check says and when it last agreed."""
+    tensors = _replica()
+    check = ReplicaCheck(world, lambda: tensors, every)
+    for step in range(1, 11):
+        for each in tensors.values():
+            each.add_(0.125)
+        if step == 4 and world.rank == rank:
+            _flip(tensors[name], bit)
+        if check.due(step):
+            try:
+                check.check(step, 0.1)
+            except ProofError as error:
+                return str(error), check.agreed_at, step
+    return "", check.agreed_at, 0
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "name", "bit"),
+    [
+        (3, 2, "model/stem.0.weight", 23),  # the last bit of a mantissa
+        (3, 0, "model/classifier.bias", 319),
+        (2, 1, MOMENT, 5),
+        (3, 1, MOMENT, 30),
+    ],
+)
+@pytest.mark.parametrize("every", [1, 3])
+def test_one_bit_on_one_rank_is_found_and_told(
+    pool: RankPool, size: int, rank: int, name: str, bit: int, every: int
+) -> None:
+    told = pool.run(size, _checked, rank, name, bit, every)
+    assert len(set(told)) == 1, told
+    said, agreed_at, found_at = told[0]
+    assert 4 <= found_at < 4 + every
+    assert agreed_at == found_at - every
+    who = f"rank {rank} differs from the others" if size > 2 else "rank 0 and rank 1 differ"
+    words = rf"after step {found_at}: {who} in {re.escape(name)} by (up to [\d.e+-]+|a value that is not finite); "
+    words += rf"before, they were the same after step {agreed_at}\."
+    assert re.search(words, said), said
+
+
+def _often(world: World, checks: int) -> tuple[int, int | None]:
+    tensors = _replica()
+    check = ReplicaCheck(world, lambda: tensors, 1)
+    for step in range(1, checks + 1):
+        for each in tensors.values():
+            each.mul_(0.999)
+        check.check(step, 0.1)
+    return check.checks, check.agreed_at
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_thousand_clean_checks_raise_no_alarm(pool: RankPool, size: int) -> None:
+    assert pool.run(size, _often, 500) == [(500, 500)] * size
+
+
+def _differing(world: World) -> list[tuple[str, tuple[int, ...], bool]]:
+    tensors = {"a": torch.zeros(9), "b": torch.zeros(4), "c": torch.zeros(2, dtype=torch.int64), "d": torch.ones(0)}
+    if world.rank == 1:
+        tensors["b"][2] = -0.0  # another bit, the same number
+        tensors["c"][0] = 5
+    if world.rank == 2:
+        tensors["c"][0] = 7
+        tensors["a"][0] = float("nan")
+    return [(each.name, each.ranks, each.gap == each.gap) for each in compare(world, tensors)]
+
+
+def test_each_tensor_is_judged_by_what_most_ranks_have(pool: RankPool) -> None:
+    found = pool.run(3, _differing)
+    assert found == [[("a", (2,), False), ("b", (1,), True), ("c", (0, 1, 2), True)]] * 3
+
+
+def _spaced(world: World) -> list[int]:
+    tensors = _replica()
+    check = ReplicaCheck(world, lambda: tensors, None)
+    seen = []
+    for step in range(1, 2000):
+        if check.due(step):
+            check.check(step, 0.002)
+            seen.append(step)
+    return seen
+
+
+def test_by_default_checks_are_as_rare_as_they_are_dear(pool: RankPool) -> None:
+    told = pool.run(2, _spaced)
+    assert told[0] == told[1]
+    assert told[0][:2] == [1, 2]  # what a check costs is known after the first
+    assert len(told[0]) < 1000
+
+
+def test_one_rank_and_no_interval_are_never_due() -> None:
+    assert not ReplicaCheck(World.alone(), dict, 1).due(10**9)
+    assert not ReplicaCheck(World.alone(), dict, 0).due(10**9)

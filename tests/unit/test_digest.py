@@ -1,0 +1,68 @@
+"""The digest sees every bit, whatever the dtype, the size, the place in memory and the order in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lockstep.verify.digest import digest, digests
+
+SIZES = (1, 3, 7, 8, 511, 512, 513, 4097, 70_001)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+
+
+def _some(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, (size * 8,), generator=generator, dtype=torch.uint8)
+    if dtype == torch.bool:
+        return values[:size] > 127
+    return values[: size * torch.empty(0, dtype=dtype).element_size()].view(dtype)
+
+
+def _flipped(tensor: Tensor, bit: int) -> Tensor:
+    copy = tensor.clone()
+    view = copy.view(-1).view(torch.uint8)
+    view[bit // 8] ^= 1 << bit % 8
+    return copy
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_one_bit_is_seen_wherever_it_is(size: int, dtype: torch.dtype) -> None:
+    tensor, other = _some(size, dtype), _some(1000, torch.float32, seed=1)
+    before = int(digest([other, tensor]))
+    assert before == int(digest([other.clone(), tensor.clone()]))
+    bits = tensor.nbytes * 8
+    for bit in {0, 1, 7, bits // 3, bits // 2, bits - 1}:
+        if dtype == torch.bool:
+            bit -= bit % 8  # a truth value has one bit that means something
+        changed = _flipped(tensor, bit)
+        assert int(digest([other, changed])) != before
+        assert digests([other, changed]).tolist()[1] != digests([other, tensor]).tolist()[1]
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3000))
+def test_no_two_of_many_are_alike(seed: int, size: int) -> None:
+    tensors = [_some(size, torch.float32, seed=seed + number) for number in range(8)]
+    tensors += [_flipped(tensors[0], bit) for bit in range(32)]
+    assert len({int(digest([tensor])) for tensor in tensors}) == len({tensor.numpy().tobytes() for tensor in tensors})
+
+
+def test_tensors_that_change_places_are_seen() -> None:
+    a, b, small = _some(70_001, torch.float32), _some(70_001, torch.float32, seed=1), _some(5, torch.float32, seed=2)
+    assert len({int(digest(each)) for each in ([a, b, small], [b, a, small], [a, b, small, small])}) == 3
+    rows = a[:65536].view(64, 1024)
+    assert int(digest([rows])) != int(digest([rows.flip(0).contiguous()]))
+
+
+def test_views_and_memory_orders_are_digested_where_they_lie() -> None:
+    whole = _some(4096, torch.float32)
+    assert int(digest([whole[1:1000]])) == int(digest([whole[1:1000].clone()]))
+    image = whole.view(4, 16, 8, 8).contiguous(memory_format=torch.channels_last)
+    assert int(digest([image])) == int(digest([image.clone()]))
+    assert int(digest([image])) != int(digest([_flipped(image.permute(0, 2, 3, 1).contiguous(), 77)]))
+    assert digests([torch.zeros(0), torch.tensor(1.5), torch.zeros(2, dtype=torch.complex64)]).shape == (3,)
+    assert int(digest([torch.zeros(0)])) == int(digest([torch.zeros(0)]))
