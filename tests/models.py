@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -50,6 +51,21 @@ class Pair(Dropped):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return super().forward(x), super().forward(x)
+
+
+class Flipping(Dropped):
+    """A net in which a bit of a weight flips on rank 1, at the eighth pass of training."""
+
+    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
+        super().__init__(classes, in_channels, image_size)
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        if self.training and self.passes == 8 and dist.get_rank() == 1:
+            weight = self.get_parameter("body.4.weight").detach()
+            weight.view(-1).view(torch.int32)[17] ^= 1 << 3
+        return super().forward(x)
 
 
 class Exploding(Dropped):

@@ -29,6 +29,7 @@ from .record.base import Recorder
 from .result import RunResult, Scores
 from .saving import Progress, Saver, remedy, restore, restore_model
 from .state import State
+from .verify.replicas import ReplicaCheck
 from .world import World
 
 
@@ -70,8 +71,9 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     """Train as `config` says and return what came of it (*collective*).
 
     Checkpoints are written below `config.record.output` if that is set. The run continues from `state`, by default
-    from the checkpoint that `config.checkpoint.resume` names. Raises `RequestError` for what cannot be
-    honoured, `RunError` for a loss that is not finite, and `Stopped` after Ctrl-C or SIGTERM, once saved.
+    from the checkpoint that `config.checkpoint.resume` names. Raises `RequestError` for what cannot be honoured,
+    `RunError` for a loss that is not finite, `ProofError` for replicas that are not the same bits, and `Stopped` after
+    Ctrl-C or SIGTERM, once saved.
     """
     loaded = state or resume.load(config, world)
     job = assemble(config, world, accumulation=None if loaded is None else loaded.meta["accumulation"])
@@ -80,12 +82,14 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
         world.together(lambda: announce(job, progress, recorder))
         job.strategy.settle(job.model, lambda: _rehearse(job))
         meter = _meter(job, recorder)
+        replicas = ReplicaCheck(world, job.replicated, config.proof.verify_every)
         with StopRequest(quiet=not world.is_main) as stop, _saver(config, world, recorder, loaded) as saver:
             while progress.step < job.total_steps or progress.evaluated < progress.step:
-                _train_epoch(job, progress, meter, stop, saver)
+                _train_epoch(job, progress, meter, replicas, stop, saver)
+                replicas.confirm(progress.step, meter.step_s)
                 _evaluate_epoch(job, progress, meter, recorder, stop, saver)
             saver.conclude(job, progress)
-        return _result(job, progress, meter, recorder)
+        return _result(job, progress, meter, replicas, recorder)
     except NonFiniteLossError as bad:
         raise _explain(bad, job) from bad
     finally:
@@ -120,7 +124,9 @@ def evaluate_checkpoint(config: RunConfig, world: World) -> tuple[int, Scores]:
         job.data.close()
 
 
-def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, saver: Saver) -> None:
+def _train_epoch(
+    job: Job, progress: Progress, meter: Meter, replicas: ReplicaCheck, stop: StopRequest, saver: Saver
+) -> None:
     """Train from where `progress` is to the end of the epoch, or of the run."""
     epoch = progress.epochs
     first = progress.step - epoch * job.steps_per_epoch
@@ -135,6 +141,8 @@ def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, 
     for batch in batches:
         last = advance(job, progress.step, batch, meter)
         progress.step += 1
+        if replicas.due(progress.step):
+            replicas.check(progress.step, meter.step_s)
         save = every is not None and progress.step % every == 0 and progress.step < end
         if progress.step == end or save or meter.due(stop.asked):
             stopping = meter.flush(stop=stop.asked, wait_s=batches.wait_s - read_s, last=last)
@@ -142,6 +150,7 @@ def _train_epoch(job: Job, progress: Progress, meter: Meter, stop: StopRequest, 
             progress.partial_s = meter.train_s - train_s
             saver.poll()
             if save or stopping:
+                replicas.confirm(progress.step, meter.step_s)
                 saver.save(job, progress)
                 meter.start()
             if stopping:
@@ -210,7 +219,7 @@ def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
     return RunError(f"The loss at step {bad.step} is not a finite number on {ranks}{where}. {remedy(job)}")
 
 
-def _result(job: Job, progress: Progress, meter: Meter, recorder: Recorder) -> RunResult:
+def _result(job: Job, progress: Progress, meter: Meter, replicas: ReplicaCheck, recorder: Recorder) -> RunResult:
     assert progress.scores is not None
     peak = meter.telemetry.peak_memory_bytes()
     peaks = job.world.sum(torch.tensor([peak["host"] or 0, peak["device"] or 0], device=job.world.device)).tolist()
@@ -222,6 +231,7 @@ def _result(job: Job, progress: Progress, meter: Meter, recorder: Recorder) -> R
         samples=progress.scores.samples,
         steps=progress.step,
         epoch_s=tuple(progress.epoch_s),
+        replicas=replicas.summary(),
         output=str(job.config.record.output or ""),
     )
     if meter.images:

@@ -95,6 +95,18 @@ class Job:
         parts = self.replicas * self.plan.accumulation
         return self.config.batch.eval_batch or -(-self.plan.global_size // parts)
 
+    def replicated(self) -> dict[str, Tensor]:
+        """Return, by name, what has to be the same bits on every rank at the end of a step.
+
+        That is no business of statistics which each rank takes over its own samples: an evaluation takes rank 0's.
+        """
+        found = dict(self.strategy.replicated(self.model, self.optimizer.each))
+        if self.batchnorm == "sync":
+            found |= {f"model/{name}": held for name, held in sync_batchnorm.statistics(self.model).items()}
+        if self.average is not None:
+            found |= {f"ema/{name}": held for name, held in self.average.module.named_parameters()}
+        return found
+
     def order(self, epoch: int) -> Order:
         """Return the order of the training samples in `epoch`."""
         return Order(self.samples, seed=self.config.seed, epoch=epoch)

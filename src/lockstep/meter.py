@@ -70,6 +70,8 @@ class Meter:
         self.train_s = 0.0
         self.wait_s = 0.0
         self.images = 0
+        self.step_s = 0.0
+        """Mean seconds of a step in the last interval; 0 before the first."""
         self._world = world
         self._recorder = recorder
         self._log_every = log_every
@@ -132,6 +134,7 @@ class Meter:
         self.clock.flush()
         self.train_s += elapsed_s
         self.wait_s += wait_s
+        self.step_s = elapsed_s / len(pending.rows)
         self.images += sum(samples for *_, samples in pending.rows)
 
     def _sampled(self) -> dict[str, float | int]:

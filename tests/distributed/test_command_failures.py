@@ -65,6 +65,16 @@ def test_a_loss_that_is_no_number_names_step_rank_and_samples(folder: Path) -> N
     assert json.loads((folder / "run" / "summary.json").read_text())["exit"] == 1
 
 
+def test_a_bit_that_flips_on_one_rank_stops_the_run(folder: Path) -> None:
+    words = (*TRAIN, *DDP, "--model", "tests.models:Flipping", "--precision", "fp32", "--output", "run")
+    said = sentence(command(folder, *words, "--verify-every", 2), code=3)
+    # The eighth pass is the seventh step's: before the first there is a rehearsal.
+    assert "The replicas are not the same bits after step 8: rank 0 and rank 1 differ in model/body.4.weight by" in said
+    assert "before, they were the same after step 6." in said
+    assert json.loads((folder / "run" / "summary.json").read_text())["exit"] == 3
+    assert "Traceback" in (folder / "run" / "failures" / "rank_0.txt").read_text()
+
+
 def test_an_exception_in_the_users_model_is_told_once(folder: Path) -> None:
     begin_s = time.time()
     ended = command(folder, *TRAIN, *DDP, "--model", "tests.models:Failing", "--output", "run")

@@ -77,7 +77,7 @@ MAY_CHANGE = {
     "data-dir", "download", "workers", "skip-corrupt", "on-device", "accumulate", "micro-batch", "eval-batch",
     "strategy", "devices", "gpus", "accelerator", "launcher", "nodes", "init-method", "rank", "world-size", "timeout",
     "stall-timeout", "batchnorm", "find-unused", "precision", "channels-last", "compile", "deterministic", "resume",
-    "checkpoint-every", "output", "log-every", "epochs", "max-steps",
+    "checkpoint-every", "output", "log-every", "verify-every", "epochs", "max-steps",
 }  # fmt: skip
 """Options that leave the run the one it was, or, like --accumulate and --batchnorm, are looked at by themselves."""
 

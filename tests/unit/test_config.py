@@ -21,6 +21,7 @@ strategy devices gpus accelerator launcher nodes init-method rank world-size tim
 precision channels-last compile deterministic
 resume checkpoint-every
 output log-every
+verify-every
 epochs max-steps seed
 """
 

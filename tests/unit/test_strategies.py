@@ -202,7 +202,8 @@ def test_every_strategy_keeps_the_users_parameters_and_state(name: str) -> None:
     for theirs, ours in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(theirs, ours)
         assert torch.equal(again.state[theirs]["momentum_buffer"], optimizer.state[ours]["momentum_buffer"])
-    assert [key for key, _ in strategy.replicated(model)] == [key for key, _ in model.named_parameters()]
+    named = [f"model/{key}" for key, _ in model.named_parameters()]
+    assert [key for key, _ in strategy.replicated(model, ())] == named
 
 
 def test_an_unknown_strategy_is_refused_with_the_nearest_names() -> None:

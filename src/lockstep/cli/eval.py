@@ -28,7 +28,7 @@ for again: this machine's are used, or those of --strategy, --devices and the ot
 """
 
 _OF_TRAINING = ("augment", "accumulate", "micro-batch", "drop-last", "epochs", "max-steps", "find-unused")
-_OF_SECTIONS = ("optim", "checkpoint", "record")
+_OF_SECTIONS = ("optim", "checkpoint", "record", "proof")
 """Options, one by one and by section, that an evaluation could only ignore: it takes no step and writes nothing."""
 
 

@@ -177,6 +177,16 @@ class _Normalise(torch.autograd.Function):
         return dx, dot if ctx.needs_input_grad[1] else None, total if ctx.needs_input_grad[2] else None, *[None] * 5
 
 
+def statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Return the running statistics of the BatchNorm layers by their names in `model`."""
+    return {
+        f"{name}.{key}" if name else key: held
+        for name, each in model.named_modules()
+        if isinstance(each, _BatchNorm)
+        for key, held in each.named_buffers(recurse=False)
+    }
+
+
 def untracked(model: nn.Module) -> list[str]:
     """Return the names of BatchNorm layers that keep no running statistics, and so take an evaluation batch's own."""
     return [name for name, each in model.named_modules() if isinstance(each, _BatchNorm) and each.running_mean is None]

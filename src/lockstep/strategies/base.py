@@ -56,8 +56,8 @@ class Strategy(Protocol):
     def load_state(self, model: nn.Module, optimizers: Iterable[Optimizer], state: State) -> None:
         """Continue from `state`, in place (*collective*). Raises `RequestError` if it is of another model."""
 
-    def replicated(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Yield (name, tensor) for all that must be the same bits on every rank."""
+    def replicated(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterable[tuple[str, Tensor]]:
+        """Return (name, tensor) for all but buffers that must be the same bits on every rank, named as in a `State`."""
 
 
 class Replicated:
@@ -86,9 +86,10 @@ class Replicated:
         load_model(model, state.part("model"))
         load_optimizer(model, optimizers, state)
 
-    def replicated(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Yield every parameter."""
-        return model.named_parameters()
+    def replicated(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterable[tuple[str, Tensor]]:
+        """Return every parameter, and every tensor of the optimizers."""
+        parameters = [(f"model/{name}", held) for name, held in model.named_parameters()]
+        return [*parameters, *optimizer_state(model, optimizers).tensors.items()]
 
 
 _NOTHING = nullcontext()  # stateless, and entered once a micro-batch: worth not making anew

@@ -76,6 +76,17 @@ class ReplicaCheck:
         self._last_cost_s = time.perf_counter() - begin_s
         self.cost_s += self._last_cost_s
 
+    def confirm(self, step: int, step_s: float) -> None:
+        """Compare the replicas after `step`, unless that was done: what is saved is what all hold (*collective*)."""
+        if math.isfinite(self._next) and self.agreed_at != step:
+            self.check(step, step_s)
+
+    def summary(self) -> dict[str, int | float] | None:
+        """Return how often the replicas were compared, when last, and the seconds that took; None for never."""
+        if not self.checks:
+            return None
+        return {"checks": self.checks, "last_step": self.agreed_at or 0, "cost_s": self.cost_s}
+
     def _proposal(self, step_s: float) -> int:
         if self._every:
             return self._every
