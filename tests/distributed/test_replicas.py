@@ -91,6 +91,18 @@ def test_a_thousand_clean_checks_raise_no_alarm(pool: RankPool, size: int) -> No
     assert pool.run(size, _often, 500) == [(500, 500)] * size
 
 
+def _turned(world: World) -> int:
+    tensors = _replica()
+    order = list(tensors)[:: 1 - 2 * (world.rank % 2)]
+    check = ReplicaCheck(world, lambda: {name: tensors[name] for name in order}, 1)
+    check.check(1, 0.1)
+    return check.checks
+
+
+def test_the_order_in_which_a_rank_names_its_tensors_is_its_own(pool: RankPool) -> None:
+    assert pool.run(3, _turned) == [1, 1, 1]
+
+
 def _differing(world: World) -> list[tuple[str, tuple[int, ...], bool]]:
     tensors = {"a": torch.zeros(9), "b": torch.zeros(4), "c": torch.zeros(2, dtype=torch.int64), "d": torch.ones(0)}
     if world.rank == 1:
