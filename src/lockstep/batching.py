@@ -110,5 +110,5 @@ class BatchPlan:
         if self.global_size % whole:
             each += f" or {self.global_size // whole + 1}"
         ranks = counted(self.ranks, "rank")
-        micros = f"{self.accumulation} micro-batch{'es' * (self.accumulation > 1)}"
+        micros = counted(self.accumulation, "micro-batch")
         return f"global batch {self.global_size} = {ranks} × {micros} × {each}"

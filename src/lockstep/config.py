@@ -326,8 +326,8 @@ class ProofConfig:
     """What is proved while training goes on."""
 
     verify_every: Annotated[int | None, _key(metavar="STEPS")] = None
-    """Optimizer steps between checks that all ranks hold the same bits; 0 for none, by default what costs under 0.5 %
-    of the time."""
+    """Optimizer steps between checks that all ranks hold the same bits, besides the one before each checkpoint; 0 for
+    none at all, by default what costs under 0.5 % of the time."""
 
     def __post_init__(self) -> None:
         _check_whole("verify-every", self.verify_every, least=0, unit=" steps")

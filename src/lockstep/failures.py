@@ -94,9 +94,13 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
 def account(error: BaseException, rank: int, config: RunConfig) -> Failure:
     """Return the failure that `error` is on this rank; its trace is written to the run's folder, if there is one."""
     failure = describe(error, rank, again(config))
-    if config.record.output is not None and not isinstance(error, Stopped | RequestError):
+    output = config.record.output
+    if output is None or isinstance(error, Stopped | RequestError):
+        return failure
+    # An echo comes last: the folder of a run that another rank has refused is gone by then, and stays so.
+    if output.is_dir() or not failure.is_echo:
         with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
-            write(failure, config.record.output / "failures")
+            write(failure, output / "failures")
     return failure
 
 
@@ -115,11 +119,11 @@ def cause_in(folder: Path, *, since_s: float) -> str:
     A rank writes its own before it lets go of the others, so that whoever has lost it finds the cause here, where
     they share a disk. `since_s` is in seconds since the epoch.
     """
-    written = sorted((path.stat().st_mtime, path) for path in folder.glob("rank_*.txt"))
-    for time_s, path in written:
-        sentence, mark, *_ = [*path.read_text(encoding="utf-8").splitlines(), "", ""]
-        if time_s >= since_s and mark != _ECHO_MARK:
-            return sentence
+    with contextlib.suppress(OSError):
+        for time_s, path in sorted((path.stat().st_mtime, path) for path in folder.glob("rank_*.txt")):
+            sentence, mark, *_ = [*path.read_text(encoding="utf-8").splitlines(), "", ""]
+            if time_s >= since_s and mark != _ECHO_MARK:
+                return sentence
     return ""
 
 

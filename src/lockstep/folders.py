@@ -38,7 +38,7 @@ class RunFolder:
     is_new: bool
     """Whether it was made for this run."""
     was_free: bool
-    """Whether no run was in it before this one."""
+    """Whether nothing that a run writes was in it."""
     lock: IO[bytes]
 
     def release(self) -> None:
@@ -75,7 +75,7 @@ def claim(config: RunConfig) -> RunFolder:
     path = _asked(config)
     if path is None:
         return _fresh(config)
-    is_new, was_free = not path.exists(), not (path / _BEGUN).exists()
+    is_new, was_free = not path.exists(), not _holds_anything_of_ours(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -87,6 +87,11 @@ def claim(config: RunConfig) -> RunFolder:
         claimed.release()
         raise
     return claimed
+
+
+def _holds_anything_of_ours(path: Path) -> bool:
+    """Whether a file lies there that a run writes: one without a manifest may be a person's copy of a run."""
+    return any(next(path.glob(pattern), None) for pattern in (*_WRITTEN, "checkpoints", "failures") if pattern != _LOCK)
 
 
 def check(config: RunConfig) -> None:

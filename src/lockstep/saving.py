@@ -86,7 +86,7 @@ class Saver:
         _check_weights(job, progress.step)
         state = _state(job, progress)
         if self._checkpoints is not None:
-            self._checkpoints.wait()
+            self._checkpoints.wait()  # only then it is known what `best` points to
             top1 = progress.scores.top1 if evaluated and progress.scores is not None else -1.0
             best = top1 > self._best_top1
             self._next_best_top1 = max(top1, self._best_top1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import count
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ProofError
 from lockstep.models import table
-from lockstep.verify.replicas import ReplicaCheck, compare
+from lockstep.verify.replicas import SHARE, ReplicaCheck, compare
 from lockstep.world import World
 
 from ..pool import RankPool
@@ -135,6 +136,27 @@ def test_by_default_checks_are_as_rare_as_they_are_dear(pool: RankPool) -> None:
     assert told[0] == told[1]
     assert told[0][:2] == [1, 2]  # what a check costs is known after the first
     assert len(told[0]) < 1000
+
+
+def _paid(world: World) -> tuple[float, int]:
+    tensors = _replica()
+    times_s = count(step=0.002)  # so long does each check take
+    check = ReplicaCheck(world, lambda: tensors, None, lambda: float(next(times_s)))
+    due = 0
+    for step in range(1, 2001):
+        if check.due(step):
+            check.check(step, 0.01)
+            due += 1
+        if step % 500 == 0:
+            check.confirm(step, 0.01)  # as before a checkpoint: paid for out of the same budget
+    return check.cost_s, due
+
+
+def test_all_checks_together_keep_to_the_budget(pool: RankPool) -> None:
+    (cost_s, due), other = pool.run(2, _paid)
+    assert due == other[1]
+    budget_s = SHARE * 2000 * 0.01
+    assert 0.9 * budget_s < cost_s < budget_s + 2 * 0.002  # the first check, and one that a checkpoint asked for
 
 
 def test_one_rank_and_no_interval_are_never_due() -> None:

@@ -77,7 +77,7 @@ def test_an_optimizers_state_is_compared_where_both_have_it(tmp_path: Path) -> N
     saved["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(2)  # type: ignore[index]
     torch.save(saved, tmp_path / "b.pt")
     found = difference.compare(tensors.read(tmp_path / "a.pt"), tensors.read(tmp_path / "b.pt"))
-    assert found.verdict(0) == "Only optimizer state differ: 1 of 2 tensors."
+    assert found.verdict(0) == "Only optimizer tensors differ: 1 of 2 tensors."
 
 
 class _Runs:

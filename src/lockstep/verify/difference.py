@@ -16,7 +16,7 @@ STATISTICS = "BatchNorm statistics"
 _STATISTICS_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 _PART = 1 << 14
 """Elements that are compared at once: what the passes over them make stays in the processor's caches."""
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def kind_of(name: str, tensor: Tensor, names: Collection[str]) -> str:
     group, _, path = name.partition("/")
     layer, _, leaf = path.rpartition(".")
     if group == "optimizer":
-        return "optimizer state"
+        return "optimizer tensors"
     if leaf in _STATISTICS_NAMES:
         what = STATISTICS
     elif f"{group}/{layer}.running_mean" in names:
@@ -121,7 +121,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _bits(tensor: Tensor) -> Tensor:
     """Return the elements in order as whole numbers, which are compared as such: a NaN is then equal to itself."""
     flat = _flat(tensor)
-    return flat.view(_SIGNED[flat.element_size()])
+    return flat.view(INTEGERS[flat.element_size()])
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def _ulps(x: Tensor, y: Tensor) -> int:
 
 
 def _place(values: Tensor) -> Tensor:
-    bits = values.contiguous().view(_SIGNED[values.element_size()])
+    bits = values.contiguous().view(INTEGERS[values.element_size()])
     return torch.where(bits < 0, torch.iinfo(bits.dtype).min - bits, bits)
 
 

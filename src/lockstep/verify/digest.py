@@ -18,10 +18,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .difference import INTEGERS
+
 _BLOCK = 512  # words: blocks are rows, whose sums a CPU takes at the rate at which it reads
 _SMALL_BYTES = 1 << 17
 """Tensors below this size are digested together: each call on one costs as much as reading some ten thousand bytes."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KEY = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -55,7 +56,7 @@ def _flat(tensor: Tensor) -> Tensor:
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)
     flat = tensor.reshape(-1)
-    return flat.view(_INTEGERS[flat.element_size()])
+    return flat.view(INTEGERS[flat.element_size()])
 
 
 def _folded(flat: Tensor) -> Tensor:

@@ -39,10 +39,17 @@ class Found(NamedTuple):
 class ReplicaCheck:
     """Compares the replicas of `world`'s ranks every so many steps."""
 
-    def __init__(self, world: World, tensors: Callable[[], Mapping[str, Tensor]], every: int | None) -> None:
+    def __init__(
+        self,
+        world: World,
+        tensors: Callable[[], Mapping[str, Tensor]],
+        every: int | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`tensors` returns what has to be the same on every rank, by name, in any order.
 
         `every` is the number of steps between two checks: None for what `SHARE` allows, 0 for no check at all.
+        `clock` tells the time in seconds.
         """
         self.checks = 0
         self.cost_s = 0.0
@@ -51,8 +58,10 @@ class ReplicaCheck:
         self._world = world
         self._tensors = tensors
         self._every = every
+        self._clock = clock
         self._next = math.inf if every == 0 or world.size == 1 else every or 1
         self._last_cost_s = 0.0
+        self._begun_at: int | None = None
 
     def due(self, step: int) -> bool:
         """Whether the replicas are to be compared after `step`: the same on every rank."""
@@ -63,17 +72,19 @@ class ReplicaCheck:
 
         Raises `ProofError`, on every rank, where they are not the same bits.
         """
-        begin_s = time.perf_counter()
+        if self._world.device.type == "cuda":
+            torch.cuda.current_stream(self._world.device).synchronize()  # steps still queued are no cost of the check
+        begin_s = self._clock()
         tensors = dict(sorted(self._tensors().items()))  # a file gives an optimizer's state in any order
         own = [int(digest(list(group.values()))) for group in _by_device(tensors)]
-        told = torch.tensor([*own, self._proposal(step_s)], device=self._world.device)
+        told = torch.tensor([*own, self._proposal(step, step_s)], device=self._world.device)
         by_rank = self._world.stack(told).tolist()
         if any(theirs[:-1] != by_rank[0][:-1] for theirs in by_rank):
             raise self._error(step, tensors)
         self._next = step + by_rank[0][-1]
         self.agreed_at = step
         self.checks += 1
-        self._last_cost_s = time.perf_counter() - begin_s
+        self._last_cost_s = self._clock() - begin_s
         self.cost_s += self._last_cost_s
 
     def confirm(self, step: int, step_s: float) -> None:
@@ -87,10 +98,15 @@ class ReplicaCheck:
             return None
         return {"checks": self.checks, "last_step": self.agreed_at or 0, "cost_s": self.cost_s}
 
-    def _proposal(self, step_s: float) -> int:
+    def _proposal(self, step: int, step_s: float) -> int:
+        """Return the number of steps after which all checks so far and one more are worth `SHARE` of the time."""
         if self._every:
             return self._every
-        return max(1, math.ceil(self._last_cost_s / (SHARE * step_s))) if step_s else 1
+        self._begun_at = step if self._begun_at is None else self._begun_at
+        if not step_s:
+            return 1
+        paid_at = self._begun_at + (self.cost_s + self._last_cost_s) / (SHARE * step_s)
+        return max(1, math.ceil(paid_at) - step)
 
     def _error(self, step: int, tensors: Mapping[str, Tensor]) -> ProofError:
         first, *others = compare(self._world, tensors)
