@@ -30,6 +30,7 @@ OPTIMIZERS = ("sgd", "adamw", "muon")
 SCHEDULES = ("constant", "step", "multistep", "cosine", "onecycle")
 SPANNING_SCHEDULES = ("cosine", "onecycle")
 """Those whose learning rates depend on how many epochs the run has."""
+LOSSES = ("cross_entropy",)
 LR_RULES = ("none", "linear", "sqrt")
 BATCHNORMS = ("auto", "sync", "local")
 SWITCHES = ("auto", "on", "off")
@@ -143,6 +144,8 @@ class OptimConfig:
     """The batch that --lr was tuned for; needed by --lr-rule linear and sqrt."""
     clip: Annotated[float | None, _key(metavar="FLOAT")] = None
     """Largest gradient norm, measured over the whole model after unscaling."""
+    loss: str = "cross_entropy"
+    """cross_entropy, or module:attribute of your own: called as loss(scores, labels, reduction="sum")."""
     label_smoothing: float = 0.0
     """Share of each label that is spread over all classes."""
     ema: Annotated[float | None, _key(metavar="FLOAT")] = None
@@ -153,6 +156,13 @@ class OptimConfig:
         choose("optimizer", self.name, OPTIMIZERS)
         choose("schedule", self.schedule, SCHEDULES)
         choose("learning-rate rule", self.lr_rule, LR_RULES)
+        if ":" not in self.loss:
+            choose("loss", self.loss, LOSSES)
+        _require(
+            ":" not in self.loss or not self.label_smoothing,
+            f"--label-smoothing {self.label_smoothing:g} belongs to cross_entropy, and --loss is {self.loss}; smooth "
+            "the labels there, or leave it out.",
+        )
         _require(self.lr > 0, f"--lr {self.lr}: give a number above 0.")
         _require(0 <= self.momentum < 1, f"--momentum {self.momentum}: give a number from 0 up to, not including, 1.")
         _require(self.weight_decay >= 0, f"--weight-decay {self.weight_decay}: give 0 or more.")
@@ -328,6 +338,8 @@ class ProofConfig:
     verify_every: Annotated[int | None, _key(metavar="STEPS")] = None
     """Optimizer steps between checks that all ranks hold the same bits, besides the one before each checkpoint; 0 for
     none at all, by default what costs under 0.5 % of the time."""
+    ledger: bool = False
+    """Record which sample went into which step on which rank (ledger.bin), and check that each epoch had each once."""
 
     def __post_init__(self) -> None:
         _check_whole("verify-every", self.verify_every, least=0, unit=" steps")

@@ -13,10 +13,11 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from . import resume
+from . import losses, resume
 from .announce import announce
 from .config import RunConfig
 from .errors import RunError, Stopped
@@ -25,11 +26,11 @@ from .files import write_json
 from .interrupts import StopRequest
 from .job import Batch, Job, assemble
 from .meter import Meter, NonFiniteLossError
+from .proofs import Proofs
 from .record.base import Recorder
 from .result import RunResult, Scores
 from .saving import Progress, Saver, remedy, restore, restore_model
 from .state import State
-from .verify.replicas import ReplicaCheck
 from .world import World
 
 
@@ -72,8 +73,8 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
 
     Checkpoints are written below `config.record.output` if that is set. The run continues from `state`, by default
     from the checkpoint that `config.checkpoint.resume` names. Raises `RequestError` for what cannot be honoured,
-    `RunError` for a loss that is not finite, `ProofError` for replicas that are not the same bits, and `Stopped` after
-    Ctrl-C or SIGTERM, once saved.
+    `RunError` for a loss that is not finite, `ProofError` for replicas that are not the same bits or an epoch that did
+    not hold each sample once, and `Stopped` after Ctrl-C or SIGTERM, once saved.
     """
     loaded = state or resume.load(config, world)
     job = assemble(config, world, accumulation=None if loaded is None else loaded.meta["accumulation"])
@@ -82,14 +83,16 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
         world.together(lambda: announce(job, progress, recorder))
         job.strategy.settle(job.model, lambda: _rehearse(job))
         meter = _meter(job, recorder)
-        replicas = ReplicaCheck(world, job.replicated, config.proof.verify_every)
-        with StopRequest(quiet=not world.is_main) as stop, _saver(config, world, recorder, loaded) as saver:
+        with (
+            StopRequest(quiet=not world.is_main) as stop,
+            _saver(config, world, recorder, loaded) as saver,  # which makes the folder, if nobody has
+            Proofs(job, meter, recorder, step=progress.step) as proofs,
+        ):
             while progress.step < job.total_steps or progress.evaluated < progress.step:
-                _train_epoch(job, progress, meter, replicas, stop, saver)
-                replicas.confirm(progress.step, meter.step_s)
-                _evaluate_epoch(job, progress, meter, recorder, stop, saver)
+                _train_epoch(job, progress, meter, proofs, stop, saver)
+                _evaluate_epoch(job, progress, recorder, proofs, stop, saver)
             saver.conclude(job, progress)
-        return _result(job, progress, meter, replicas, recorder)
+        return _result(job, progress, meter, proofs, recorder)
     except NonFiniteLossError as bad:
         raise _explain(bad, job) from bad
     finally:
@@ -124,9 +127,7 @@ def evaluate_checkpoint(config: RunConfig, world: World) -> tuple[int, Scores]:
         job.data.close()
 
 
-def _train_epoch(
-    job: Job, progress: Progress, meter: Meter, replicas: ReplicaCheck, stop: StopRequest, saver: Saver
-) -> None:
+def _train_epoch(job: Job, progress: Progress, meter: Meter, proofs: Proofs, stop: StopRequest, saver: Saver) -> None:
     """Train from where `progress` is to the end of the epoch, or of the run."""
     epoch = progress.epochs
     first = progress.step - epoch * job.steps_per_epoch
@@ -135,22 +136,22 @@ def _train_epoch(
         return
     every = job.config.checkpoint.checkpoint_every
     train_s = meter.train_s - progress.partial_s
-    batches = job.batches(epoch, first=first)
+    batches = job.batches(epoch, first=first, note=proofs.note)
     read_s = 0.0
     meter.start()
     for batch in batches:
         last = advance(job, progress.step, batch, meter)
         progress.step += 1
-        if replicas.due(progress.step):
-            replicas.check(progress.step, meter.step_s)
+        proofs.after_step(progress.step)
         save = every is not None and progress.step % every == 0 and progress.step < end
         if progress.step == end or save or meter.due(stop.asked):
             stopping = meter.flush(stop=stop.asked, wait_s=batches.wait_s - read_s, last=last)
             read_s = batches.wait_s
             progress.partial_s = meter.train_s - train_s
             saver.poll()
+            proofs.keep(epoch)
             if save or stopping:
-                replicas.confirm(progress.step, meter.step_s)
+                proofs.before_save(progress.step)
                 saver.save(job, progress)
                 meter.start()
             if stopping:
@@ -160,17 +161,20 @@ def _train_epoch(
 
 
 def _evaluate_epoch(
-    job: Job, progress: Progress, meter: Meter, recorder: Recorder, stop: StopRequest, saver: Saver
+    job: Job, progress: Progress, recorder: Recorder, proofs: Proofs, stop: StopRequest, saver: Saver
 ) -> None:
     """Evaluate at the end of an epoch or of the run, and save; what a stop cuts short is done again on resuming."""
+    proofs.before_save(progress.step)
     recorder.record("evaluate", step=progress.step, epoch=progress.epochs, samples=len(job.data.test))
-    scores = _evaluate(job, lambda: stop.asked)
+    scores = _evaluate(job, lambda: stop.asked, proofs.note_evaluated)
     if scores is None:
         saver.save(job, progress)
         raise _stopped(job, progress, saver)
     progress.scores, progress.evaluated = scores, progress.step
     epoch = progress.epochs
+    proofs.end_evaluation(epoch, progress.step)
     if progress.step == (epoch + 1) * job.steps_per_epoch:
+        proofs.end_epoch(epoch)
         progress.epochs += 1
         progress.epoch_s.append(progress.partial_s)
         progress.partial_s = 0.0
@@ -185,12 +189,21 @@ def _stopped(job: Job, progress: Progress, saver: Saver) -> Stopped:
     return Stopped(f"Stopped on request at step {progress.step} of {job.total_steps}{saver.finish(progress.step)}")
 
 
-def _evaluate(job: Job, stop: Callable[[], bool]) -> Scores | None:
+def _evaluate(
+    job: Job, stop: Callable[[], bool], note: Callable[[np.ndarray], None] = lambda indices: None
+) -> Scores | None:
     job.strategy.agree_on_buffers(job.model)
     if job.average is not None:
         job.strategy.agree_on_buffers(job.average.module)
     return evaluate(
-        job.evaluated_model, job.data.test, job.world, batch=job.eval_batch, autocast=job.precision.autocast, stop=stop
+        job.evaluated_model,
+        job.data.test,
+        job.world,
+        batch=job.eval_batch,
+        autocast=job.precision.autocast,
+        loss_fn=losses.evaluated(job.loss_fn),
+        stop=stop,
+        note=note,
     )
 
 
@@ -219,7 +232,7 @@ def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
     return RunError(f"The loss at step {bad.step} is not a finite number on {ranks}{where}. {remedy(job)}")
 
 
-def _result(job: Job, progress: Progress, meter: Meter, replicas: ReplicaCheck, recorder: Recorder) -> RunResult:
+def _result(job: Job, progress: Progress, meter: Meter, proofs: Proofs, recorder: Recorder) -> RunResult:
     assert progress.scores is not None
     peak = meter.telemetry.peak_memory_bytes()
     peaks = job.world.sum(torch.tensor([peak["host"] or 0, peak["device"] or 0], device=job.world.device)).tolist()
@@ -231,7 +244,7 @@ def _result(job: Job, progress: Progress, meter: Meter, replicas: ReplicaCheck, 
         samples=progress.scores.samples,
         steps=progress.step,
         epoch_s=tuple(progress.epoch_s),
-        replicas=replicas.summary(),
+        proof=proofs.checks(),
         output=str(job.config.record.output or ""),
     )
     if meter.images:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .losses import LossFunction
 from .models.modes import evaluating
 from .result import Scores
 from .world import World
@@ -21,7 +22,7 @@ _INTERVAL_S = 2.0
 """A person who asked to stop waits no longer than about this."""
 
 if TYPE_CHECKING:
-    from .data.source import Source
+    from .data.source import Indices, Source
 
 
 def evaluate(
@@ -31,13 +32,16 @@ def evaluate(
     *,
     batch: int,
     autocast: Callable[[], AbstractContextManager[Any]],
+    loss_fn: LossFunction = nn.functional.cross_entropy,
     stop: Callable[[], bool] = lambda: False,
+    note: Callable[[Indices], None] = lambda indices: None,
 ) -> Scores | None:
     """Return the scores of `model` over all of `source`, or None once `stop()` holds on any rank (*collective*).
 
     Each rank takes a run of consecutive samples, `batch` at a time; nothing is padded, so ranks may evaluate
     different numbers of batches, and the model is called without a wrapper that would wait for the others.
-    top5 counts a hit among the five most likely classes, or among all where there are fewer.
+    `note` hears of the sample indices of each batch. top5 counts a hit among the five most likely classes, or among
+    all where there are fewer.
     """
     samples = len(source)
     first, end = (samples * part // world.size for part in (world.rank, world.rank + 1))
@@ -48,10 +52,11 @@ def evaluate(
         interval = 1
         while left > 0:
             begun_s = time.perf_counter()
-            for x, y in islice(stream, interval):
+            for x, y, indices in islice(stream, interval):
                 with autocast():
                     logits = model(x)
-                totals += _count(logits.float() if logits.dtype.itemsize < 4 else logits, y)
+                totals += _count(logits.float() if logits.dtype.itemsize < 4 else logits, y, loss_fn)
+                note(indices)
             left -= interval
             stopped, interval = _agree(world, stop(), interval, totals, begun_s)
             if stopped and left > 0:
@@ -75,9 +80,9 @@ def _batches(first: int, end: int, size: int) -> Iterator[np.ndarray]:
         yield np.arange(start, min(start + size, end))
 
 
-def _count(logits: Tensor, y: Tensor) -> Tensor:
+def _count(logits: Tensor, y: Tensor, loss_fn: LossFunction) -> Tensor:
     """Return (hits at 1, hits at 5, summed loss, samples) of a batch: logits (n, classes), y (n,)."""
     hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == y[:, None]
-    loss = nn.functional.cross_entropy(logits, y, reduction="sum")
+    loss = loss_fn(logits, y, reduction="sum")
     counts = (hits[:, 0].sum(), hits.sum(), loss, y.new_full((), len(y)))
     return torch.stack([count.double() for count in counts])

@@ -22,7 +22,10 @@ from .errors import RequestError
 
 RUNS = Path("runs")
 _LOCK = ".lock"
-_WRITTEN = ("config.toml", "manifest.json", "steps.jsonl", "summary.json", "events.out.tfevents.*", _LOCK)
+_WRITTEN = (
+    *("config.toml", "manifest.json", "steps.jsonl", "ledger.bin", "summary.json", "proof.md"),
+    *("events.out.tfevents.*", _LOCK),
+)
 """What a run may have written before its first step."""
 _BEGUN = "manifest.json"
 """Written when a run starts."""
@@ -74,7 +77,8 @@ def claim(config: RunConfig) -> RunFolder:
     """
     path = _asked(config)
     if path is None:
-        return _fresh(config)
+        path = fresh(default_name(config))
+        return RunFolder(path, True, True, _hold(path))
     is_new, was_free = not path.exists(), not _holds_anything_of_ours(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -169,22 +173,17 @@ def _locked(path: Path) -> IO[bytes]:
     return lock
 
 
-def _numbered(config: RunConfig) -> tuple[str, dict[int, Path]]:
-    """Return the name of the config's default folder, and those there are: 1 is runs/NAME, 2 runs/NAME-2, …"""
-    name = f"{config.data.name}-{config.model.name}".replace(":", ".").replace("/", ".")
-    there = {}
-    for path in RUNS.iterdir() if RUNS.is_dir() else ():
-        rest = path.name.removeprefix(f"{name}-")
-        if path.name == name:
-            there[1] = path
-        elif rest != path.name and rest.isdecimal():
-            there[int(rest)] = path
-    return name, there
+def default_name(config: RunConfig) -> str:
+    """Return the name of the config's default folder."""
+    return f"{config.data.name}-{config.model.name}".replace(":", ".").replace("/", ".")
 
 
-def _fresh(config: RunConfig) -> RunFolder:
-    name, there = _numbered(config)
-    for number in count(max(there, default=0) + 1):
+def fresh(name: str) -> Path:
+    """Make and return a new folder: runs/NAME, or runs/NAME-2 where that exists, and so on.
+
+    Raises `RequestError` where it cannot be made.
+    """
+    for number in count(max(_numbered(name), default=0) + 1):
         folder = RUNS / (name if number == 1 else f"{name}-{number}")
         try:
             folder.mkdir(parents=True)
@@ -192,13 +191,25 @@ def _fresh(config: RunConfig) -> RunFolder:
             continue
         except OSError as error:
             raise RequestError(f"{folder} cannot be made: {error.strerror}; give --output FOLDER.") from error
-        return RunFolder(folder, True, True, _hold(folder))
+        return folder
     raise AssertionError("numbers do not end")
+
+
+def _numbered(name: str) -> dict[int, Path]:
+    """Return the default folders of this name that there are: 1 is runs/NAME, 2 runs/NAME-2, …"""
+    there = {}
+    for path in RUNS.iterdir() if RUNS.is_dir() else ():
+        rest = path.name.removeprefix(f"{name}-")
+        if path.name == name:
+            there[1] = path
+        elif rest != path.name and rest.isdecimal():
+            there[int(rest)] = path
+    return there
 
 
 def _latest(config: RunConfig) -> Path | None:
     """Return the newest default folder of this config that exists."""
-    _, there = _numbered(config)
+    there = _numbered(default_name(config))
     return there[max(there)] if there else None
 
 

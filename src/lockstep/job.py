@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,12 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor, nn
 
-from . import kinds, optim
+from . import kinds, losses, optim
 from .batching import BatchPlan
 from .config import RunConfig
 from .data import sets
 from .data.order import Order
 from .errors import RequestError
+from .losses import LossFunction
 from .models import table as models_table
 from .models import trial
 from .models.weights import seed_weights
@@ -31,7 +31,8 @@ from .world import World
 if TYPE_CHECKING:
     from .data.source import Splits
 
-LossFunction = Callable[..., Tensor]
+Note = Callable[[int, np.ndarray], None]
+"""Hears of (step, counted from 0, and sample indices) of each micro-batch that is computed."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,15 @@ class Job:
             found |= {f"ema/{name}": held for name, held in self.average.module.named_parameters()}
         return found
 
+    def local_buffers(self) -> dict[str, Tensor]:
+        """Return, by name, the numbers among the model's buffers that each rank keeps for itself."""
+        synchronised = sync_batchnorm.statistics(self.model) if self.batchnorm == "sync" else {}
+        return {
+            f"model/{name}": held
+            for name, held in self.model.named_buffers()
+            if name not in synchronised and held.is_floating_point()
+        }
+
     def order(self, epoch: int) -> Order:
         """Return the order of the training samples in `epoch`."""
         return Order(self.samples, seed=self.config.seed, epoch=epoch)
@@ -118,16 +128,18 @@ class Job:
         shares = self.plan.split(*self.plan.batch(within, self.samples), self.world.rank)
         return [order.indices(share.start, share.stop) for share in shares]
 
-    def batches(self, epoch: int, *, first: int = 0) -> Batches:
+    def batches(self, epoch: int, *, first: int = 0, note: Note = lambda step, indices: None) -> Batches:
         """Return this rank's work for each step of `epoch`, from its step `first` on."""
-        return Batches(self, epoch, first)
+        return Batches(self, epoch, first, note)
 
 
 class Batches:
     """This rank's work, step by step; `wait_s` is the time that `next` spent waiting for data so far."""
 
-    def __init__(self, job: Job, epoch: int, first: int) -> None:
+    def __init__(self, job: Job, epoch: int, first: int, note: Note) -> None:
         self.wait_s = 0.0
+        self._note = note
+        self._before = epoch * job.steps_per_epoch
         self._plan, self._rank = job.plan, job.world.rank
         self._samples = job.samples
         self._steps = range(first, job.steps_per_epoch)
@@ -139,8 +151,8 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield a `Batch` for each step; its micro-batches are fetched as they are asked for."""
-        for start, stop in self._spans():
-            yield Batch(stop - start, self._micros(self._plan.micros(stop - start)))
+        for step, (start, stop) in zip(self._steps, self._spans(), strict=True):
+            yield Batch(stop - start, self._micros(self._before + step, self._plan.micros(stop - start)))
 
     def close(self) -> None:
         """End the stream before its end."""
@@ -149,19 +161,29 @@ class Batches:
     def _spans(self) -> Iterator[tuple[int, int]]:
         return (self._plan.batch(step, self._samples) for step in self._steps)
 
-    def _micros(self, count: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    def _micros(self, step: int, count: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
         for number in range(count):
             begun_s = time.perf_counter()
-            x, y = next(self._stream)
+            x, y, indices = next(self._stream)
             self.wait_s += time.perf_counter() - begun_s
+            self._note(step, indices)
             yield x, y, number == count - 1
 
 
-def assemble(config: RunConfig, world: World, *, accumulation: int | None = None, only_evaluates: bool = False) -> Job:
+def assemble(
+    config: RunConfig,
+    world: World,
+    *,
+    accumulation: int | None = None,
+    only_evaluates: bool = False,
+    data: Splits | None = None,
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Job:
     """Return the job that `config` asks for (*collective*).
 
     `accumulation` is the number of global micro-batches of a run that is being continued: it is part of the model,
-    and stays whatever the world has become. A job that only evaluates has no batch that leaves a rank empty. Raises
+    and stays whatever the world has become. A job that only evaluates has no batch that leaves a rank empty. `data` is
+    this rank's, where another job has it already, and `prepare` changes the model before anything rests on it. Raises
     `RequestError` for what cannot be honoured.
     """
     asked = config.batch
@@ -181,7 +203,7 @@ def assemble(config: RunConfig, world: World, *, accumulation: int | None = None
             f"--precision auto came to {' and '.join(sorted(set(found)))} on the ranks' different hardware; name one."
         )
     strategy = strategies.build(config.parallel, world)
-    data = sets.build(
+    data = data or sets.build(
         config.data, seed=config.seed, world=world, dtype=precision.dtype, channels_last=precision.channels_last
     )
     if plan.steps(len(data.train), drop_last=asked.drop_last) == 0:
@@ -189,7 +211,8 @@ def assemble(config: RunConfig, world: World, *, accumulation: int | None = None
             f"--drop-last leaves no step: the training set has {len(data.train)} samples and the global batch is "
             f"{asked.size}; use --batch {len(data.train)} or less."
         )
-    model, batchnorm = _model(config, world, strategy, data)
+    model, batchnorm = _model(config, world, strategy, data, prepare)
+    loss_fn = losses.build(config.optim, classes=config.model.classes or data.train.classes)
     if world.device.type == "cpu" and precision.channels_last and not config.precision.compile:
         model = sync_batchnorm.fold(model)
     model = precision.place(model, world.device)
@@ -218,7 +241,7 @@ def assemble(config: RunConfig, world: World, *, accumulation: int | None = None
         optimizer=optimizer,
         lr=lambda step: peak * factor(step),
         average=None if config.optim.ema is None else Average(model, config.optim.ema),
-        loss_fn=functools.partial(nn.functional.cross_entropy, label_smoothing=config.optim.label_smoothing),
+        loss_fn=loss_fn,
         batchnorm=batchnorm,
     )
 
@@ -244,7 +267,9 @@ def _check_micro_batch(plan: BatchPlan, most: int | None) -> None:
         )
 
 
-def _model(config: RunConfig, world: World, strategy: Strategy, data: Splits) -> tuple[nn.Module, str]:
+def _model(
+    config: RunConfig, world: World, strategy: Strategy, data: Splits, prepare: Callable[[nn.Module], nn.Module]
+) -> tuple[nn.Module, str]:
     """Return the model with the batch statistics asked for, and which they are."""
     classes = config.model.classes or data.train.classes
     if classes < data.train.classes:
@@ -253,7 +278,7 @@ def _model(config: RunConfig, world: World, strategy: Strategy, data: Splits) ->
             f"lie outside the model's outputs; use {data.train.classes} or more."
         )
     seed_weights(config.seed)  # every rank draws the same ones
-    model = models_table.build_for(config.model.name, classes=classes, shape=data.train.shape)
+    model = prepare(models_table.build_for(config.model.name, classes=classes, shape=data.train.shape))
     trial.check_parts(config.model.name, model)
     asked = config.parallel.batchnorm
     if asked == "sync" and not strategy.can_sync_batchnorm:

@@ -124,6 +124,11 @@ class Meter:
         self._check(pending, by_rank)
         return bool(wants_stop)
 
+    def settle(self) -> None:
+        """Record the steps since the last flush, if there are any, with what `flush` raises (*collective*)."""
+        if self._pending.rows:
+            self.flush(stop=False)
+
     def _elapsed(self, own: Tensor) -> float:
         own.sum().item()  # the device has then done all that is timed
         now_s = time.perf_counter()

@@ -23,7 +23,7 @@ COVERS = {
     "epoch_s": "the whole run, resumed parts included",
     "images_per_s": "all ranks' training images, since the last start",
     "step_p50_s step_p95_s data_wait_s": "rank 0, since the last start",
-    "replicas": "all ranks, since the last start",
+    "proof": "all ranks, since the last start; cost_s is rank 0's",
     "peak_memory_bytes": "the sum over all ranks of each process's peak: resident (host), allocated (device)",
 }
 """Of whom, and since when, the numbers of a result are."""
@@ -49,8 +49,8 @@ class RunResult:
     step_p95_s: float | None = None
     data_wait_s: float | None = None
     peak_memory_bytes: dict[str, int] | None = None
-    replicas: dict[str, int | float] | None = None
-    """How often the ranks' replicas were compared, always the same bits: checks, last_step, cost_s (rank 0's)."""
+    proof: dict[str, Any] | None = None
+    """What was proved, by name: the fields of `lockstep.proof.Check`."""
     output: str = ""
     exit: int = 0
 

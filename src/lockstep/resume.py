@@ -34,6 +34,7 @@ _IDENTITY = (
     "lr-rule",
     "base-batch",
     "clip",
+    "loss",
     "label-smoothing",
     "ema",
     "batch",

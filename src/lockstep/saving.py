@@ -7,17 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from . import resume
 from .checkpoint import Checkpoints, find, peek
-from .errors import RequestError, RunError
+from .errors import RequestError
 from .folders import unwritable
 from .job import Job
+from .nn import sync_batchnorm
 from .randomness import load_generators, save_generators
 from .record.base import Recorder
 from .result import Scores
 from .state import State, load_model, model_tensors
+from .verify import finite
 from .world import World
 
 
@@ -137,16 +139,16 @@ class Saver:
 
 
 def _check_weights(job: Job, step: int) -> None:
-    """Raise `RunError` where weights or statistics are not finite: a loss can be finite and its gradients not."""
-    held = {name: item for name, item in job.model.state_dict().items() if item.is_floating_point() and item.numel()}
-    if not bool(torch.stack(torch._foreach_norm(list(held.values()))).isfinite().all()):
-        # The norm, quick as it is, overflows for finite numbers too, if they are large.
-        bad = [name for name, item in held.items() if not bool(item.isfinite().all())]
-        if bad:
-            raise RunError(
-                f"The weights or statistics after step {step} are not finite numbers ({', '.join(bad[:3])}), though "
-                f"the loss was; they were not saved. {remedy(job)}"
-            )
+    """Raise `RunError`, on every rank, where what is to be saved is not finite on any of them (*collective*).
+
+    Of the buffers, BatchNorm's statistics alone are judged: others, such as a mask, may be infinite by intent.
+    """
+    judged: dict[str, Tensor] = {f"model/{name}": held for name, held in job.model.named_parameters()}
+    judged |= {f"model/{name}": held for name, held in sync_batchnorm.statistics(job.model).items()}
+    if job.average is not None:
+        judged |= {f"ema/{name}": held for name, held in job.average.module.named_parameters()}
+    if names := finite.found(job.world, judged):
+        raise finite.error(step, names, remedy(job))
 
 
 def remedy(job: Job) -> str:

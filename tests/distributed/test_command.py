@@ -102,7 +102,7 @@ def test_a_run_leaves_what_tools_read(whole: Whole) -> None:
     assert summary["best_top1"] == max(row["top1"] for row in evaluated)
     assert len(summary["epoch_s"]) == 2  # the third epoch was cut short
     assert {*summary["peak_memory_bytes"]} == {"host", "device"}
-    assert summary["replicas"]["checks"] >= 3
+    assert summary["proof"]["replicas"]["times"] >= 3
     assert summary["replicas"]["last_step"] == STEPS
     assert 0 < summary["step_p50_s"] <= summary["step_p95_s"]
 

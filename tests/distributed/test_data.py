@@ -45,7 +45,7 @@ def _epoch(world: World, config: DataConfig) -> tuple[list[int], dict[int, bytes
     parts = [plan.split(*plan.batch(step, samples), world.rank) for step in range(plan.steps(samples))]
     shares = [order.indices(share.start, share.stop).copy() for step in parts for share in step]
     seen: dict[int, bytes] = {}
-    for share, (x, y) in zip(shares, splits.train.stream(shares, epoch=1), strict=True):
+    for share, (x, y, _) in zip(shares, splits.train.stream(shares, epoch=1), strict=True):
         assert len(x) == len(y) == len(share)
         seen |= {int(index): each.numpy().tobytes() for index, each in zip(share, x, strict=True)}
     splits.close()
@@ -224,7 +224,7 @@ from lockstep.world import World
 multiprocessing.set_start_method("spawn")  # as it is in a rank that was spawned
 config = DataConfig(name="mine_in_a_folder:mine", workers=1)
 splits = build(config, seed=0, world=World.alone(), dtype=torch.float32, channels_last=False)
-((x, _),) = splits.train.stream([numpy.arange(6)], epoch=0)
+((x, _, _),) = splits.train.stream([numpy.arange(6)], epoch=0)
 splits.close()
 print(x.flatten().tolist())
 """

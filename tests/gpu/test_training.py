@@ -19,6 +19,7 @@ import lockstep
 from lockstep import checkpoint, optim
 from lockstep.config import OptimConfig, PrecisionConfig, RunConfig
 from lockstep.data import sets
+from lockstep.data.source import Fetched
 from lockstep.engine import advance, train
 from lockstep.job import assemble
 from lockstep.kinds import KINDS
@@ -187,13 +188,15 @@ def test_a_compiled_model_is_the_same_model(cuda: World, tmp_path: Path) -> None
 @pytest.mark.parametrize("augment", [[], ["crop", "flip"], ["crop", "flip", "cutout"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_images_are_the_same_bits_on_a_gpu(cuda: World, on_device: str, augment: list[str], dtype: torch.dtype) -> None:
-    def images(world: World, mode: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def images(world: World, mode: str) -> list[Fetched]:
         config = override(RunConfig(), data="digits", augment=augment, on_device=mode).data
         data = sets.build(config, seed=3, world=world, dtype=dtype, channels_last=True)
         shares = [np.array([5, 3, 1000, 3]), np.array([], np.int64), np.arange(200, 500)]
         return list(data.train.stream(shares, epoch=7))
 
-    for (x, y), (expected_x, expected_y) in zip(images(cuda, on_device), images(World.alone(), "auto"), strict=True):
+    for (x, y, _), (expected_x, expected_y, _) in zip(
+        images(cuda, on_device), images(World.alone(), "auto"), strict=True
+    ):
         assert x.device == y.device == cuda.device
         assert torch.equal(x.cpu(), expected_x)
         assert torch.equal(y.cpu(), expected_y)

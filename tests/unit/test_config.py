@@ -15,13 +15,14 @@ from lockstep.options import flatten, from_toml, leaves, override, read_toml, re
 FLAGS = """
 model classes
 data data-dir download workers augment image-size samples skip-corrupt on-device
-optimizer lr momentum nesterov weight-decay schedule milestones gamma warmup lr-rule base-batch clip label-smoothing ema
+optimizer lr momentum nesterov weight-decay schedule milestones gamma warmup lr-rule base-batch clip
+loss label-smoothing ema
 batch accumulate micro-batch eval-batch drop-last
 strategy devices gpus accelerator launcher nodes init-method rank world-size timeout stall-timeout batchnorm find-unused
 precision channels-last compile deterministic
 resume checkpoint-every
 output log-every
-verify-every
+verify-every ledger
 epochs max-steps seed
 """
 

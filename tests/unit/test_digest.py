@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.verify.digest import digest, digests
+from lockstep.verify.digest import differing, digest, digests, largest_gap
 
 SIZES = (1, 3, 7, 8, 511, 512, 513, 4097, 70_001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
@@ -66,3 +66,33 @@ def test_views_and_memory_orders_are_digested_where_they_lie() -> None:
     assert int(digest([image])) != int(digest([_flipped(image.permute(0, 2, 3, 1).contiguous(), 77)]))
     assert digests([torch.zeros(0), torch.tensor(1.5), torch.zeros(2, dtype=torch.complex64)]).shape == (3,)
     assert int(digest([torch.zeros(0)])) == int(digest([torch.zeros(0)]))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
+def test_a_copy_that_differs_in_one_bit_is_named(dtype: torch.dtype) -> None:
+    own = {f"model/{size}": _some(size, dtype, seed=size) for size in (5, 70_001)}
+    for name, tensor in own.items():
+        for bit in (0, tensor.nbytes * 8 - 8):
+            copy = {other: each.clone() for other, each in reversed(own.items())}
+            assert differing(own, copy) == []
+            copy[name] = _flipped(copy[name], bit)
+            assert differing(own, copy) == [name]
+            del copy[name]
+            assert differing(own, copy) == []
+
+
+def test_a_copy_may_lie_in_another_order() -> None:
+    image = torch.randn(4, 3, 5, 5)
+    own = {"conv": image.contiguous(memory_format=torch.channels_last), "row": torch.randn(6, 4).t()}
+    copy = {name: each.contiguous() for name, each in own.items()}
+    assert all(own[name].stride() != each.stride() for name, each in copy.items())
+    assert differing(own, copy) == []
+    assert differing(own, {"conv": _flipped(copy["conv"], 99), "row": copy["row"]}) == ["conv"]
+
+
+def test_the_largest_gap_is_that_of_the_values() -> None:
+    a = torch.tensor([1.0, -2.0, 3.0])
+    assert largest_gap(a, torch.tensor([1.0, 2.0, 3.5])) == 4.0
+    assert largest_gap(a.to(torch.complex64), torch.tensor([1.0, -2.0, 3.0 + 2.0j])) == 2.0
+    assert largest_gap(torch.zeros(0), torch.zeros(0)) == 0.0
+    assert largest_gap(a, torch.tensor([1.0, float("nan"), 3.0])) != 0.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.source import Batch, Indices
+from lockstep.data.source import Fetched, Indices
 from lockstep.evaluation import evaluate
 from lockstep.result import Scores
 from lockstep.world import World
@@ -34,10 +34,10 @@ class Logits:
     def __len__(self) -> int:
         return len(self.x)
 
-    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Batch, None, None]:
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
         for share in shares:
             self.asked += share.tolist()
-            yield self.x[share], self.y[share]
+            yield Fetched(self.x[share], self.y[share], share)
 
     def close(self) -> None:
         pass

@@ -34,8 +34,8 @@ def made(root: Path, **options: Any) -> Splits:
 
 def fetch(source: Source, *shares: Sequence[int], epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     batches = list(source.stream([np.array(share, np.int64) for share in shares], epoch=epoch))
-    assert all(x.is_contiguous(memory_format=torch.channels_last) for x, _ in batches)
-    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+    assert all(x.is_contiguous(memory_format=torch.channels_last) for x, _, _ in batches)
+    return torch.cat([x for x, _, _ in batches]), torch.cat([y for _, y, _ in batches])
 
 
 @pytest.fixture

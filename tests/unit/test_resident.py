@@ -45,8 +45,9 @@ def source(
 
 def fetch(made: Source, *shares: Sequence[int], epoch: int = 0) -> tuple[Tensor, Tensor]:
     batches = list(made.stream((np.array(share, np.int64) for share in shares), epoch=epoch))
-    assert [len(y) for _, y in batches] == [len(share) for share in shares]
-    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+    assert [each.indices.tolist() for each in batches] == [list(share) for share in shares]
+    assert [len(each.y) for each in batches] == [len(share) for share in shares]
+    return torch.cat([each.x for each in batches]), torch.cat([each.y for each in batches])
 
 
 @pytest.mark.parametrize("name", ["digits", "cifar"])
@@ -160,7 +161,7 @@ def test_memory_and_dtype_are_as_asked(augment: tuple[str, ...], channels_last: 
 
 @pytest.mark.parametrize("augment", [(), ALL], ids=["plain", "augmented"])
 def test_an_empty_share_gives_an_empty_batch(augment: tuple[str, ...]) -> None:
-    ((x, y),) = source("digits", augment).stream([np.empty(0, np.int64)], epoch=0)
+    ((x, y, _),) = source("digits", augment).stream([np.empty(0, np.int64)], epoch=0)
     assert x.shape == (0, 1, 8, 8)
     assert y.shape == (0,)
 
@@ -181,5 +182,5 @@ def test_off_the_device_samples_stay_in_host_memory(augment: tuple[str, ...]) ->
     kept = vars(made.train).get("_samples", vars(made.train).get("_pixels"))
     assert kept is not None
     assert kept.device.type == "cpu"
-    ((x, y),) = made.train.stream([np.arange(3)], epoch=0)
+    ((x, y, _),) = made.train.stream([np.arange(3)], epoch=0)
     assert x.device == y.device == elsewhere.device

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from lockstep.config import DataConfig
 from lockstep.data import cifar, digits
 from lockstep.data.sets import build, names, preflight
-from lockstep.data.source import Batch, Source, Splits
+from lockstep.data.source import Pair, Source, Splits
 from lockstep.errors import LockstepError, RequestError, RunError
 from lockstep.world import World
 
@@ -37,8 +37,9 @@ def made(config: DataConfig, *, seed: int = 0, channels_last: bool = False) -> S
     return build(config, seed=seed, world=World.alone(), dtype=torch.float32, channels_last=channels_last)
 
 
-def batch(source: Source, *indices: int, epoch: int = 0) -> Batch:
-    ((x, y),) = source.stream([np.array(indices, np.int64)], epoch=epoch)
+def batch(source: Source, *indices: int, epoch: int = 0) -> Pair:
+    ((x, y, read),) = source.stream([np.array(indices, np.int64)], epoch=epoch)
+    assert read.tolist() == list(indices)
     return x, y
 
 
@@ -382,9 +383,10 @@ def test_own_data_sets_are_read_in_order(workers: int) -> None:
     splits = made(own("photos", workers=workers, augment=("crop", "cutout")), channels_last=True)
     shares = [np.array([3, 1]), np.empty(0, np.int64), np.array([8])]
     for epoch in range(2):
-        (x, y), (none, no_labels), (last, _) = splits.train.stream(shares, epoch=epoch)
+        (x, y, _), (none, no_labels, _), (last, _, read) = splits.train.stream(shares, epoch=epoch)
         assert y.tolist() == [0, 1]
         assert float(x[1].max()) == pytest.approx(10 / 255)
+        assert read.tolist() == [8]
         assert float(last.max()) == pytest.approx(80 / 255)
         assert x.is_contiguous(memory_format=torch.channels_last)
         assert (none.shape, no_labels.shape) == ((0, 3, 8, 8), (0,))
@@ -404,8 +406,9 @@ def test_own_random_transforms_do_not_depend_on_batch_or_worker() -> None:
         splits = made(DataConfig(name=DRAWN, workers=workers))
         batch(splits.train, 5, 2, epoch=1)
         shares = [np.arange(start, start + 8)[::-1].copy() for start in (8, 32, 0, 24, 16)]
-        for share, (again, _) in zip(shares, splits.train.stream(shares, epoch=3), strict=True):
+        for share, (again, _, read) in zip(shares, splits.train.stream(shares, epoch=3), strict=True):
             assert torch.equal(again, x[share])
+            assert np.array_equal(read, share)
         assert torch.equal(batch(splits.test, 7)[0], held_out[[7]])
         splits.close()
 

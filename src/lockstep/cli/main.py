@@ -23,6 +23,7 @@ from . import output
 VERBS = {
     "train": "train a model: lockstep train RECIPE [flags]",
     "eval": "evaluate a checkpoint exactly: lockstep eval RUN [flags]",
+    "verify": "proofs: N ranks against one, variants of a run, a run's records: lockstep verify WHAT",
     "diff": "how two checkpoints differ: lockstep diff A B",
     "info": "what there is: versions, hardware, recipes, models, data sets, strategies, launchers",
 }

@@ -15,7 +15,7 @@ import torch
 from . import counter
 from .augment import Augment, to_device
 from .resident import channels_first
-from .source import Batch, Indices, Splits, Wish
+from .source import Fetched, Indices, Splits, Wish
 
 CLASSES = 10
 NOISES = 16
@@ -47,14 +47,14 @@ class Synthetic:
     def __len__(self) -> int:
         return self._samples
 
-    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Batch, None, None]:
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
         """Yield x (n, 3, size, size) and y (n,) for each share."""
         hashes = counter.keys(3, _PURPOSE, self._split)
         keys = self._augment.keys(epoch)
         for share in shares:
             yield self._make(share, hashes, keys)
 
-    def _make(self, share: Indices, hashes: counter.UInt64, keys: counter.UInt64) -> Batch:
+    def _make(self, share: Indices, hashes: counter.UInt64, keys: counter.UInt64) -> Fetched:
         device = self._wish.world.device
         random = counter.bits(hashes, share)
         labels = to_device(torch.from_numpy(counter.below(CLASSES, random[0])), device)
@@ -63,7 +63,7 @@ class Synthetic:
         x = self._patterns.index_select(0, labels)
         x.addcmul_(self._noises.index_select(0, noises), strengths[:, None, None, None])
         x = self._augment.apply(x, self._augment.draw(keys, share))
-        return channels_first(x, channels_last=self._wish.channels_last), labels
+        return Fetched(channels_first(x, channels_last=self._wish.channels_last), labels, share)
 
     def close(self) -> None:
         """Nothing runs."""

@@ -28,7 +28,7 @@ from .augment import Augment
 from .loader import Streamed, worker_count
 from .resident import Normalise, channels_first
 from .shared import shared
-from .source import Batch, Indices, Splits, Wish
+from .source import Indices, Pair, Splits, Wish
 
 MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
 STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
@@ -49,7 +49,7 @@ class Photographs:
     seed: int
     variations: tuple[str, ...]
 
-    def __call__(self, epoch: int, share: Indices) -> Batch:
+    def __call__(self, epoch: int, share: Indices) -> Pair:
         """Return x and y of a share. Raises `RequestError` for a file that cannot be decoded."""
         x = np.empty((len(share), self.size, self.size, 3), np.uint8)
         random = counter.bits(counter.keys(_DRAWS, self.seed, epoch, _PURPOSE), share)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from .. import hardware
 from ..errors import RequestError, RunError
 from ..interrupts import SIGNALS
-from .source import Batch, Indices, Wish
+from .source import Fetched, Indices, Pair, Wish
 
 PREFETCH = 2
 """Shares that each worker prepares ahead."""
@@ -37,7 +37,7 @@ _WATCH_S = 1.0
 class Fetch(Protocol):
     """What a worker runs; it must be picklable."""
 
-    def __call__(self, epoch: int, share: Indices) -> Batch:
+    def __call__(self, epoch: int, share: Indices) -> Pair:
         """Return samples x (n, …) and labels y (n,) int64 in host memory, n = 0 included."""
 
 
@@ -138,7 +138,7 @@ class Streamed:
     def __len__(self) -> int:
         return self._samples
 
-    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Batch, None, None]:
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
         """Yield x and y for each share. One stream at a time; a new one ends the one before.
 
         Raises `RequestError` for a sample that cannot be used, `RunError` where a data set's own code or a worker
@@ -171,7 +171,7 @@ class Streamed:
                 raise RunError(answer.sentence, trace=answer.trace)
             share, x, y = answer
             x, y = (part.to(self._device, non_blocking=True) for part in (x, y))
-            yield self._finish(x, share, epoch), y
+            yield Fetched(self._finish(x, share, epoch), y, share)
 
     def close(self) -> None:
         """End the workers and wait for them; those that are stuck in a sample are killed after seconds."""

@@ -18,7 +18,7 @@ from ..randomness import kept
 from .augment import Augment
 from .resident import Normalise, channels_first
 from .seeding import seed_generators, seeds
-from .source import Batch, Indices
+from .source import Indices, Pair
 
 PURPOSE = {"train": 3, "test": 4, "function": 5}
 """Keeps these draws apart from each other, and from those of the other data sets."""
@@ -79,7 +79,7 @@ class Samples:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def __call__(self, epoch: int, share: Indices) -> Batch:
+    def __call__(self, epoch: int, share: Indices) -> Pair:
         """Return x (n, *shape) and y (n,)."""
         own_seeds = seeds(share, self.seed, epoch, PURPOSE[self.split])
         x = torch.empty((len(share), *self.shape), dtype=self.dtype)

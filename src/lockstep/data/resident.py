@@ -19,7 +19,7 @@ from ..errors import RequestError
 from .augment import Augment, to_device
 from .counter import UInt64
 from .shared import Array, Arrays, shared
-from .source import Batch, Indices, Source, Splits, Wish
+from .source import Fetched, Indices, Source, Splits, Wish
 
 READY_BYTES = 64 * 2**20
 """Largest normalised set that is kept instead of the bytes it came from."""
@@ -156,13 +156,13 @@ class ResidentImages:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Batch, None, None]:
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
         """Yield x (n, C, H, W) and y (n,) for each share."""
         keys = self._augment.keys(epoch)
         for share in shares:
             yield self._fetch(share, keys)
 
-    def _fetch(self, share: Indices, keys: UInt64) -> Batch:
+    def _fetch(self, share: Indices, keys: UInt64) -> Fetched:
         device = self._labels.device
         index = to_device(torch.from_numpy(share), device)
         at = index if self._pixels.device == device else torch.from_numpy(share)
@@ -172,7 +172,8 @@ class ResidentImages:
         else:
             stored = self._images.index_select(0, at)
         x = self._augment.cut(self._normalise(to_device(stored, device)), draws)
-        return channels_first(x, channels_last=self._channels_last), self._labels.index_select(0, index)
+        x = channels_first(x, channels_last=self._channels_last)
+        return Fetched(x, self._labels.index_select(0, index), share)
 
     def close(self) -> None:
         """Nothing runs."""
@@ -198,14 +199,15 @@ class ResidentTensors:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Batch, None, None]:
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
         """Yield x (n, *shape) and y (n,) for each share; the same in each epoch."""
         device = self._labels.device
         for share in shares:
             index = to_device(torch.from_numpy(share), device)
             at = index if self._samples.device == device else torch.from_numpy(share)
             x = to_device(self._samples.index_select(0, at), device)
-            yield x.permute(0, 3, 1, 2) if self._turned else x, self._labels.index_select(0, index)
+            x = x.permute(0, 3, 1, 2) if self._turned else x
+            yield Fetched(x, self._labels.index_select(0, index), share)
 
     def close(self) -> None:
         """Nothing runs."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,19 @@ from ..config import DataConfig
 from ..world import World
 
 Indices = npt.NDArray[np.int64]
-Batch = tuple[Tensor, Tensor]
+Pair = tuple[Tensor, Tensor]
+
+
+class Fetched(NamedTuple):
+    """The samples of one share, and which they are."""
+
+    x: Tensor
+    """(n, *shape)"""
+    y: Tensor
+    """(n,) int64"""
+    indices: Indices
+    """(n,) int64: those that were read, as whoever read them says; a ledger of what was asked for would prove nothing.
+    """
 
 
 class Source(Protocol):
@@ -44,8 +56,8 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Batch, None, None]:
-        """Yield, for each share in order, its samples x (n, *shape) and labels y (n,) int64.
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
+        """Yield, for each share in order, its samples x (n, *shape), labels y (n,) int64 and indices.
 
         A share is an int64 array of sample indices, possibly empty. x has the dtype that was asked for, both lie on
         the world's device, and images are in channels_last memory where that was asked for.

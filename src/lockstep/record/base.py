@@ -15,6 +15,7 @@ by whoever builds the recorder. Fields are plain numbers, strings and lists. The
     checkpoint  step, path: of one that is safely on the disk
     epoch       step, epoch, epoch_s
     warning     text
+    proof       checks: what was proved so far, as summary.json has it
     finish      what summary.json says
     failed      exit, error
 

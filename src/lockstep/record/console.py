@@ -24,6 +24,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from ..errors import counted
+from ..proof import Check
 
 PLAIN_EVERY_S = 5.0
 """Least seconds between two lines where there is no terminal: a day's run stays readable."""
@@ -33,7 +34,10 @@ LEAST_BAR = 12
 """Columns that are kept for the bar itself; on a narrow terminal numbers make room for it."""
 
 
-_FILES = ("summary.json", "steps.jsonl", "checkpoints/last", "checkpoints/best", "manifest.json", "config.toml")
+_FILES = (
+    *("summary.json", "proof.md", "steps.jsonl", "ledger.bin"),
+    *("checkpoints/last", "checkpoints/best", "manifest.json", "config.toml"),
+)
 
 
 class Screen(Console):
@@ -210,11 +214,19 @@ class Terminal:
             if fields.get("top5") is not None:
                 score.append(f"  top-5 {fields['top5']:.2%}")
             self._print(score)
+        if proved := _proved(fields.get("proof") or {}):
+            self._print(Text("proved ").append(proved))
         if fields.get("output"):
             written = ", ".join(_written(Path(fields["output"])))
             self._print(
                 Text("written to ").append(str(fields["output"]), "cyan").append(f": {written}", "bright_black")
             )
+
+
+def _proved(proof: dict[str, dict[str, Any]]) -> str:
+    """Return in a phrase what holds: `the replicas at 12 checks, the ledger at 3`."""
+    times = {name: check["times"] for name, check in proof.items() if check["outcome"] == Check.HOLDS}
+    return ", ".join(f"{name} at {counted(number, 'check')}" for name, number in times.items())
 
 
 def _written(folder: Path) -> list[str]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..files import write_json
+from .. import proof
+from ..files import write_json, write_whole
 from ..result import RunResult
 from ..topology import Topology
 from ..versions import version_of
@@ -65,7 +66,7 @@ class Manifest:
 
 
 class Summary:
-    """Writes `summary.json` when the run ends: the result; or how far it came, the exit code and the sentence."""
+    """Writes `summary.json` and `proof.md` when the run ends: the result; or how far it came, and the sentence."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -82,7 +83,8 @@ class Summary:
             # What this process did not measure, since it took up a run that others had begun, stays as it was.
             before = self._before() if None in ended.values() else {}
             told = {key: before.get(key) if value is None else value for key, value in ended.items()}
-            write_json(self._folder / "summary.json", told)
+            write_json(self._folder / proof.SUMMARY, told)
+            write_whole(self._folder / proof.SHEET, proof.page(self._folder, told.get("proof")))
 
     def _note(self, event: str, fields: Mapping[str, Any]) -> None:
         """Keep what a run that does not end will have come to."""
@@ -93,13 +95,15 @@ class Summary:
             known["steps"] = fields["rows"][-1]["step"]
         elif event == "epoch":
             known["epoch_s"].append(fields["epoch_s"])
+        elif event == "proof":
+            known["proof"] = fields["checks"]
         elif event == "eval":
             known |= {name: fields[name] for name in ("top1", "top5", "loss", "samples")}
             best = known.get("best_top1", self._before().get("best_top1"))
             known["best_top1"] = fields["top1"] if best is None else max(best, fields["top1"])
 
     def _before(self) -> dict[str, Any]:
-        path = self._folder / "summary.json"
+        path = self._folder / proof.SUMMARY
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return found
 

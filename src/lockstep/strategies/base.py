@@ -8,7 +8,7 @@ line in `kinds.py`; the law tests run over those lines, so its tests come for fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
@@ -59,6 +59,13 @@ class Strategy(Protocol):
     def replicated(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterable[tuple[str, Tensor]]:
         """Return (name, tensor) for all but buffers that must be the same bits on every rank, named as in a `State`."""
 
+    def copies(self, model: nn.Module) -> list[Mapping[str, Tensor]]:
+        """Return the weights as the further devices of this process get them, by name: one mapping for each device.
+
+        They are named as in `replicated`, and the same bits as the process's own; there are none where the process
+        computes with one set of weights.
+        """
+
 
 class Replicated:
     """What strategies have in common whose ranks each hold the whole model."""
@@ -90,6 +97,10 @@ class Replicated:
         """Return every parameter, and every tensor of the optimizers."""
         parameters = [(f"model/{name}", held) for name, held in model.named_parameters()]
         return [*parameters, *optimizer_state(model, optimizers).tensors.items()]
+
+    def copies(self, model: nn.Module) -> list[Mapping[str, Tensor]]:
+        """One process has one set of weights."""
+        return []
 
 
 _NOTHING = nullcontext()  # stateless, and entered once a micro-batch: worth not making anew

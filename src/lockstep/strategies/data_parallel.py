@@ -17,11 +17,13 @@ would compute in float16 where bfloat16 was asked. `InAutocast` therefore takes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from threading import Thread
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import comm
 
 from ..config import ParallelConfig
 from ..errors import RequestError
@@ -57,6 +59,24 @@ class DataParallel(Replicated):
         if self.devices[0].type == "cuda":
             return DeviceReplicas(model, self.devices)
         return ThreadReplicas(model, len(self.devices))
+
+    def copies(self, model: nn.Module) -> list[Mapping[str, Tensor]]:
+        """Return the parameters as each GPU but the first gets them in a forward pass, copied in the same way.
+
+        Where peer-to-peer access between GPUs is broken, these copies are what it ruins. Threads on a CPU share one
+        set of weights.
+        """
+        if self.devices[0].type != "cuda" or len(self.devices) == 1:
+            return []
+        named = {f"model/{name}": held.detach() for name, held in model.named_parameters()}
+        _, *others = comm.broadcast_coalesced(list(named.values()), self.devices)  # type: ignore[no-untyped-call]
+        return [
+            {
+                name: torch.view_as_complex(copy) if own.is_complex() else copy
+                for (name, own), copy in zip(named.items(), copies, strict=True)
+            }
+            for copies in others
+        ]
 
 
 class InAutocast(nn.Module):

@@ -7,23 +7,42 @@ chance of 2⁻⁶⁴; elements that change places within one block are not seen.
 order, so that the digest is the same on every device, with any number of threads.
 
 torch.hash_tensor, which combines bits by exclusive or, does not see elements that change places at all, and on a CPU
-takes several times as long.
+takes longer.
+
+Digests are what tensors are compared by here, between ranks and between the devices of one process, since bytes need
+not travel for it; only of tensors that differ are the values exchanged, to tell by how much.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..world import World
 from .difference import INTEGERS
 
 _BLOCK = 512  # words: blocks are rows, whose sums a CPU takes at the rate at which it reads
 _SMALL_BYTES = 1 << 17
 """Tensors below this size are digested together: each call on one costs as much as reading some ten thousand bytes."""
 _KEY = 0x9E3779B97F4A7C15 - (1 << 64)
+MEASURED = 3
+"""Tensors of which the size of the difference is looked for, where many differ."""
+
+
+class Found(NamedTuple):
+    """A tensor that is not the same bits on all ranks."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Those that are unlike most; all of them where no more than half agree."""
+    gap: float | None
+    """Largest |difference| from rank 0's; NaN where a value is none, None where it was not looked for."""
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:
@@ -48,11 +67,111 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([_folded(_flat(tensor)) for tensor in tensors])
 
 
+def differing(own: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> list[str]:
+    """Return the names in `copy`, on whatever device, that are not the same bits as the tensors of that name in `own`.
+
+    The order in memory may be another one. The host waits for both devices, and compares the numbers itself: what
+    carries tensors from one device to another is not relied on.
+    """
+    ours = [own[name] for name in copy]
+    theirs = [_laid_out_as(mine, each) for mine, each in zip(ours, copy.values(), strict=True)]
+    if not ours or int(digest(ours)) == int(digest(theirs)):
+        return []
+    pairs = zip(copy, digests(ours).tolist(), digests(theirs).tolist(), strict=True)
+    return [name for name, mine, their in pairs if mine != their]
+
+
+def compare(world: World, tensors: Mapping[str, Tensor]) -> list[Found]:
+    """Return the tensors that are not the same bits on all ranks (*collective*)."""
+    by_rank: list[dict[str, int]] = world.gather(_by_name(tensors))
+    found: list[Found] = []
+    for name, tensor in tensors.items():
+        values = [theirs[name] for theirs in by_rank]
+        if len(set(values)) > 1:
+            gap = _gap(world, tensor) if len(found) < MEASURED else None
+            found.append(Found(name, _unlike_most(values), gap))
+    return found
+
+
+def spread(world: World, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return, of tensors that differ, the largest |difference| of any rank's from rank 0's, by name (*collective*).
+
+    The tensors are named in the same order on every rank. The difference is infinite where one side is not a finite
+    number and the other has another value.
+    """
+    by_rank = world.stack(torch.tensor(list(_by_name(tensors).values()), device=world.device))
+    differ = (by_rank != by_rank[0]).any(0).tolist()
+    parts = [
+        _plain(tensor).reshape(-1).to(world.device, torch.float64)
+        for tensor, differs in zip(tensors.values(), differ, strict=True)
+        if differs
+    ]
+    if not parts:
+        return {}
+    own = torch.cat(parts)
+    reference = own.clone()
+    world.broadcast([reference])
+    same = (own == reference) | (own.isnan() & reference.isnan())
+    gaps = (own - reference).abs().masked_fill(same, 0).nan_to_num(nan=math.inf, posinf=math.inf)
+    most = world.max(torch.stack([part.max() for part in torch.split(gaps, [len(part) for part in parts])]))
+    names = [name for name, differs in zip(tensors, differ, strict=True) if differs]
+    return dict(zip(names, most.tolist(), strict=True))
+
+
+def largest_gap(a: Tensor, b: Tensor) -> float:
+    """Return the largest |a - b| of two tensors of one shape and device; NaN where a value is none."""
+    return float((_plain(a).double() - _plain(b).double()).abs().max()) if a.numel() else 0.0
+
+
+def device_groups(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return the tensors of each kind of device, in the order in which these come: the same on every rank."""
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(tensor.device.type, {})[name] = tensor
+    return list(groups.values())
+
+
+def _by_name(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the digest of each tensor, in their order."""
+    found = {
+        name: value
+        for group in device_groups(tensors)
+        for name, value in zip(group, digests(list(group.values())).tolist(), strict=True)
+    }
+    return {name: found[name] for name in tensors}
+
+
+def _unlike_most(values: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks whose value is not that of the majority; all ranks where there is none."""
+    (value, count), *_ = Counter(values).most_common(1)
+    if 2 * count <= len(values):
+        return tuple(range(len(values)))
+    return tuple(rank for rank, theirs in enumerate(values) if theirs != value)
+
+
+def _gap(world: World, tensor: Tensor) -> float:
+    """Return the largest |difference| of any rank's `tensor` from rank 0's (*collective*)."""
+    reference = _plain(tensor).contiguous().clone()
+    world.broadcast([reference])
+    gaps: list[float] = world.gather(largest_gap(_plain(tensor), reference))
+    return math.nan if any(map(math.isnan, gaps)) else max(gaps)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the numbers, a complex one as two, without their history."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _laid_out_as(own: Tensor, copy: Tensor) -> Tensor:
+    """Return `copy`, on its device, in the memory order of `own`."""
+    same = own.stride() == copy.stride()
+    return copy if same else torch.empty_like(own, dtype=copy.dtype, device=copy.device).copy_(copy)
+
+
 def _flat(tensor: Tensor) -> Tensor:
     """Return the elements (n,), as whole numbers of their size, in memory order where that needs no copy."""
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+    tensor = _plain(tensor)
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)
     flat = tensor.reshape(-1)

@@ -1,43 +1,34 @@
 """Whether the ranks' replicas are the same bits, asked while they train.
 
-Every rank digests its tensors where they lie, and one exchange of a few bytes tells whether all have the same digest.
-Only where they have not are the tensors digested one by one, to name those that differ. How often that is done is given
-(`--verify-every`) or follows from what it costs: at most `SHARE` of the time of training.
+Every rank digests its tensors where they lie, and one exchange of a few bytes tells whether all have the same digest,
+and whether any holds a number that is not finite. Only where something is wrong are the tensors looked at one by one,
+to name those that are. How often that is done is given (`--verify-every`) or follows from what it costs: at most
+`SHARE` of the time of training.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import ProofError, counted
+from ..errors import LockstepError, ProofError, counted
+from ..kinds import with_ranks
+from ..proof import BIT_FOR_BIT, Check
 from ..world import World
-from .digest import digest, digests
+from . import finite
+from .difference import STATISTICS, kind_of
+from .digest import MEASURED, compare, device_groups, differing, digest, largest_gap, spread
 
 SHARE = 0.004
 """Of the time of training that the checks may take, by default: below half a percent."""
-_MEASURED = 3
-"""Tensors of which the size of the difference is looked for, where many differ."""
-
-
-class Found(NamedTuple):
-    """A tensor that is not the same bits on all ranks."""
-
-    name: str
-    ranks: tuple[int, ...]
-    """Those that are unlike most; all of them where no more than half agree."""
-    gap: float | None
-    """Largest |difference| from rank 0's; NaN where a value is none, None where it was not looked for."""
 
 
 class ReplicaCheck:
-    """Compares the replicas of `world`'s ranks every so many steps."""
+    """Compares the replicas of `world`'s ranks, and of the devices that a rank drives, every so many steps."""
 
     def __init__(
         self,
@@ -45,11 +36,18 @@ class ReplicaCheck:
         tensors: Callable[[], Mapping[str, Tensor]],
         every: int | None,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        local: Callable[[], Mapping[str, Tensor]] = dict,
+        copies: Callable[[], Sequence[Mapping[str, Tensor]]] = list,
+        remedy: Callable[[], str] = str,
     ) -> None:
         """`tensors` returns what has to be the same on every rank, by name, in any order.
 
         `every` is the number of steps between two checks: None for what `SHARE` allows, 0 for no check at all.
-        `clock` tells the time in seconds.
+        `clock` tells the time in seconds. `local` returns the buffers that each rank keeps for itself, by name.
+        `copies` returns tensors as each further device of this process has them, named as in `tensors`.
+        `remedy` returns a sentence that says what to do about numbers that are not finite. It is called on every rank,
+        and raises where it knows a better error than theirs (*collective*).
         """
         self.checks = 0
         self.cost_s = 0.0
@@ -59,9 +57,14 @@ class ReplicaCheck:
         self._tensors = tensors
         self._every = every
         self._clock = clock
-        self._next = math.inf if every == 0 or world.size == 1 else every or 1
+        self._local = LocalBuffers(world, local)
+        self._copies = copies
+        self._remedy = remedy
+        self._on = every != 0 and (world.size > 1 or len(copies()) > 0)
+        self._next = (every or 1) if self._on else math.inf
         self._last_cost_s = 0.0
         self._begun_at: int | None = None
+        self._failure: LockstepError | None = None
 
     def due(self, step: int) -> bool:
         """Whether the replicas are to be compared after `step`: the same on every rank."""
@@ -70,17 +73,21 @@ class ReplicaCheck:
     def check(self, step: int, step_s: float) -> None:
         """Compare the replicas after `step`; `step_s` is how long a step takes now (*collective*).
 
-        Raises `ProofError`, on every rank, where they are not the same bits.
+        Raises, on every rank, `ProofError` where they are not the same bits, and `RunError` where none of them is of
+        finite numbers.
         """
         if self._world.device.type == "cuda":
             torch.cuda.current_stream(self._world.device).synchronize()  # steps still queued are no cost of the check
         begin_s = self._clock()
         tensors = dict(sorted(self._tensors().items()))  # a file gives an optimizer's state in any order
-        own = [int(digest(list(group.values()))) for group in _by_device(tensors)]
-        told = torch.tensor([*own, self._proposal(step, step_s)], device=self._world.device)
-        by_rank = self._world.stack(told).tolist()
-        if any(theirs[:-1] != by_rank[0][:-1] for theirs in by_rank):
-            raise self._error(step, tensors)
+        copies = self._copies()
+        numbers = any(differing(tensors, copy) for copy in copies), self._proposal(step, step_s)
+        # Filled, since the host would wait for a copy of its numbers.
+        filled = [torch.full((1,), number, dtype=torch.int64, device=self._world.device) for number in numbers]
+        by_rank = self._world.stack(torch.cat([facts(tensors, self._world.device), *filled])).tolist()
+        self._failure = self._fault(step, tensors, copies, by_rank)
+        if self._failure is not None:
+            raise self._failure
         self._next = step + by_rank[0][-1]
         self.agreed_at = step
         self.checks += 1
@@ -88,81 +95,167 @@ class ReplicaCheck:
         self.cost_s += self._last_cost_s
 
     def confirm(self, step: int, step_s: float) -> None:
-        """Compare the replicas after `step`, unless that was done: what is saved is what all hold (*collective*)."""
-        if math.isfinite(self._next) and self.agreed_at != step:
-            self.check(step, step_s)
+        """Compare the replicas after `step`, unless that was done: what is saved is what all hold (*collective*).
 
-    def summary(self) -> dict[str, int | float] | None:
-        """Return how often the replicas were compared, when last, and the seconds that took; None for never."""
-        if not self.checks:
-            return None
-        return {"checks": self.checks, "last_step": self.agreed_at or 0, "cost_s": self.cost_s}
+        How far local buffers lie apart is measured too; whatever it is, nothing is raised.
+        """
+        if self._on and self.agreed_at != step:
+            self.check(step, step_s)
+        if self._on and self._local.due(step):
+            begin_s = self._clock()
+            self._local.measure(step)
+            self.cost_s += self._clock() - begin_s
+
+    def proof(self) -> list[Check]:
+        """Return what was checked and what came of it: of the replicas and, where ranks have any, of local buffers."""
+        replicas = Check(
+            name="replicas",
+            claim="All ranks hold the same bits, of finite numbers: weights, optimizer state, synchronised statistics, "
+            "averaged weights",
+            outcome=Check.FAILS if self._failure else Check.HOLDS if self.checks else Check.OPEN,
+            times=self.checks + (self._failure is not None),
+            tolerance=BIT_FOR_BIT,
+            found=self._found(),
+            cost_s=self.cost_s if self._on else None,
+        )
+        return [replicas, *self._local.proof()]
+
+    def _found(self) -> str:
+        if self._failure:
+            return str(self._failure).removesuffix(".")
+        if self._every == 0:
+            return "switched off by --verify-every 0"
+        if not self._on:
+            return "one process, one set of weights"
+        if self.agreed_at is None or self._begun_at is None:
+            return "no step was compared"
+        if self.checks == 1:
+            return f"compared after step {self.agreed_at}"
+        mean = (self.agreed_at - self._begun_at) / (self.checks - 1)
+        return (
+            f"compared first after step {self._begun_at} and last after step {self.agreed_at}; "
+            f"every {counted(round(mean), 'step') if mean >= 1.5 else 'step'} on average"
+        )
 
     def _proposal(self, step: int, step_s: float) -> int:
         """Return the number of steps after which all checks so far and one more are worth `SHARE` of the time."""
+        self._begun_at = step if self._begun_at is None else self._begun_at
         if self._every:
             return self._every
-        self._begun_at = step if self._begun_at is None else self._begun_at
         if not step_s:
             return 1
         paid_at = self._begun_at + (self.cost_s + self._last_cost_s) / (SHARE * step_s)
         return max(1, math.ceil(paid_at) - step)
 
-    def _error(self, step: int, tensors: Mapping[str, Tensor]) -> ProofError:
-        first, *others = compare(self._world, tensors)
-        who = " and ".join(f"rank {rank}" for rank in first.ranks)
-        differ = "differs from the others" if len(first.ranks) == 1 else "differ"
-        gap = ""
-        if first.gap is not None:
-            gap = f" by up to {first.gap:.3g}" if math.isfinite(first.gap) else " by a value that is not finite"
-        more = f", and in {counted(len(others), 'more tensor')}" if others else ""
-        before = "never compared" if self.agreed_at is None else f"the same after step {self.agreed_at}"
+    def _fault(
+        self, step: int, tensors: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]], by_rank: list[list[int]]
+    ) -> LockstepError | None:
+        """Return what is wrong, the same on every rank, by what each of them told (*collective*)."""
+        if any(suspected for *_, suspected, _, _ in by_rank):
+            bad: list[list[str]] = self._world.gather(finite.not_finite(tensors)[: finite.NAMED])
+            # Where only some ranks have such numbers, the replicas differ, and the error for that says in what.
+            if all(bad):
+                return finite.error(step, dict.fromkeys(name for theirs in bad for name in theirs), self._remedy())
+        if any(theirs[:-3] != by_rank[0][:-3] for theirs in by_rank):
+            return self._apart(step, tensors)
+        if any(torn for *_, torn, _ in by_rank):
+            return self._torn(step, tensors, copies)
+        return None
+
+    def _apart(self, step: int, tensors: Mapping[str, Tensor]) -> ProofError:
+        found = compare(self._world, tensors)
+        ranks = found[0].ranks
+        who = " and ".join(f"rank {rank}" for rank in ranks)
+        differ = "differs from the others" if len(ranks) == 1 else "differ"
+        named = [(each.name, each.gap) for each in found[:MEASURED] if each.ranks == ranks]
         return ProofError(
-            f"The replicas are not the same bits after step {step}: {who} {differ} in {first.name}{gap}{more}; before, "
-            f"they were {before}. Memory that flips bits does this, or code that treats ranks differently; continue "
-            "from a checkpoint of before."
+            f"The replicas are not the same bits after step {step}: {who} {differ} in {_listed(named, len(found))}; "
+            f"before, they were {self._before()}. Memory that flips bits does this, or code that treats ranks "
+            "differently; continue from a checkpoint of before."
         )
 
+    def _torn(self, step: int, tensors: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]]) -> ProofError:
+        own = [
+            (str(copy[name].device), name, largest_gap(tensors[name].cpu(), copy[name].cpu()))
+            for copy in copies
+            for name in differing(tensors, copy)
+        ]
+        rank, found = next((rank, theirs) for rank, theirs in enumerate(self._world.gather(own)) if theirs)
+        where = found[0][0]
+        named = [(name, gap) for device, name, gap in found if device == where]
+        return ProofError(
+            f"The copies of rank {rank}'s weights on {where} are not the same bits as its own after step {step}: they "
+            f"differ in {_listed(named[:MEASURED], len(named))}; before, they were {self._before()}. Copies from one "
+            "GPU to another that go wrong do this, or memory that flips bits; continue from a checkpoint of before "
+            f"with --strategy {with_ranks()}."
+        )
 
-def compare(world: World, tensors: Mapping[str, Tensor]) -> list[Found]:
-    """Return the tensors that are not the same bits on all ranks (*collective*)."""
-    groups = _by_device(tensors)
-    own = {
-        name: value
-        for group in groups
-        for name, value in zip(group, digests(list(group.values())).tolist(), strict=True)
-    }
-    by_rank = world.gather(own)
-    found: list[Found] = []
-    for name in own:
-        values = [theirs[name] for theirs in by_rank]
-        if len(set(values)) > 1:
-            gap = _gap(world, tensors[name]) if len(found) < _MEASURED else None
-            found.append(Found(name, _unlike_most(values), gap))
-    return found
-
-
-def _by_device(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the tensors of each device, in the order in which devices come: the same on every rank."""
-    groups: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        groups.setdefault(tensor.device.type, {})[name] = tensor
-    return list(groups.values())
+    def _before(self) -> str:
+        return "never compared" if self.agreed_at is None else f"the same after step {self.agreed_at}"
 
 
-def _unlike_most(values: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks whose value is not that of the majority; all ranks where there is none."""
-    (value, count), *_ = Counter(values).most_common(1)
-    if 2 * count <= len(values):
-        return tuple(range(len(values)))
-    return tuple(rank for rank, theirs in enumerate(values) if theirs != value)
+class LocalBuffers:
+    """How far buffers lie apart that each rank keeps for itself by intent: an evaluation uses rank 0's."""
+
+    def __init__(self, world: World, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._world = world
+        self._tensors = tensors
+        self._measured_at: int | None = None
+        self._times = 0
+        self._gaps: dict[str, float] = {}
+        """Of those that ever differed, the largest |difference| from rank 0's."""
+
+    def due(self, step: int) -> bool:
+        """Whether there are any, and they were not measured after `step` yet."""
+        return self._world.size > 1 and self._measured_at != step and len(self._tensors()) > 0
+
+    def measure(self, step: int) -> None:
+        """Measure them after `step` (*collective*)."""
+        found = spread(self._world, dict(sorted(self._tensors().items())))
+        self._gaps |= {name: max(gap, self._gaps.get(name, 0.0)) for name, gap in found.items()}
+        self._measured_at = step
+        self._times += 1
+
+    def proof(self) -> list[Check]:
+        """Return what was measured; nothing where no rank has a buffer of its own."""
+        held = self._tensors() if self._world.size > 1 else {}
+        if not held:
+            return []
+        statistics = sum(kind_of(name, each, ()) == STATISTICS for name, each in held.items())
+        kinds = ((statistics, "BatchNorm statistic"), (len(held) - statistics, "other buffer"))
+        told = " and ".join(counted(number, noun) for number, noun in kinds if number)
+        told += f" {'is' if len(held) == 1 else 'are'} each rank's own (local)"
+        if self._gaps:
+            name, gap = max(self._gaps.items(), key=lambda each: each[1])
+            told += f", and differ by up to {gap:.3g} ({name})"
+        elif self._times:
+            told += ", and the same on all"
+        return [
+            Check(
+                name="buffers",
+                claim="It is known how far buffers lie apart that each rank keeps for itself",
+                outcome=Check.HOLDS if self._times else Check.OPEN,
+                times=self._times,
+                found=f"{told}; an evaluation uses rank 0's",
+            )
+        ]
 
 
-def _gap(world: World, tensor: Tensor) -> float:
-    """Return the largest |difference| of any rank's `tensor` from rank 0's (*collective*)."""
-    own = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    reference = own.contiguous().clone()
-    world.broadcast([reference])
-    gap = float((own.double() - reference.double()).abs().max()) if own.numel() else 0.0
-    gaps: list[float] = world.gather(gap)
-    return math.nan if any(map(math.isnan, gaps)) else max(gaps)
+def facts(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """Return what a rank tells of its tensors, (kinds of device + 1,) int64 on `device`; nothing is waited for.
+
+    That is the digest of those on each kind of device, and whether any may hold a number that is not finite.
+    """
+    groups = [list(group.values()) for group in device_groups(tensors)]
+    suspected = torch.stack([finite.suspect(group).to(device) for group in groups]).any()
+    return torch.stack([*(digest(group).to(device) for group in groups), suspected.long()])
+
+
+def _listed(named: Sequence[tuple[str, float | None]], count: int) -> str:
+    """Return in words the tensors `named`, each with the size of its difference, and how many of `count` are left."""
+    words = []
+    for name, gap in named:
+        size = "" if gap is None else f" by up to {gap:.3g}" if math.isfinite(gap) else " by a value that is not finite"
+        words.append(f"{name}{size}")
+    left = count - len(named)
+    return f"{', '.join(words)}, and in {counted(left, 'more tensor')}" if left else " and ".join(words)

@@ -1,0 +1,41 @@
+"""`lockstep verify WHAT …`: proofs that N devices train the model which one device would have trained.
+
+Each is a file beside this one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from ...errors import RequestError, unknown
+from .. import output
+
+PROOFS = {
+    "gradients": "N ranks' gradients against one process's, under each strategy: lockstep verify gradients RECIPE",
+    "curve": "short runs of all variants, and where they part: lockstep verify curve RECIPE",
+    "run": "judge a run from its records alone: lockstep verify run RUN",
+}
+
+_USAGE = """\
+usage: lockstep verify WHAT …
+
+{proofs}
+
+lockstep verify WHAT --help shows how each is used. Exit code: 0 it holds, 3 it does not, 2 it cannot be checked.
+"""
+
+
+def main(given: list[str]) -> int:
+    """Do the proof that is asked for, and return the exit code."""
+    what = given[0] if given else "--help"
+    if what in ("-h", "--help", "help"):
+        lines = [f"  {name:<10} {phrase}" for name, phrase in PROOFS.items()]
+        with output.written():
+            print(_USAGE.format(proofs="\n".join(lines)), end="")
+        return 0
+    if what.startswith("-"):
+        raise RequestError(f"lockstep verify lacks what to verify, found {what}; give {', '.join(PROOFS)}.")
+    if what not in PROOFS:
+        raise unknown("proof", what, PROOFS)
+    code: int = import_module(f".{what}", __package__).main(given[1:])
+    return code

@@ -1,0 +1,227 @@
+"""`lockstep verify gradients [RECIPE] [flags]`: N ranks' gradients against one process's, and why they differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ... import folders, own, proof
+from ...config import RunConfig
+from ...errors import ProofError, counted
+from ...kinds import KINDS
+from ...launchers import table as launchers
+from .. import flags, output
+from ..train import preflight
+from . import devices, words
+
+if TYPE_CHECKING:
+    from ...prove.answer import Answer, Report
+    from ...world import World
+
+_USAGE = """\
+usage: lockstep verify gradients [RECIPE] [--tolerance T] [--step MODULE:ATTRIBUTE] [--all] [flags of lockstep train]
+
+Computes the gradient of the same global batches (the first of an epoch, an uneven one, one in micro-batches) in one
+process and with --devices N under each strategy, or the one that --strategy names, in float64. Where they are not the
+same, everything that can be is switched off on both sides and let back in one by one, so that each cause is measured.
+
+  --tolerance T   largest relative difference (default: 1e-9 in float64, 1e-4 in other precisions)
+  --step M:A      a training step of your own instead of ours: called as step(model, x, y), it runs forward and
+                  backward and leaves gradients in the model's parameters, as your loop does between zero_grad and step
+  --all           print all tensors beyond the tolerance, not the first 5 of a strategy
+  --output FOLDER writes the answer into this folder's proof.md and summary.json; it can be a run's
+                  (default: runs/DATA-MODEL-gradients)
+
+lockstep train --help lists the other flags, of which --model, --data, --batch, --devices, --batchnorm and --precision
+matter most. Exit code: 0 the same gradient, 3 another one, 2 where it cannot be measured.
+"""
+_OWN = {"--tolerance": float, "--step": str, "--all": bool}
+_ROWS = 5
+_WIDE = 160
+"""Columns where the output is no terminal: names stay whole for whoever searches them."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    strategies: tuple[str, ...]
+    tolerance: float
+    step: str
+
+
+def main(given: list[str]) -> int:
+    """Measure, print the answer, and return 0; raise `ProofError` where the gradients are not the same."""
+    if given and given[0] in ("-h", "--help"):
+        with output.written():
+            print(_USAGE, end="")
+        return 0
+    own_flags, rest = words.take(given, _OWN)
+    config = flags.parse(rest, prog="lockstep verify gradients")
+    # A recipe's precision is for training.
+    config = _prepared(config, keeps_precision=any(word.partition("=")[0] == "--precision" for word in rest))
+    preflight(config)
+    if step := own_flags.get("--step", ""):
+        own.check("--step", step)
+    from ...prove import float64  # late: it imports torch
+
+    name = config.precision.name
+    tolerance = own_flags.get("--tolerance", float64.TOLERANCES.get(name, float64.TOLERANCE))
+    from ...prove.answer import strategies
+
+    names = strategies(config.parallel.strategy)
+    config = _placed(config, names)
+    report = launchers.launch(functools.partial(_entry, asked=_Asked(tuple(names), tolerance, step)), config)
+    if report is None:
+        return 0  # this process is another rank than the one that tells
+    _print(report, config, everything="--all" in own_flags)
+    folder = _kept(config, report)
+    if failing := [each for each in report.answers if each.fails]:
+        raise ProofError(_sentence(failing, folder))
+    return 0
+
+
+def _prepared(config: RunConfig, *, keeps_precision: bool) -> RunConfig:
+    """Return the config to measure with: float64 unless asked otherwise, and nothing that only speed is for."""
+    name = config.precision.name if keeps_precision and config.precision.name != "auto" else "fp64"
+    precision = dataclasses.replace(config.precision, name=name, compile=False, channels_last="off")
+    return dataclasses.replace(config, precision=precision, optim=dataclasses.replace(config.optim, ema=None))
+
+
+def _placed(config: RunConfig, names: Sequence[str]) -> RunConfig:
+    """Return the config with the strategy that the ranks use, and a number of devices.
+
+    Raises `RequestError` where there is but one device.
+    """
+    with_ranks = [name for name in names if KINDS[name].has_ranks]
+    parallel = dataclasses.replace(config.parallel, strategy=(with_ranks or list(names))[0])
+    config = dataclasses.replace(config, parallel=parallel)
+    if launchers.starts_here(config):
+        config = dataclasses.replace(config, parallel=dataclasses.replace(parallel, devices=devices.several(config)))
+    launchers.least_ranks(config)
+    return config
+
+
+def _entry(config: RunConfig, world: World, asked: _Asked) -> Report | None:
+    from ...prove.answer import examine
+
+    output.survive()  # a rank is a process of its own
+    return examine(config, world, list(asked.strategies), asked.tolerance, asked.step)
+
+
+def _print(report: Report, config: RunConfig, *, everything: bool) -> None:
+    with output.written():
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = _WIDE
+        console.print(
+            f"{escape(config.data.name)}, {escape(config.model.name)}, {report.precision}: {report.replicas} replicas "
+            f"against one process; largest relative difference of any tensor's gradient",
+            soft_wrap=True,
+        )
+        console.print(_overview(report))
+        for answer in report.answers:
+            _explain(console, answer, report.tolerance, most=None if everything else _ROWS)
+        if not any(each.fails for each in report.answers):
+            _conclude(console, report)
+
+
+def _conclude(console: Console, report: Report) -> None:
+    same = [each.strategy for each in report.answers if each.agrees]
+    other = [each.strategy for each in report.answers if not each.agrees]
+    first = f"[bold]The same gradient[/] within {report.tolerance:g}: {', '.join(same)}. " if same else ""
+    rest = f"Another one by design, as said above: {', '.join(other)}." if other else ""
+    console.print((first + rest).strip(), soft_wrap=True)
+
+
+def _overview(report: Report) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("")
+    for answer in report.answers:
+        table.add_column(answer.strategy, justify="right")
+    cases = {row.case: row.split for answer in report.answers for row in answer.rows}
+    for case, split in cases.items():
+        cells = [
+            next((f"{row.gap:.1e}" + (" *" if row.tensors else "") for row in answer.rows if row.case == case), "")
+            for answer in report.answers
+        ]
+        table.add_row(f"{case}, {split}", *cells)
+    return table
+
+
+def _explain(console: Console, answer: Answer, tolerance: float, *, most: int | None) -> None:
+    """Print what differs under a strategy, and why."""
+    if answer.agrees:
+        return
+    console.print()
+    style = "bold" if answer.fails else "yellow"
+    tensors = {name for row in answer.rows for name in row.tensors}
+    where = f": {counted(len(tensors), 'tensor')} beyond {tolerance:g}" if tensors else ""
+    console.print(f"[{style}]{answer.strategy}[/]{where}", soft_wrap=True)
+    if tensors:
+        console.print(_table(answer, most))
+    for cause in answer.causes:
+        console.print(
+            f"  [bold]{escape(cause.name)}[/]: {escape(cause.sentence)} (without it {cause.rest:.1e}).", soft_wrap=True
+        )
+    if answer.unused:
+        console.print(
+            f"  [bold]unused parameters[/]: the loss does not reach {escape(', '.join(answer.unused[:_ROWS]))} on some "
+            "rank, and training refuses that; freeze them, use them, or pass --find-unused, as was done to measure.",
+            soft_wrap=True,
+        )
+    if answer.unlike:
+        console.print(
+            f"  [bold]ranks differ[/]: after the exchange not all ranks hold the same bits of "
+            f"{escape(', '.join(answer.unlike[:_ROWS]))}.",
+            soft_wrap=True,
+        )
+    if answer.by_design:
+        console.print(f"  That is so by design: {escape(answer.by_design)}.", soft_wrap=True)
+
+
+def _table(answer: Answer, most: int | None) -> Table:
+    """Return the tensors beyond the tolerance: the largest gap in any case, and the causes that touch each."""
+    gaps: dict[str, float] = {}
+    for row in answer.rows:
+        for name, gap in row.tensors.items():
+            gaps[name] = max(gap, gaps.get(name, 0.0))
+    table = Table(box=None, padding=(0, 2, 0, 2), header_style="dim")
+    table.add_column("gradient of")
+    table.add_column("difference", justify="right")
+    table.add_column("because of")
+    ordered = sorted(gaps.items(), key=lambda each: -each[1])
+    for name, gap in ordered[:most]:
+        why = [cause.name for cause in answer.causes if name in cause.tensors]
+        table.add_row(escape(name), f"{gap:.1e}", ", ".join(why))
+    if most is not None and len(ordered) > most:
+        table.add_row(f"[dim]… and {len(ordered) - most} more (--all)[/]", "", "")
+    return table
+
+
+def _kept(config: RunConfig, report: Report) -> str:
+    """Write the answer into the output folder's proof, and return where it is, as a clause."""
+    asked = config.record.output
+    folder = folders.fresh(f"{folders.default_name(config)}-gradients") if asked is None else Path(asked)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        proof.add(folder, [report.check()])
+    except OSError as error:
+        raise folders.unwritable(folder, error) from error
+    with output.written():
+        Console(highlight=False).print(
+            f"written to {folder}: {proof.SHEET}, {proof.SUMMARY}", style="dim", soft_wrap=True
+        )
+    return f" {folder / proof.SHEET} has the numbers."
+
+
+def _sentence(failing: Sequence[Answer], kept: str) -> str:
+    from ...prove.answer import in_words
+
+    return f"{'; '.join(in_words(each) for each in failing)}: not the gradient of one process.{kept}"

@@ -1,0 +1,103 @@
+"""`lockstep verify run RUN`: a run judged by its records alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ... import proof
+from ...errors import RequestError, counted
+from ...proof import Check
+from .. import output
+
+if TYPE_CHECKING:
+    from ...prove.records import Judgement
+
+_USAGE = """\
+usage: lockstep verify run RUN
+
+RUN is a run's folder, or one of its checkpoints. The run is judged by what it left there: every step, its samples and
+its learning rate, the evaluations, the summary, the checkpoints, how often the replicas were compared, and the ledger.
+No model is built and no data set is read. What came out is added to the run's proof.md and summary.json.
+
+Exit code: 0 nothing is wrong, 3 a claim is wrong, 2 there is no run. A run without an end is judged as far as it came.
+"""
+_WIDE = 140
+"""Columns where there is no terminal."""
+_STYLES = {Check.HOLDS: "green", Check.FAILS: "bold red", Check.OPEN: "dim"}
+
+
+def main(given: list[str]) -> int:
+    """Judge the run, print and write what came out, and return the exit code."""
+    if given and given[0] in ("-h", "--help"):
+        with output.written():
+            print(_USAGE, end="")
+        return 0
+    path = _asked(given)
+    # Imported late, as it takes seconds: what is asked for wrongly is refused at once.
+    from ...prove import on_disk, records
+
+    folder = on_disk.find(path)
+    judged = records.judge(folder)
+    unwritten = _write(folder, judged)
+    with output.written():
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = _WIDE
+        _show(console, folder, judged)
+        if unwritten:
+            console.print(f"warning: {unwritten}", style="yellow", soft_wrap=True, markup=False)
+    if judged.failing:
+        raise records.refusal(folder, judged)
+    return 0
+
+
+def _asked(given: list[str]) -> Path:
+    flags = [word for word in given if word.startswith("-") and len(word) > 1]
+    if flags:
+        raise RequestError(f"lockstep verify run takes no flags, found {flags[0]}; give the run alone.")
+    if len(given) != 1 or not given[0]:
+        raise RequestError(
+            f"lockstep verify run takes one run, found {len(given)}; as in lockstep verify run runs/digits-resnet8."
+        )
+    return Path(given[0])
+
+
+def _write(folder: Path, judged: Judgement) -> str:
+    """Add the checks to the run's files; return why that could not be done, "" where it was."""
+    try:
+        proof.add(folder, judged.checks)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        why = getattr(error, "strerror", None) or error
+        return f"{proof.SHEET} and {proof.SUMMARY} in {folder} could not be written ({why}); the verdict stands."
+    return ""
+
+
+def _show(console: Console, folder: Path, judged: Judgement) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("what was checked", overflow="fold")
+    table.add_column("result", no_wrap=True)
+    table.add_column("times", justify="right", no_wrap=True)
+    table.add_column("tolerance", no_wrap=True)
+    for check in judged.checks:
+        result = Text(check.outcome, _STYLES.get(check.outcome, ""))
+        table.add_row(Text(check.claim), result, f"{check.times:,}" if check.times else "", Text(check.tolerance))
+    console.print(table)
+    for check in judged.checks:
+        if check.outcome != Check.HOLDS:
+            note = Text(f"{check.name}, {check.outcome}:", _STYLES.get(check.outcome, ""))
+            console.print(note.append(f" {check.found}.", ""), soft_wrap=True)
+    console.print(_verdict(folder, judged), soft_wrap=True, markup=False)
+
+
+def _verdict(folder: Path, judged: Judgement) -> str:
+    held = sum(check.outcome == Check.HOLDS for check in judged.checks)
+    left = len(judged.checks) - held - len(judged.failing)
+    said = f"{folder}: {counted(held, 'claim')} hold{'s' if held == 1 else ''}"
+    said += f", {len(judged.failing)} {'is' if len(judged.failing) == 1 else 'are'} wrong" if judged.failing else ""
+    said += f", {left} not checked" if left else ""
+    return f"{said}. The run is not complete: {judged.unfinished}." if judged.unfinished else f"{said}."

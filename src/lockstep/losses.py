@@ -1,0 +1,51 @@
+"""The loss of a batch as a sum over its samples: cross-entropy, or the user's own.
+
+It is divided once, by the number of samples in the global batch (see `engine.train_step`); a loss that divides by the
+samples that it happens to see would weigh a sample by the size of its rank's share.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from . import own
+from .config import OptimConfig
+from .errors import RequestError
+
+LossFunction = Callable[..., Tensor]
+"""(scores (n, classes), labels (n,), reduction="sum") -> the sum over the samples, 0-dim."""
+
+
+def build(config: OptimConfig, *, classes: int) -> LossFunction:
+    """Return the loss that training takes.
+
+    Raises `RequestError` where the user's own cannot be found, or does not return one number for a batch's sum.
+    """
+    if ":" not in config.loss:
+        return functools.partial(nn.functional.cross_entropy, label_smoothing=config.label_smoothing)
+    found: LossFunction = own.load("--loss", config.loss)
+    _check(config.loss, found, classes)
+    return found
+
+
+def evaluated(training: LossFunction) -> LossFunction:
+    """Return the loss that an evaluation reports: labels are not smoothed there."""
+    return nn.functional.cross_entropy if isinstance(training, functools.partial) else training
+
+
+def _check(name: str, loss_fn: LossFunction, classes: int) -> None:
+    wanted = 'it is called as loss(scores, labels, reduction="sum") and returns the sum over the samples, one number'
+    scores = torch.zeros(2, classes, requires_grad=True)
+    try:
+        found = loss_fn(scores, torch.zeros(2, dtype=torch.int64), reduction="sum")
+    except Exception as error:
+        raise RequestError(f"--loss {name} {own.raised(error)}; {wanted}.") from error
+    if not isinstance(found, Tensor) or found.dim() != 0 or not found.requires_grad:
+        shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"{type(found).__name__}"
+        if isinstance(found, Tensor) and found.dim() == 0:
+            shown = "a number without a gradient"
+        raise RequestError(f"--loss {name} returned {shown}; {wanted}.")

@@ -1,0 +1,107 @@
+"""What was proved of a run: each check as a value, in `summary.json` under "proof" and, readable, in `proof.md`.
+
+A check says what it claims, how often it looked, against which tolerance, what came out, and what that took. Whoever
+checks something, while a run trains or long after, adds a `Check` to the run's folder; nobody else writes these files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from .files import write_json, write_whole
+
+SUMMARY, SHEET = "summary.json", "proof.md"
+BIT_FOR_BIT = "bit for bit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One claim about a run, and what became of it."""
+
+    HOLDS: ClassVar[str] = "holds"
+    FAILS: ClassVar[str] = "fails"
+    OPEN: ClassVar[str] = "not checked"
+
+    name: str
+    """Its key in `summary.json`: replicas, ledger, …"""
+    claim: str
+    """What was checked, as a sentence without its full stop."""
+    outcome: str
+    """HOLDS, FAILS or OPEN."""
+    times: int = 0
+    """How often it was checked."""
+    tolerance: str = ""
+    """Up to which difference things count as the same: "bit for bit", "exactly", "1e-09 relative"."""
+    found: str = ""
+    """What came out, or why nothing was checked, as a sentence without its full stop."""
+    cost_s: float | None = None
+    """Seconds that it took on rank 0; None where that was not measured."""
+
+    @property
+    def fails(self) -> bool:
+        """Whether the claim was checked and is wrong."""
+        return self.outcome == self.FAILS
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON holds them."""
+        return dataclasses.asdict(self)
+
+
+def from_json(held: Mapping[str, Mapping[str, Any]] | None) -> list[Check]:
+    """Return the checks that a `summary.json` holds under "proof"; of what newer versions add, nothing."""
+    known = {item.name for item in dataclasses.fields(Check)}
+    return [Check(**{key: value for key, value in each.items() if key in known}) for each in (held or {}).values()]
+
+
+def by_name(checks: Iterable[Check]) -> dict[str, dict[str, Any]]:
+    """Return the checks as `summary.json` holds them under "proof"."""
+    return {check.name: check.as_json() for check in checks}
+
+
+def sheet(title: str, checks: Iterable[Check]) -> str:
+    """Return the checks as a page of Markdown."""
+    checks = list(checks)
+    rows = [
+        f"| {each.claim} | **{each.outcome}** | {each.times:,} | {each.tolerance or '–'} | "
+        f"{'–' if each.cost_s is None else f'{each.cost_s:.2f} s'} |"
+        for each in checks
+    ]
+    failed, held = [each for each in checks if each.fails], [each for each in checks if each.outcome == Check.HOLDS]
+    verdict = (
+        f"{len(failed)} of {len(checks)} claims are wrong." if failed else f"{len(held)} claims checked, all hold."
+    )
+    notes = [f"- **{each.name}** ({each.outcome}): {each.found}." for each in checks if each.found]
+    lines = [
+        f"# What is proved of {title}",
+        "",
+        verdict,
+        "",
+        "| what was checked | result | times | tolerance | cost |",
+        "| --- | --- | --- | --- | --- |",
+        *rows,
+        "",
+        *notes,
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def page(folder: Path, held: Mapping[str, Mapping[str, Any]] | None) -> bytes:
+    """Return the proof.md of a folder whose summary.json has `held` under "proof"."""
+    return sheet(folder.absolute().name, from_json(held)).encode(errors="backslashreplace")
+
+
+def add(folder: Path, checks: Iterable[Check], **more: Any) -> None:
+    """Write `checks`, and the fields `more`, into the folder's summary.json and proof.md, beside what is there.
+
+    A check replaces the one of its name. Raises OSError where the folder cannot be written.
+    """
+    path = folder / SUMMARY
+    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    proof = (summary.get("proof") or {}) | by_name(checks)
+    write_json(path, summary | more | {"proof": proof})
+    write_whole(folder / SHEET, page(folder, proof))

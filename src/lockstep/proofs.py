@@ -1,0 +1,159 @@
+"""What a run proves of itself while it trains: that its replicas are the same, and that each sample came exactly once.
+
+The loop tells what happens; what is looked at then, and how often, is decided here. Each proof ends as a `Check` in the
+run's summary.json and proof.md, whatever became of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import proof, resume
+from .config import RunConfig
+from .errors import ProofError
+from .job import Job, Note
+from .meter import Meter
+from .proof import Check
+from .record.base import Recorder
+from .saving import remedy
+from .verify import exactly_once, ledger
+from .verify.ledger import Ledger
+from .verify.replicas import ReplicaCheck
+
+
+class Proofs:
+    """The proofs of one run. A context: on leaving it, what was proved so far is recorded."""
+
+    def __init__(self, job: Job, meter: Meter, recorder: Recorder, *, step: int) -> None:
+        """`step` is the one that the run goes on from (*collective*).
+
+        Raises `RequestError` where the ledger that was asked for cannot be kept.
+        """
+        self.note: Note = _nothing
+        """Hears of (step, counted from 0, sample indices) of each micro-batch that this rank trains on."""
+        self.note_evaluated: Callable[[np.ndarray], None] = _nothing
+        """Hears of the sample indices of each batch that this rank evaluates."""
+        self._job = job
+        self._meter = meter
+        self._recorder = recorder
+        self._replicas = ReplicaCheck(
+            job.world,
+            job.replicated,
+            job.config.proof.verify_every,
+            local=job.local_buffers,
+            copies=lambda: job.strategy.copies(job.model),
+            remedy=self._remedy,
+        )
+        self._ledger = _ledger(job, step)
+        self._epochs, self._evaluations, self._short = 0, 0, ""
+        if self._ledger is not None:
+            add = self._ledger.add
+            self.note = lambda step, indices: add(step + 1, indices)
+            self.note_evaluated = self._ledger.add_evaluated
+
+    def __enter__(self) -> Proofs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ledger is not None:
+            self._ledger.close()
+        self._recorder.record("proof", checks=self.checks())
+
+    def after_step(self, step: int) -> None:
+        """Compare the replicas after `step` if that is due (*collective*). Raises as `ReplicaCheck.check` does."""
+        if self._replicas.due(step):
+            self._replicas.check(step, self._meter.step_s)
+
+    def keep(self, epoch: int) -> None:
+        """Write down what was noted of `epoch` (*collective*)."""
+        if self._ledger is not None:
+            self._ledger.flush(epoch)
+
+    def before_save(self, step: int) -> None:
+        """Compare the replicas unless that was done after `step`: what is saved is what all hold (*collective*)."""
+        self._replicas.confirm(step, self._meter.step_s)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Ask whether the epoch held each sample exactly once (*collective*). Raises `ProofError` where it did not."""
+        if self._ledger is None:
+            return
+        plan, drop_last = self._job.plan, self._job.config.batch.drop_last
+        expected = self._job.steps_per_epoch * plan.global_size if drop_last else self._job.samples
+        self._epochs += 1
+        if finding := self._ledger.close_epoch(epoch, expected):
+            self._short = finding
+            raise ProofError(
+                f"Not each sample was trained on exactly once, by {ledger.NAME}: {finding}. The data's order or its "
+                "loader differs from rank to rank; lockstep verify run tells where."
+            )
+
+    def end_evaluation(self, epoch: int, step: int) -> None:
+        """Write down which samples the evaluation after `step` took (*collective*)."""
+        if self._ledger is not None:
+            self._ledger.flush_evaluation(epoch, step)
+            self._evaluations += 1
+
+    def checks(self) -> dict[str, dict[str, Any]]:
+        """Return what was proved so far, as summary.json has it under "proof"."""
+        return proof.by_name([*self._replicas.proof(), *self._of_ledger()])
+
+    def _of_ledger(self) -> list[Check]:
+        if self._ledger is None:
+            return []
+        found = self._short or f"{self._epochs:,} epochs and {self._evaluations:,} evaluations are recorded"
+        if self._ledger.waiting:
+            found += f"; {self._ledger.waiting} pages could not be written ({self._ledger.trouble})"
+        judged = self._epochs > 0
+        return [
+            Check(
+                name="ledger",
+                claim=exactly_once.CLAIM,
+                outcome=Check.FAILS if self._short else Check.HOLDS if judged else Check.OPEN,
+                times=self._epochs,
+                tolerance="exactly",
+                found=found,
+                cost_s=self._ledger.cost_s,
+            )
+        ]
+
+    def _remedy(self) -> str:
+        self._meter.settle()  # raises where the loss itself was not finite, which is then the better explanation
+        return remedy(self._job)
+
+
+def _nothing(*_: Any) -> None:
+    """Hear of it, and do nothing."""
+
+
+def _ledger(job: Job, step: int) -> Ledger | None:
+    """Return the run's ledger, cut back to `step`; None where there is to be none (*collective*).
+
+    A run that has begun one keeps it, whether or not that is asked for again: a gap would be no proof.
+    """
+    folder = job.config.record.output
+    path = None if folder is None else folder / ledger.NAME
+    there = job.world.together(lambda: _taken_up(path, job.config, step) if job.world.is_main and path else False)
+    if not (job.config.proof.ledger or job.world.gather(there)[0]):
+        return None
+    return Ledger(
+        path,
+        job.world,
+        samples=job.samples,
+        evaluated_samples=len(job.data.test),
+        accumulation=job.plan.accumulation,
+        steps_per_epoch=job.steps_per_epoch,
+    )
+
+
+def _taken_up(path: Path, config: RunConfig, step: int) -> bool:
+    """Return whether there is a ledger at `path`, after cutting back or carrying over what the run continues."""
+    source = resume.source(config)
+    if source is not None and not path.exists():  # it goes on in another folder
+        for begun in (source, *list(source.absolute().parents)[:2]):  # RUN/checkpoints/last
+            ledger.carry_over(begun, path, step=step)
+    ledger.rewind(path, step=step)
+    return path.exists() and path.stat().st_size > 0

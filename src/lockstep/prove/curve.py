@@ -1,0 +1,209 @@
+"""Whether the variants of one config train one model: their losses step by step, their last weights, where they part.
+
+    parting = compare(read(folder), read(other), tolerance=1e-9)
+
+`outcomes` trains the variants (see `variants`) and judges each against its partner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import RunConfig
+from . import variants
+from .variants import Command, Setup, Variant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..verify.difference import Difference
+
+FLOOR = 1e-3
+"""Losses and tensors whose largest value is below this are compared as if it were this.
+
+What mathematics makes zero, such as the gradient of a bias before a BatchNorm, holds rounding noise alone, and that
+differs freely; so does a loss that is the small difference of large numbers. With a tolerance of 1e-9, differences of
+such values then count from 1e-12 on.
+"""
+HOLDS, PARTS, ANOTHER, REFERENCE, LEFT_OUT = "holds", "parts", "another model", "reference", "left out"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run as it is compared: {step: loss}, and the tensors of its last checkpoint by name."""
+
+    losses: Mapping[int, float]
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """How far two curves are from each other; all differences are relative."""
+
+    loss: float
+    """The largest difference of a step's losses; infinite where one of the two lacks a step."""
+    step: int | None
+    """The first step whose losses differ beyond the tolerance."""
+    weight: float
+    """The largest difference of a tensor's values, by the tensor's largest value."""
+    tensor: str
+    """Which tensor that is; empty where all are the same bits."""
+    last_step: int
+    holds: bool
+    """Whether losses and tensors agree within the tolerance."""
+
+    @property
+    def where(self) -> str:
+        """Where it begins, in words; empty where it holds. Tensors are seen after the last step alone."""
+        if self.holds:
+            return ""
+        return f"after {self.last_step}" if self.step is None else f"step {self.step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a variant."""
+
+    variant: Variant
+    verdict: str
+    """HOLDS or PARTS; ANOTHER (by design), LEFT_OUT, or REFERENCE, of which nothing is claimed."""
+    note: str = ""
+    """Why it is another model, or was left out."""
+    commands: tuple[Command, ...] = ()
+    parting: Parting | None = None
+    seconds: float = 0.0
+    """The time its commands took."""
+
+    @property
+    def is_claim(self) -> bool:
+        """Whether the two have to agree."""
+        return self.verdict in (HOLDS, PARTS)
+
+
+def default_tolerance(config: RunConfig) -> float:
+    """Return the largest relative difference that rounding explains in so short a run.
+
+    A sum in another order differs in the last digits of the precision, and training makes that grow. torch's Muon
+    orthogonalises in bfloat16 whatever the precision, where a last digit more or less can round to another number.
+    """
+    if config.optim.name == "muon":
+        return 1e-2
+    return 1e-9 if config.precision.name == "fp64" else 1e-3
+
+
+def read(folder: Path) -> Curve:
+    """Return the curve of the run in `folder`."""
+    from .. import checkpoint
+
+    return Curve(losses_of(folder), checkpoint.load(folder).tensors)
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    """Return {step: loss} of the run in `folder`, to the last bit; NaN for a loss that was no finite number."""
+    rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    # JSON has neither NaN nor infinities: they are null there.
+    return {row["step"]: math.nan if row["loss"] is None else row["loss"] for row in rows if row["event"] == "step"}
+
+
+def compare(ours: Curve, theirs: Curve, *, tolerance: float) -> Parting:
+    """Return how far two curves are apart; with a `tolerance` of 0 they have to be the same bits."""
+    from ..verify import difference
+
+    steps = sorted(ours.losses.keys() | theirs.losses.keys())
+    gaps = {step: _gap(ours.losses.get(step), theirs.losses.get(step)) for step in steps}
+    beyond = [step for step, gap in gaps.items() if gap > tolerance]
+    found = difference.compare(ours.tensors, theirs.tensors)
+    sizes = {each.name: _relative(each) for each in found.differences}
+    sizes |= dict.fromkeys((*found.only_a, *found.only_b), math.inf)
+    worst = max(sizes, key=lambda name: sizes[name], default="")
+    weight = sizes.get(worst, 0.0)
+    # A zero and a negative zero are no distance apart, and yet not the same bits.
+    tensors_hold = not sizes if tolerance == 0 else weight <= tolerance
+    return Parting(
+        loss=max(gaps.values(), default=0.0),
+        step=beyond[0] if beyond else None,
+        weight=weight,
+        tensor=worst,
+        last_step=max(steps, default=0),
+        holds=bool(steps) and not beyond and tensors_hold,
+    )
+
+
+def _gap(ours: float | None, theirs: float | None) -> float:
+    """Return the relative difference of two losses; infinite where one is missing or no number."""
+    if ours is None or theirs is None or not (math.isfinite(ours) and math.isfinite(theirs)):
+        return math.inf
+    return abs(ours - theirs) / max(abs(ours), abs(theirs), FLOOR)
+
+
+def _relative(each: Difference) -> float:
+    """Return a tensor's difference by its largest value, or by the floor where that is more."""
+    return min(each.relative, each.absolute / FLOOR)
+
+
+def outcomes(setup: Setup, *, tolerance: float, tell: Callable[[str], None]) -> Iterator[Outcome]:
+    """Train the variants one after another, and yield what became of each.
+
+    `tell` is called with a phrase when a variant begins. Raises what a command that fails has told.
+    """
+    alone = setup.reference
+    tell(f"training {alone.name}")
+    yield _trained(setup, alone, tolerance=tolerance, steps=0)
+    statistics = _chosen(setup, alone.name)["batchnorm"] != "none"
+    steps = len(losses_of(setup.folder / alone.name))
+    planned = variants.others(setup, has_statistics=statistics)
+    why = {each.name: variants.obstacle(setup, each, steps=steps, has_statistics=statistics) for each in planned}
+    compared = {each.partner for each in planned if not why[each.name]}
+    for number, variant in enumerate(planned, 2):
+        idle = "" if variant.partner or variant.name in compared else "nothing is compared with it"
+        if note := why[variant.name] or idle:
+            yield Outcome(variant=variant, verdict=LEFT_OUT, note=note)
+            continue
+        tell(f"training {variant.name} ({number} of {len(planned) + 1})")
+        yield _trained(setup, variant, tolerance=tolerance, steps=steps)
+
+
+def _trained(setup: Setup, variant: Variant, *, tolerance: float, steps: int) -> Outcome:
+    begun_s = time.monotonic()
+    given = variants.train(setup, variant, steps=steps)
+    seconds = time.monotonic() - begun_s
+    trained = Outcome(variant=variant, verdict=REFERENCE, commands=tuple(given), seconds=seconds)
+    if not variant.partner:
+        return trained
+    ours, theirs = (read(setup.folder / name) for name in (variant.name, variant.partner))
+    parting = compare(ours, theirs, tolerance=0 if variant.same_bits else tolerance)
+    chosen = [_chosen(setup, name) for name in (variant.name, variant.partner)]
+    verdict, note = judge(setup.config, parting, *chosen)
+    return dataclasses.replace(trained, verdict=verdict, note=note, parting=parting)
+
+
+def judge(config: RunConfig, parting: Parting, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the verdict on a variant and a note on it; `ours` and `theirs` say what each `auto` came to.
+
+    Batch statistics of each replica make another model of a run: no fault, unless that is what the user asked about.
+    """
+    was_asked = config.parallel.strategy != "auto" or config.parallel.batchnorm == "local"
+    if parting.holds:
+        return HOLDS, ""
+    if was_asked or _statistics(ours) == _statistics(theirs):
+        return PARTS, ""
+    return ANOTHER, f"under {ours['strategy']}, each of {ours['devices']} replicas takes batch statistics of its own"
+
+
+def _statistics(chosen: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the kind of a run's batch statistics, and of how many replicas each takes its own."""
+    kind = chosen["batchnorm"]
+    return kind, chosen["devices"] if kind == "local" else 0
+
+
+def _chosen(setup: Setup, name: str) -> dict[str, Any]:
+    """Return what each `auto` came to in a variant's run."""
+    chosen: dict[str, Any] = json.loads((setup.folder / name / "manifest.json").read_text(encoding="utf-8"))["chosen"]
+    return chosen

@@ -1,0 +1,251 @@
+"""The gradient of N ranks, under each strategy, against the one of a single process: on the user's model and data.
+
+Both compute the same global batches: the first of an epoch, an uneven one, and one in several micro-batches. One
+process takes each global micro-batch whole; the ranks take their shares, as in training. In float64 the two agree but
+for rounding, about 1e-15 of the largest gradient, or something makes N devices train another model.
+
+A `Workbench` measures, with whatever is switched off on both sides; `causes` asks it why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from ..batching import BatchPlan
+from ..config import RunConfig
+from ..engine import train_step
+from ..errors import RequestError
+from ..job import Batch, Job, assemble
+from ..kinds import KINDS
+from ..world import World
+from .switches import NOTHING, Off, by_sample, switched, untied
+
+if TYPE_CHECKING:
+    from ..data.source import Splits
+
+Step = Callable[[nn.Module, Tensor, Tensor], None]
+"""A training step of the user's own, forward and backward: step(model, x, y) leaves gradients in the parameters."""
+Gradients = dict[str, Tensor]
+Micros = list[tuple[Tensor, Tensor]]
+ONE = "single"
+_FLOOR = 1e-3
+"""Below this share of the model's largest gradient, a tensor's differences are measured against that one: gradients
+that mathematics makes zero, such as a bias's before BatchNorm, hold rounding noise, which differs freely."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A global batch: positions [start, stop) of the first epoch's order, in `accumulation` global micro-batches."""
+
+    name: str
+    start: int
+    stop: int
+    accumulation: int = 1
+
+
+def cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) -> list[Case]:
+    """Return the batches to compare, each once; a step of the user's own accumulates, if at all, by itself.
+
+    Raises `RequestError` where the data set or the batch is smaller than the number of replicas.
+    """
+    size = min(config.batch.size, samples)
+    if size < replicas:
+        what = f"--batch {config.batch.size}" if size == config.batch.size else f"a training set of {samples} samples"
+        raise RequestError(
+            f"{what[0].upper()}{what[1:]} does not split into {replicas} replicas, each of which needs a sample; "
+            f"use {size} replicas or fewer."
+        )
+    found = [Case("the first batch", 0, size)]
+    if size % replicas == 0 and size > replicas:
+        found.append(Case("an uneven batch", 0, size - 1))
+    last = samples % size
+    if last and not config.batch.drop_last and (last >= replicas or not own_step):
+        found.append(Case("the epoch's last batch", samples - last, samples))
+    parts = config.batch.accumulate or 2
+    if not own_step and size // parts >= replicas and parts > 1:
+        found.append(Case(f"{parts} micro-batches", 0, size, parts))
+    return [case for at, case in enumerate(found) if dataclasses.replace(case, name="") not in _nameless(found[:at])]
+
+
+def _nameless(found: Sequence[Case]) -> list[Case]:
+    return [dataclasses.replace(case, name="") for case in found]
+
+
+class Workbench:
+    """Measures gradients of one config under several strategies on the same data. All methods are *collective*."""
+
+    def __init__(self, config: RunConfig, world: World, step: Step | None = None) -> None:
+        """`config` names the strategy of `world`'s ranks; one without ranks is computed by rank 0 alone."""
+        self.config = config
+        self.world = world
+        self.step = step
+        self._alone = World.alone(world.device)
+        self.unused: list[str] = []
+        """Parameters that the loss does not reach on some rank in some case."""
+        self._jobs: dict[tuple[str, bool], Job] = {}
+        self._read: dict[Case, Micros] = {}
+        self._data: Splits | None = None
+        first = self.job(config.parallel.strategy)
+        self._data = first.data
+        self.replicas = first.replicas
+        if self.replicas < 2:
+            raise RequestError(
+                f"--strategy {config.parallel.strategy} has one replica here, and one process is what it is measured "
+                "against; give --devices 2 or more."
+            )
+        self.cases = cases(config, first.samples, self.replicas, own_step=step is not None)
+        if first.world.size > 1:
+            self.unused = self._unreached(first)
+        if self.unused:
+            self._jobs.clear()  # of a strategy whose ranks would wait for those gradients for ever
+
+    def job(self, strategy: str, *, apart: bool = False) -> Job:
+        """Return the job of a strategy; `apart` gives each place in the model parameters of its own."""
+        key = (strategy, apart)
+        if key not in self._jobs:
+            parallel = dataclasses.replace(self.config.parallel, strategy=strategy)
+            kind = KINDS[strategy]
+            if kind.has_ranks:
+                parallel = dataclasses.replace(parallel, find_unused=parallel.find_unused or bool(self.unused))
+            elif kind.drives_all:
+                parallel = dataclasses.replace(parallel, devices=parallel.devices or self.world.size)
+            else:
+                parallel = dataclasses.replace(parallel, devices=None, batchnorm="auto")
+            config = dataclasses.replace(self.config, parallel=parallel)
+            make = functools.partial(assemble, config, self.world_of(strategy), accumulation=1, data=self._data)
+            self._jobs[key] = make(prepare=untied) if apart else make()
+        return self._jobs[key]
+
+    def world_of(self, strategy: str) -> World:
+        """Return the ranks that compute under `strategy`: all, or each by itself."""
+        return self.world if KINDS[strategy].has_ranks else self._alone
+
+    def close(self) -> None:
+        """End what the data set keeps running."""
+        for job in self._jobs.values():
+            job.data.close()
+
+    def reference(self, case: Case, off: Off = NOTHING) -> Gradients:
+        """Return one process's gradients, on rank 0; nothing on others."""
+        if not self.world.is_main:
+            return {}
+        job = self.job(ONE, apart=off.sharing)
+        return self._compute(job, self.read(case), case, off)
+
+    def under(self, strategy: str, case: Case, off: Off = NOTHING) -> Gradients:
+        """Return the gradients under `strategy` as rank 0 has them; nothing on ranks that have no part in it."""
+        if KINDS[strategy].has_ranks:
+            job = self.job(strategy, apart=off.sharing)
+            return self._compute(job, self.share(case, same=off.data), case, off)
+        if not self.world.is_main:
+            return {}
+        return self._compute(self.job(strategy, apart=off.sharing), self.read(case), case, off)
+
+    def _unreached(self, job: Job) -> list[str]:
+        """Return the parameters that some rank's share of some case does not reach."""
+        alone = dataclasses.replace(job, replica=job.model)  # which exchanges no gradients, and so waits for none
+        names: dict[str, None] = {}
+        for case in self.cases:
+            found = self._compute(alone, self.share(case, same=True), case, NOTHING, exchanges=False)
+            own = [name for name, each in job.model.named_parameters() if each.requires_grad and name not in found]
+            names |= dict.fromkeys(name for theirs in self.world.gather(own) for name in theirs)
+        return list(names)
+
+    def read(self, case: Case) -> Micros:
+        """Return the global micro-batches as this rank reads them: x (n, …) and y (n,) of each."""
+        if case not in self._read:
+            self._read[case] = self._fetch(case, BatchPlan(global_size=_size(case), ranks=1, accumulation=1), 0)
+        return self._read[case]
+
+    def share(self, case: Case, *, same: bool = False) -> Micros:
+        """Return this rank's shares as it reads them, or, `same` on all ranks, as rank 0 does."""
+        plan = BatchPlan(global_size=_size(case), ranks=self.world.size, accumulation=case.accumulation)
+        if not same:
+            return self._fetch(case, plan, self.world.rank)
+        whole = self.read(case)
+        for x, y in whole:
+            self.world.broadcast([x, y])
+        positions = plan.split(case.start, case.stop, self.world.rank)
+        starts = [part.start for part in dataclasses.replace(plan, ranks=1).split(case.start, case.stop, 0)]
+        return [
+            (x[part.start - start : part.stop - start], y[part.start - start : part.stop - start])
+            for (x, y), part, start in zip(whole, positions, starts, strict=True)
+        ]
+
+    def _fetch(self, case: Case, plan: BatchPlan, rank: int) -> Micros:
+        job = next(iter(self._jobs.values()))
+        plan = dataclasses.replace(plan, accumulation=case.accumulation)
+        order = job.order(0)
+        parts = [order.indices(part.start, part.stop) for part in plan.split(case.start, case.stop, rank)]
+        return [(x.clone(), y.clone()) for x, y, _ in job.data.train.stream(parts, epoch=0)]
+
+    def _compute(self, job: Job, micros: Micros, case: Case, off: Off, *, exchanges: bool = True) -> Gradients:
+        job.model.zero_grad()
+        loss_fn = by_sample(job.loss_fn) if off.loss else job.loss_fn
+        parts = [(x, y, number == len(micros)) for number, (x, y) in enumerate(micros, 1)]
+        with switched(job.model, off), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
+            if self.step is None and exchanges:
+                train_step(dataclasses.replace(job, loss_fn=loss_fn), Batch(case.stop - case.start, iter(parts)))
+            else:
+                for x, y, _ in parts:
+                    (self.step or _plain_step)(job.replica, x, y)
+        named = job.model.named_parameters(remove_duplicate=False)
+        found = {name: each.grad.detach().clone() for name, each in named if each.grad is not None}
+        job.model.zero_grad()
+        return found
+
+
+def _plain_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    model(x).sum().backward()
+
+
+def _size(case: Case) -> int:
+    return case.stop - case.start
+
+
+def gaps(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0) -> dict[str, float]:
+    """Return, for each tensor, the largest |theirs ÷ scale - reference| by the tensor's largest |value|.
+
+    Infinite where only one side has it or a value is not finite; tensors much smaller than the largest one are
+    measured by that (`_FLOOR`).
+    """
+    largest = max((float(each.abs().max()) for each in reference.values() if each.numel()), default=0.0)
+    found = {}
+    for name in {**reference, **theirs}:
+        a, b = theirs.get(name), reference.get(name)
+        if a is None or b is None:
+            found[name] = math.inf
+            continue
+        if not a.numel():
+            found[name] = 0.0
+            continue
+        gap = float((a / scale - b).abs().max())
+        size = max(float(b.abs().max()), _FLOOR * largest)
+        found[name] = gap / size if size and math.isfinite(gap) else (math.inf if gap else 0.0)
+    return found
+
+
+def worst(found: Mapping[str, float]) -> float:
+    """Return the largest gap; 0 of none."""
+    return max(found.values(), default=0.0)
+
+
+def beyond(found: Mapping[str, float], tolerance: float) -> dict[str, float]:
+    """Return the gaps beyond `tolerance`, the largest first."""
+    return {name: gap for name, gap in sorted(found.items(), key=lambda each: -each[1]) if gap > tolerance}
+
+
+def ratio(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """Return the number k for which k × `reference` comes nearest to `theirs`, in least squares; 1 where all are 0."""
+    shared = [name for name in reference if name in theirs]
+    square = sum(float((reference[name] ** 2).sum()) for name in shared)
+    return sum(float((theirs[name] * reference[name]).sum()) for name in shared) / square if square else 1.0

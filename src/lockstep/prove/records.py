@@ -1,0 +1,136 @@
+"""A run judged by its records alone: no model is built, no data set is read.
+
+Each claim is judged from several files that were written at different times (the config, the manifest, the steps, the
+summary, the checkpoints), and holds where they agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ProofError, RequestError
+from ..proof import Check, from_json
+from ..verify import exactly_once
+from ..verify.ledger import NAME, read
+from . import on_disk
+from .claim import Claim
+from .on_disk import CONFIG, MANIFEST, STEPS, SUMMARY, Records
+from .recorded_checkpoints import checkpoints
+from .recorded_scores import evaluations, summary
+from .recorded_steps import losses, rates, steps
+
+_COMPLETE = (0, 75)
+"""Exit codes of runs that came to an end of their own: done, and stopped on request."""
+_COMPARED = re.compile(r"(?:compared|last) after step ([\d,]+)")
+_BUT = "; but the run's last step is"
+
+_FILES = Claim("files", f"{CONFIG}, {MANIFEST}, {STEPS} and {SUMMARY} can be read to their ends")
+_REPLICAS = Claim("replicas", "All ranks hold the same bits", "bit for bit")
+_LEDGER = Claim("ledger", exactly_once.CLAIM, "exactly")
+_NO_LEDGER = _LEDGER.open("not recorded; --ledger records it")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What became of each claim about a run."""
+
+    checks: tuple[Check, ...]
+    """Those judged here, then those that the run itself wrote beside them."""
+    unfinished: str
+    """Why the run has no end, as a clause; "" for one that is complete."""
+
+    @property
+    def failing(self) -> list[Check]:
+        """The claims that are wrong, the most basic first."""
+        return [check for check in self.checks if check.fails]
+
+
+def judge(folder: Path) -> Judgement:
+    """Return what became of each claim about the run in `folder`, from its files alone; writes nothing."""
+    run = on_disk.read(folder)
+    held = _held(run)
+    claims: tuple[Callable[[Records], Check], ...] = (files, steps, losses, rates, evaluations, summary, checkpoints)
+    checks = [_timed(claim, run) for claim in claims]
+    checks += [replicas(run, held.get(_REPLICAS.name)), ledger(run, held.get(_LEDGER.name))]
+    names = {check.name for check in checks}
+    others = [check for name, check in held.items() if name not in names]
+    return Judgement((*checks, *others), run.unfinished)
+
+
+def _timed(claim: Callable[[Records], Check], run: Records) -> Check:
+    begun_s = time.perf_counter()
+    check = claim(run)
+    return dataclasses.replace(check, cost_s=time.perf_counter() - begun_s)
+
+
+def _held(run: Records) -> Mapping[str, Check]:
+    """Return the checks that the run, or whoever judged it before, has written; none where somebody has edited them."""
+    try:
+        held = from_json((run.summary or {}).get("proof"))
+    except (TypeError, AttributeError):
+        return {}
+    return {check.name: check for check in held if _is_whole(check)}
+
+
+def _is_whole(check: Check) -> bool:
+    words = (check.name, check.claim, check.outcome, check.tolerance, check.found)
+    costs = check.cost_s is None or on_disk.is_finite(check.cost_s)
+    return all(isinstance(word, str) for word in words) and on_disk.whole(check.times) is not None and costs
+
+
+def files(run: Records) -> Check:
+    """Judge whether the run's files are there and whole; the checkpoints are judged by themselves."""
+    return _FILES.judged(run.damage, times=4)
+
+
+def replicas(run: Records, held: Check | None) -> Check:
+    """Judge what the run itself wrote of its replicas: they must have been the same, also after the last step."""
+    if not run.parts or run.summary is None:
+        why = run.unfinished or f"{SUMMARY} cannot be read"
+        return _REPLICAS.open(f"nothing tells how often they were compared: {why}")
+    if held is None:
+        ranks = run.parts[-1].start["plan"]["ranks"]
+        return _REPLICAS.open("one process only" if ranks == 1 else f"{SUMMARY} has no comparison of {ranks} ranks")
+    compared = _COMPARED.findall(held.found)
+    # What is wrong with replicas ends a run; in the summary of any other, only an earlier judgement can say that.
+    if held.outcome == Check.OPEN or run.exit not in _COMPLETE or not compared:
+        return held
+    found = held.found.partition(_BUT)[0]
+    if int(compared[-1].replace(",", "")) == run.last_step:
+        return dataclasses.replace(held, outcome=Check.HOLDS, found=found)
+    return dataclasses.replace(held, outcome=Check.FAILS, found=f"{found}{_BUT} {run.last_step}")
+
+
+def ledger(run: Records, held: Check | None) -> Check:
+    """Judge the ledger, where one was recorded; `held` is what the run itself wrote of it, and what recording cost."""
+    path, config = run.folder / NAME, run.config
+    if config is None:
+        return _LEDGER.open(f"{CONFIG} cannot be read")
+    if not path.exists():
+        is_lost = (config.proof.ledger and run.exit == 0) or (held is not None and held.times > 0)
+        return _LEDGER.judged([f"the run kept a {NAME}, and it is not there"], times=0) if is_lost else _NO_LEDGER
+    made = run.last_step if run.exit in _COMPLETE and run.parts else None
+    try:
+        if made is not None:
+            for _ in read(path):  # raises for a last page that is cut short, as no kill leaves it in a run with an end
+                pass
+        check = exactly_once.check(
+            path, global_batch=config.batch.size, seed=config.seed, drop_last=config.batch.drop_last, steps=made
+        )
+    except RequestError as error:
+        check = _LEDGER.judged([str(error).partition(";")[0]], times=0)
+    return dataclasses.replace(check, cost_s=held.cost_s) if held is not None and held.cost_s is not None else check
+
+
+def refusal(folder: Path, judged: Judgement) -> ProofError:
+    """Return the error for a run of which claims are wrong: it names the first one, and the place."""
+    first, *_ = judged.failing
+    return ProofError(
+        f"{folder} is not what its records claim: {first.name} {first.outcome}: {first.found}. "
+        f"{len(judged.failing)} of {len(judged.checks)} claims are wrong."
+    )

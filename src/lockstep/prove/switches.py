@@ -1,0 +1,198 @@
+"""What can make N ranks' gradient another one than one process's, and how each is switched off for a measurement.
+
+A cause is not guessed from the names of layers: it is switched off on both sides, and the gradients are measured again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..losses import LossFunction
+from ..randomness import kept, seed_all
+
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Off:
+    """What is switched off on both sides of a measurement."""
+
+    data: bool = False
+    """What each rank reads for itself: all take what rank 0 has read."""
+    randomness: bool = False
+    """What the model draws, such as dropout: a constant comes instead."""
+    statistics: bool = False
+    """BatchNorm's batch statistics: the running ones are used."""
+    loss: bool = False
+    """What the loss makes of several samples at once: it is called for one at a time, and summed."""
+    sharing: bool = False
+    """Parameters that are used in several places: each place gets its own."""
+
+
+NOTHING = Off()
+EVERYTHING = Off(data=True, randomness=True, statistics=True, loss=True, sharing=True)
+
+
+@contextmanager
+def switched(model: nn.Module, off: Off) -> Iterator[None]:
+    """Switch off what of `off` the model itself has, within the block; its buffers are then as before."""
+    buffers = {name: held.clone() for name, held in model.named_buffers()}
+    with ExitStack() as stack, kept():
+        if off.randomness:
+            stack.enter_context(_without_randomness(model))
+        if off.statistics:
+            stack.enter_context(_with_running_statistics(model))
+        yield
+    with torch.no_grad():
+        for name, held in model.named_buffers():
+            held.copy_(buffers[name])
+
+
+@contextmanager
+def _with_running_statistics(model: nn.Module) -> Iterator[None]:
+    layers = [each for each in model.modules() if isinstance(each, _BatchNorm) and each.training]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
+
+
+@contextmanager
+def _without_randomness(model: nn.Module) -> Iterator[None]:
+    """Have all that the model's forward pass draws be constants, in whichever thread the pass runs."""
+    here = threading.local()
+
+    # Hooks, since a mode belongs to a thread, and replicas may compute in threads of their own.
+    def enter(module: nn.Module, inputs: Any) -> None:
+        seed_all(0)  # for what is drawn from Python's and NumPy's generators: the same in each pass
+        here.mode = _Constants().__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        here.mode.__exit__(None, None, None)
+
+    hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives constants for what random operators draw, which torch marks as such (`nondeterministic_seeded`)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        given = _named(func, args, kwargs or {})
+        if func is _ATEN.native_dropout.default:
+            kept_share = 1 - given["p"] if given["train"] else 1.0
+            return given["input"] / kept_share, torch.ones_like(given["input"], dtype=torch.bool)
+        # Attention and recurrent layers draw within one operator, and take the rate as an argument.
+        rates = {name: 0.0 for name in ("dropout_p", "dropout") if isinstance(given.get(name), float)}
+        found = func(**(given | rates))
+        if not rates:
+            _fill(func, found)
+        return found
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _fill(func: Any, found: Any) -> None:
+    """Overwrite what was drawn, in place; what is no number of its own, such as a permutation, keeps its kind."""
+    for each in found if isinstance(found, tuple | list) else (found,):
+        if not isinstance(each, Tensor):
+            continue
+        if "randperm" in func.name():
+            each.copy_(torch.arange(len(each)))
+        elif "bernoulli" in func.name() or each.dtype == torch.bool:
+            each.fill_(1)
+        elif each.is_floating_point():
+            each.fill_(0.5)
+        else:
+            each.zero_()
+
+
+def by_sample(loss_fn: LossFunction) -> LossFunction:
+    """Return the loss that calls `loss_fn` for one sample at a time and sums: what a sum over samples has to be."""
+
+    def summed(scores: Tensor, labels: Tensor, *, reduction: str = "sum") -> Tensor:
+        parts = [loss_fn(scores[at : at + 1], labels[at : at + 1], reduction="sum") for at in range(len(labels))]
+        return sum(parts, scores.sum() * 0)  # which a rank without samples has too
+
+    return summed
+
+
+def untied(model: nn.Module) -> nn.Module:
+    """Return `model` with a parameter of its own in each place that shared one, of the same value."""
+    seen: set[nn.Parameter] = set()
+    for module in model.modules():
+        for name, held in module._parameters.items():
+            if held is None:
+                continue
+            if held in seen:
+                module._parameters[name] = nn.Parameter(held.detach().clone(), requires_grad=held.requires_grad)
+            seen.add(held)
+    return model
+
+
+def shares_parameters(model: nn.Module) -> bool:
+    """Return whether a parameter is used in several places of `model`."""
+    places = [held for module in model.modules() for held in module._parameters.values() if held is not None]
+    return len(places) > len(set(places))
+
+
+def coupled(model: nn.Module, x: Tensor, tolerance: float) -> str | None:
+    """Return the first layer whose output for a sample depends on the others of its batch; None if none does.
+
+    `model` is called with x (n, …) and with its first half; to be used where batch statistics and randomness are
+    switched off.
+    """
+    half = len(x) // 2
+    whole, part = (_outputs(model, each) for each in (x, x[:half]))
+    for name, theirs in part.items():
+        ours = whole.get(name)
+        if ours is None or theirs.shape[:1] != (half,) or ours.shape[1:] != theirs.shape[1:]:
+            continue
+        scale = float(ours.abs().max()) if ours.numel() else 0.0
+        if scale and float((ours[:half] - theirs).abs().max()) > tolerance * scale:
+            return name
+    return None
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Return what each innermost layer, and the model itself last, makes of x."""
+    found: dict[str, Tensor] = {}
+
+    def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.is_floating_point():
+                found.setdefault(name, output.detach().clone())
+
+        return hook
+
+    innermost = [(name, each) for name, each in model.named_modules() if not any(each.children())]
+    named = [*innermost, ("the model's own forward", model)] if any(model.children()) else [("the model", model)]
+    hooks = [each.register_forward_hook(note(name)) for name, each in named]
+    try:
+        model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

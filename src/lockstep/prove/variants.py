@@ -1,0 +1,317 @@
+"""The variants of one config: ways to train that have to come to one model, each as the commands that a person gives.
+
+The reference is one device. Beside it stand every strategy of the table, more ranks, accumulation, the launchers, and
+runs that were stopped in the middle. Which there are follows from `kinds.KINDS`; a new line there is a new variant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import psutil
+
+from ..batching import BatchPlan
+from ..config import ParallelConfig, RecordConfig, RunConfig
+from ..errors import ProofError, RequestError, RunError, Stopped, counted
+from ..files import write_whole
+from ..kinds import KINDS, auto
+from ..options import to_toml
+
+CONFIG = "curve.toml"
+Command = tuple[str, ...]
+_LOOK_S = 0.05
+_GRACE_S = 5.0  # for a command to end the ranks that it has started, before all of them are killed
+
+
+class Way(NamedTuple):
+    """A strategy, and the number of devices that it has."""
+
+    strategy: str
+    devices: int
+
+    @property
+    def name(self) -> str:
+        """The strategy alone where it has one device."""
+        return self.strategy if self.devices == 1 else f"{self.strategy}-{self.devices}"
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share out the batch."""
+        return self.devices if KINDS[self.strategy].process_per_device else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to train, and the variant that it has to agree with."""
+
+    name: str
+    """Its row, and its folder below the output folder."""
+    way: Way
+    accumulation: int
+    partner: str = ""
+    """The name of the variant that it is compared with; empty where others are compared with this one alone."""
+    same_bits: bool = False
+    """Whether the two have to be the same bits: one world, strategy and accumulation."""
+    starter: str = ""
+    """Who starts the ranks: torchrun, hand, or empty for the command itself."""
+    begun_as: Way | None = None
+    """How the first half of the steps was trained, where the run was stopped there and continued."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What all variants share: the config, the folder, and the number of devices of those that have several."""
+
+    config: RunConfig
+    folder: Path
+    devices: int
+    is_cpu: bool
+
+    @property
+    def accumulation(self) -> int:
+        """Global micro-batches of a step, a part of the model: as many as keep one device to --micro-batch."""
+        batch = self.config.batch
+        plan = BatchPlan.solve(batch.size, 1, micro_size=batch.micro_batch, accumulation=batch.accumulate)
+        return plan.accumulation
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The strategies that are compared with one device: the one that was asked for, or all there are."""
+        asked = self.config.parallel.strategy
+        several = (name for name, kind in KINDS.items() if kind.has_ranks or kind.drives_all)
+        return tuple(several) if asked == "auto" else (asked,)
+
+    @property
+    def reference(self) -> Variant:
+        """The run on one device."""
+        alone = Way(auto(several=False), 1)
+        return Variant(name=alone.name, way=alone, accumulation=self.accumulation)
+
+
+def check(setup: Setup) -> None:
+    """Raise `RequestError` where the batch cannot be shared out among the devices."""
+    for strategy in setup.strategies:
+        BatchPlan.solve(setup.config.batch.size, Way(strategy, setup.devices).ranks, accumulation=setup.accumulation)
+
+
+def others(setup: Setup, *, has_statistics: bool) -> list[Variant]:
+    """Return the variants beside the reference, each after its partner.
+
+    `has_statistics` says whether the model has batch statistics, of which accumulation is a part.
+    """
+    alone, once, twice = setup.reference, setup.accumulation, 2 * setup.accumulation
+    ways = list(_ways(setup))
+    found = [Variant(name=way.name, way=way, accumulation=once, partner=alone.name) for way in ways]
+    ranked = [way for way in ways if KINDS[way.strategy].has_ranks and way.devices == setup.devices]
+    if ranked:
+        cut = Variant(
+            name=f"{alone.name}-accum-{twice}",
+            way=alone.way,
+            accumulation=twice,
+            partner="" if has_statistics else alone.name,
+        )
+        found += [cut, *(_accumulated(way, cut) for way in ranked)]
+    ours = [way for way in ranked if way.ranks > 1]
+    for way in [way for way in ours if way.strategy == auto(several=True)] or ours[:1]:
+        found += [_started(way, once, starter, same_bits=_is_exact(setup)) for starter in ("torchrun", "hand")]
+    for way in ours:
+        found += _continued(way, alone, same_bits=_is_exact(setup))
+    return found
+
+
+def _ways(setup: Setup) -> Iterator[Way]:
+    for strategy in setup.strategies:
+        yield Way(strategy, setup.devices)
+        if KINDS[strategy].has_ranks and setup.is_cpu:
+            yield Way(strategy, setup.devices + 1)
+
+
+def _is_exact(setup: Setup) -> bool:
+    """Whether one world gives the same bits each time: on a GPU, --deterministic alone sees to that."""
+    return setup.is_cpu or setup.config.precision.deterministic
+
+
+def _accumulated(way: Way, partner: Variant) -> Variant:
+    name = f"{way.name}-accum-{partner.accumulation}"
+    return Variant(name=name, way=way, accumulation=partner.accumulation, partner=partner.name)
+
+
+def _started(way: Way, accumulation: int, starter: str, *, same_bits: bool) -> Variant:
+    name = f"{way.name}-by-{starter}"
+    return Variant(
+        name=name, way=way, accumulation=accumulation, partner=way.name, same_bits=same_bits, starter=starter
+    )
+
+
+def _continued(way: Way, alone: Variant, *, same_bits: bool) -> list[Variant]:
+    whole = Variant(
+        name=f"{way.name}-resumed",
+        way=way,
+        accumulation=alone.accumulation,
+        partner=way.name,
+        same_bits=same_bits,
+        begun_as=way,
+    )
+    name = f"{alone.name}-then-{way.name}"
+    return [
+        whole,
+        dataclasses.replace(whole, name=name, partner=alone.name, same_bits=False, begun_as=alone.way),
+    ]
+
+
+def obstacle(setup: Setup, variant: Variant, *, steps: int, has_statistics: bool) -> str:
+    """Return why a variant of a run of `steps` steps cannot be trained, in words; empty where it can."""
+    ranks, batch = variant.way.ranks, setup.config.batch.size
+    if ranks * variant.accumulation > batch:
+        parts = f"{counted(variant.accumulation, 'micro-batch')} on {counted(ranks, 'rank')}"
+        return f"--batch {batch} does not split into {parts}"
+    if variant.begun_as and steps < 2:
+        return "one step has no middle"
+    if variant.begun_as not in (None, variant.way) and has_statistics and setup.config.parallel.batchnorm == "local":
+        return "with --batchnorm local another number of replicas is another model"
+    return ""
+
+
+def write_config(setup: Setup) -> None:
+    """Write what all variants share to the file that their commands name. Raises OSError."""
+    asked = setup.config
+    parallel = dataclasses.replace(asked.parallel, strategy=ParallelConfig().strategy, devices=None, gpus="")
+    batch = dataclasses.replace(asked.batch, accumulate=setup.accumulation, micro_batch=None)
+    record = dataclasses.replace(asked.record, output=RecordConfig().output)
+    config = dataclasses.replace(asked, parallel=parallel, batch=batch, record=record)
+    write_whole(setup.folder / CONFIG, to_toml(config).encode())
+
+
+def commands(setup: Setup, variant: Variant, *, steps: int) -> list[list[Command]]:
+    """Return the commands that train a variant: each inner list is started at once, and ends before the next begins.
+
+    A run that is continued is stopped after half of its `steps`.
+    """
+    if variant.begun_as:
+        begun = _train(setup, variant, variant.begun_as, "--max-steps", str(steps // 2))
+        return [
+            [_python("lockstep", *begun)],
+            [_python("lockstep", *_train(setup, variant, variant.way), "--resume", "auto")],
+        ]
+    train = _train(setup, variant, variant.way)
+    ranks = variant.way.ranks
+    if variant.starter == "torchrun":
+        per_node = ("--standalone", "--nproc-per-node", str(ranks))
+        return [[_python("torch.distributed.run", *per_node, "-m", "lockstep", *train)]]
+    if variant.starter == "hand":
+        place = (setup.folder / f"{variant.name}.meeting").resolve().as_uri()
+        meet = (*train, "--launcher", "manual", "--init-method", place, "--world-size", str(ranks))
+        return [[_python("lockstep", *meet, "--rank", str(rank)) for rank in range(ranks)]]
+    return [[_python("lockstep", *train)]]
+
+
+def _python(module: str, *words: str) -> Command:
+    return (sys.executable, "-m", module, *words)
+
+
+def _train(setup: Setup, variant: Variant, way: Way, *more: str) -> Command:
+    files = ("--config", str(setup.folder / CONFIG), "--output", str(setup.folder / variant.name))
+    cut = () if variant.accumulation == setup.accumulation else ("--accumulate", str(variant.accumulation))
+    return ("train", *files, "--strategy", way.strategy, *_devices(setup, way), *cut, *more)
+
+
+def _devices(setup: Setup, way: Way) -> Command:
+    chosen = setup.config.parallel.gpu_indices[: way.devices]
+    if chosen:
+        return ("--gpus", ",".join(map(str, chosen)))
+    return ("--devices", str(way.devices)) if way.devices > 1 else ()
+
+
+def train(setup: Setup, variant: Variant, *, steps: int) -> list[Command]:
+    """Train a variant by its commands, each with a log beside the run's folder, and return them.
+
+    Raises what the first command that failed has told, as the error of its exit code, and `Stopped` after Ctrl-C.
+    """
+    stages = commands(setup, variant, steps=steps)
+    given = [command for stage in stages for command in stage]
+    log = setup.folder / f"{variant.name}.log"
+    logs = [log] if len(given) == 1 else [log.with_name(f"{variant.name}.{n}.log") for n in range(1, len(given) + 1)]
+    waiting = iter(logs)
+    try:
+        for stage in stages:
+            run(variant.name, stage, [next(waiting) for _ in stage])
+    except KeyboardInterrupt:
+        raise Stopped(f"Stopped on request while {variant.name} was trained: nothing is proved; start again.") from None
+    return given
+
+
+def run(name: str, stage: Sequence[Command], logs: Sequence[Path], *, grace_s: float = _GRACE_S) -> None:
+    """Run commands at once, to their end; none of them, nor what they start, outlives this call.
+
+    Raises the error of the one that failed first, which `name` tells in the sentence.
+    """
+    with contextlib.ExitStack() as files:
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            for command, log in zip(stage, logs, strict=True):
+                children.append(_start(command, files.enter_context(log.open("wb", buffering=0))))
+            failed = _first_failure(children)
+        finally:
+            _end(children, grace_s)
+    if failed is not None:
+        raise _error(name, children[failed].returncode, logs[failed])
+
+
+def _start(command: Command, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    log.write(f"$ {shlex.join(command)}\n".encode())
+    # A session of its own: Ctrl-C reaches this process alone, which ends the others.
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def _first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Return the index of the first child that has failed; None once all have ended well."""
+    while True:
+        codes = [child.poll() for child in children]
+        failed = [index for index, code in enumerate(codes) if code]
+        if failed:
+            return failed[0]
+        if None not in codes:
+            return None
+        time.sleep(_LOOK_S)
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
+    """End the children that are left, and all that they started: asked first, then killed."""
+    living = [child for child in children if child.poll() is None]
+    try:
+        for child in living:
+            child.terminate()
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and any(child.poll() is None for child in living):
+            time.sleep(_LOOK_S)
+    finally:  # also where Ctrl-C comes again
+        for child in living:
+            if child.poll() is None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found = psutil.Process(child.pid)
+                    for each in (found, *found.children(recursive=True)):
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            each.kill()
+                child.wait()
+
+
+def _error(name: str, code: int, log: Path) -> Exception:
+    """Return the error of a command that failed, with its own sentence."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    # Of ranks that share a log, the first to speak is the one that failed; the others tell that they lost it.
+    told = [line.removeprefix("lockstep: ") for line in lines if line.startswith("lockstep: ")]
+    how = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
+    said = told[0] if told else f"{how} and no word; its output is in {log}."
+    kinds = {each.exit_code: each for each in (RequestError, ProofError, Stopped)}
+    return kinds.get(code, RunError)(f"The variant {name} failed: {said}")

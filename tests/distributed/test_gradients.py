@@ -1,0 +1,167 @@
+"""N ranks' gradients are one process's, or the cause is found by switching it off: each that there is, and no other."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config import RunConfig
+from lockstep.errors import RequestError
+from lockstep.options import override
+from lockstep.prove.answer import Answer, Report, examine
+from lockstep.strategies.ddp import DDP
+from lockstep.world import World
+
+from ..pool import RankPool
+
+RANKS = ("ddp",)
+
+
+def _examined(
+    world: World, names: tuple[str, ...], values: dict[str, Any], tolerance: float, step: str, fault: str
+) -> Report | str | None:
+    torch.set_num_threads(1)
+    asked = {"model": "tests.judged:Plain", "data": "tests.judged:vectors", "batch": 12, "precision": "fp64"}
+    config = override(RunConfig(), **{"strategy": names[0], "channels_last": "off"} | asked | values)
+    right = DDP.averages_over
+    if fault == "wrong count":
+        DDP.averages_over = property(lambda self: self.world.size + 1)  # type: ignore[assignment]
+    try:
+        return examine(config, world, list(names), tolerance, step)
+    except RequestError as error:
+        return str(error)
+    finally:
+        DDP.averages_over = right  # type: ignore[method-assign]
+
+
+def examined(
+    pool: RankPool,
+    *names: str,
+    ranks: int = 2,
+    tolerance: float = 1e-9,
+    step: str = "",
+    fault: str = "",
+    **values: Any,
+) -> dict[str, Answer]:
+    report = pool.run(ranks, _examined, names or RANKS, values, tolerance, step, fault)[0]
+    assert isinstance(report, Report), report
+    return {answer.strategy: answer for answer in report.answers}
+
+
+def causes(answer: Answer) -> list[str]:
+    return [cause.name for cause in answer.causes]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("model", ["Plain", "Tied", "Frozen", "Grouped", "Normed", "Transformer"])
+def test_models_that_are_the_same_agree(pool: RankPool, model: str, ranks: int) -> None:
+    data = "tests.judged:texts" if model == "Transformer" else "tests.judged:vectors"
+    strategies = ("ddp",) if model == "Normed" else ("ddp", "dp")
+    found = examined(pool, *strategies, ranks=ranks, model=f"tests.judged:{model}", data=data)
+    for answer in found.values():
+        assert answer.agrees, answer
+        assert len(answer.rows) == 4, "the first batch, an uneven one, the last, and micro-batches"
+        assert all(row.gap < 1e-12 for row in answer.rows)
+
+
+def test_a_loss_of_ones_own_that_sums_agrees(pool: RankPool) -> None:
+    assert examined(pool, "ddp", "dp", loss="tests.judged:margin_loss")["ddp"].agrees
+
+
+FOUND: list[tuple[list[str], dict[str, Any]]] = [
+    (["randomness"], {"model": "tests.judged:Dropping"}),
+    (["randomness"], {"model": "tests.judged:Noisy"}),
+    (["randomness"], {"model": "tests.judged:SkippingAtRandom"}),
+    (["randomness"], {"model": "tests.judged:DroppingTransformer", "data": "tests.judged:texts"}),
+    (["local BatchNorm"], {"model": "tests.judged:Normed", "batchnorm": "local"}),
+    (["randomness", "local BatchNorm"], {"model": "tests.judged:DroppingAndNormed", "batchnorm": "local"}),
+    (["data"], {"data": "tests.judged:unseeded", "workers": 0}),
+    (["data", "randomness"], {"data": "tests.judged:unseeded", "workers": 0, "model": "tests.judged:Dropping"}),
+    (["a loss that divides by the local batch"], {"loss": "tests.judged:mean_loss"}),
+    (["a loss that couples samples"], {"loss": "tests.judged:pairwise_loss"}),
+    (["mean of means"], {"step": "tests.judged:mean_step"}),
+    (["mean of means", "randomness"], {"step": "tests.judged:mean_step", "model": "tests.judged:Dropping"}),
+    (["a wrong count"], {"fault": "wrong count"}),
+    (
+        ["a wrong count", "local BatchNorm"],
+        {"fault": "wrong count", "model": "tests.judged:Normed", "batchnorm": "local"},
+    ),
+    (["coupled samples"], {"model": "tests.judged:Coupled"}),
+    (["coarser arithmetic"], {"model": "tests.judged:PartlySingle"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("expected", "values"), FOUND, ids=lambda each: "+".join(each) if isinstance(each, list) else ""
+)
+def test_each_cause_is_found_and_no_other(pool: RankPool, expected: list[str], values: dict[str, Any]) -> None:
+    for ranks in (2, 3):
+        answer = examined(pool, ranks=ranks, **values)["ddp"]
+        assert sorted(causes(answer)) == sorted(expected)
+        assert any(row.tensors for row in answer.rows)
+        tolerance = 1e-9
+        for cause in answer.causes:
+            assert cause.tensors
+            if cause.name not in ("coupled samples", "coarser arithmetic"):
+                assert cause.rest <= tolerance < max(cause.tensors.values())
+        assert bool(answer.by_design) == (expected == ["randomness"])
+
+
+def test_only_what_a_cause_touches_is_laid_to_it(pool: RankPool) -> None:
+    (cause,) = examined(pool, model="tests.judged:Frozen", loss="tests.judged:mean_loss")["ddp"].causes
+    assert sorted(cause.tensors) == ["2.bias", "2.weight"]  # a frozen layer has no gradient
+
+
+def test_the_layer_that_couples_samples_is_named(pool: RankPool) -> None:
+    (cause,) = examined(pool, model="tests.judged:Coupled")["ddp"].causes
+    assert cause.sentence.startswith("1: its output")
+
+
+@pytest.mark.parametrize("model", ["Unused", "Branching"])
+def test_parameters_that_the_loss_does_not_reach_are_named(pool: RankPool, model: str) -> None:
+    lacking = {"Unused": ["forgotten.weight", "forgotten.bias"], "Branching": ["rare.weight", "rare.bias"]}[model]
+    values: dict[str, Any] = {"model": f"tests.judged:{model}"}
+    answer = examined(pool, **values)["ddp"]
+    assert list(answer.unused) == lacking
+    assert all(row.gap < 1e-12 for row in answer.rows), "with them searched for, the gradients agree"
+    assert answer.fails
+    allowed = examined(pool, find_unused=True, **values)["ddp"]
+    assert allowed.agrees
+
+
+def test_dp_has_statistics_of_its_own_by_design_unless_asked_for(pool: RankPool) -> None:
+    both = examined(pool, "ddp", "dp", model="tests.judged:Normed")
+    assert both["ddp"].agrees
+    assert causes(both["dp"]) == ["local BatchNorm"]
+    assert both["dp"].by_design
+    alone = examined(pool, "dp", ranks=1, devices=2, model="tests.judged:Normed")
+    assert alone["dp"].fails
+
+
+def test_a_model_without_float64_is_told_by_its_operation(pool: RankPool) -> None:
+    values: dict[str, Any] = {"model": "tests.judged:Single"}
+    said = pool.run(2, _examined, RANKS, values, 1e-9, "", "")
+    assert len(set(said)) == 1
+    assert "cannot run in float64: aten::addmm raised RuntimeError" in said[0]
+    assert "--precision fp32, whose tolerance is 0.0001" in said[0]
+    assert examined(pool, tolerance=1e-4, precision="fp32", **values)["ddp"].agrees
+
+
+def test_a_data_set_smaller_than_the_ranks_is_refused(pool: RankPool) -> None:
+    said = pool.run(3, _examined, RANKS, {"batch": 2}, 1e-9, "", "")[0]
+    assert "3 ranks" in said or "3 replicas" in said
+
+
+def test_a_gap_is_measured_against_the_tensor_and_never_lost() -> None:
+    from lockstep.prove.gradients import gaps
+
+    ours = {"a": torch.tensor([1.0, 2.0]), "zero": torch.tensor([1e-17]), "gone": torch.ones(1)}
+    theirs = {"a": torch.tensor([1.0, 2.5]), "zero": torch.tensor([2e-17]), "new": torch.ones(1)}
+    found = gaps(theirs, ours)
+    assert found["a"] == 0.25
+    assert found["zero"] < 1e-13
+    assert found["gone"] == found["new"] == math.inf
+    assert gaps({"a": torch.tensor([math.nan, 2.0])}, {"a": ours["a"]})["a"] == math.inf

@@ -1,0 +1,135 @@
+"""Replicas on GPUs: digests of every device are the same number, a check waits once, and ruined copies are named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from lockstep.config import RunConfig
+from lockstep.errors import ProofError
+from lockstep.job import Job, assemble
+from lockstep.options import override
+from lockstep.topology import Topology
+from lockstep.verify import finite
+from lockstep.verify.digest import differing, digest, digests
+from lockstep.verify.replicas import ReplicaCheck, facts
+from lockstep.world import World
+
+from ..reading import NoReading
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use")
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+NET = {"model": "resnet8", "data": "digits", "batch": 48, "precision": "fp32", "accelerator": "cuda"}
+SIZES = (1, 7, 513, 4097, 70_001)
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
+)
+
+
+@pytest.fixture
+def pair() -> Iterator[World]:
+    """One rank that takes itself for one of two, in a process group of NCCL and gloo: it exchanges with itself alone.
+
+    So a check does all that it does among several ranks, and finds them alike.
+    """
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    world = World.join(Topology(), device, HashStore(), timeout_s=60)
+    yield World(Topology(size=2, local_size=2), device, world.group)
+    world.close()
+
+
+def _some(size: int, dtype: torch.dtype) -> Tensor:
+    numbers = torch.randint(0, 256, (size * 8,), generator=torch.Generator().manual_seed(size), dtype=torch.uint8)
+    return numbers[:size] > 127 if dtype == torch.bool else numbers[: size * dtype.itemsize].view(dtype)
+
+
+def _on_gpu(world: World, strategy: str, **values: object) -> Job:
+    return assemble(override(RunConfig(), **NET | {"strategy": strategy} | values), world)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpu_digests_to_the_number_that_a_cpu_does(dtype: torch.dtype) -> None:
+    own = {f"model/{size}": _some(size, dtype) for size in SIZES}
+    there = {name: each.cuda() for name, each in own.items()}
+    assert int(digest([*own.values()])) == int(digest([*there.values()]))
+    assert digests([*own.values()]).tolist() == digests([*there.values()]).tolist()
+    assert differing(own, there) == []
+    there["model/513"].view(torch.uint8)[-1] ^= 1
+    assert differing(own, there) == ["model/513"]
+
+
+def test_memory_order_is_none_of_a_devices_business() -> None:
+    image = torch.randn(8, 16, 9, 9).contiguous(memory_format=torch.channels_last)
+    assert int(digest([image])) == int(digest([image.cuda()]))
+    assert differing({"image": image}, {"image": image.cuda().contiguous()}) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_that_are_none_are_found_there(dtype: torch.dtype) -> None:
+    tensors = {"a": torch.randn(70_001, device="cuda").to(dtype), "b": torch.arange(9, device="cuda")}
+    assert not finite.suspect(tensors.values())
+    tensors["a"][69_999] = math.inf
+    with NoReading():
+        told = finite.suspect(tensors.values())
+    assert told
+    assert finite.not_finite(tensors) == ["a"]
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer": "adamw", "lr": 1e-3, "ema": 0.9}])
+def test_nothing_is_waited_for_before_the_exchange(pair: World, options: dict[str, object]) -> None:
+    job = _on_gpu(pair, "ddp", **options)
+    tensors = job.replicated()
+    facts(tensors, pair.device)  # what is made once
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with NoReading():
+            facts(tensors, pair.device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    check = ReplicaCheck(pair, job.replicated, 1)
+    for step in (1, 2):
+        check.check(step, 0.1)
+    assert (check.checks, check.agreed_at) == (2, 2)
+
+
+def test_one_gpu_has_no_copies() -> None:
+    world = World.alone(torch.device("cuda", 0))
+    job = _on_gpu(world, "dp", devices=1)
+    assert job.strategy.copies(job.model) == []
+
+
+@several
+def test_copies_on_other_gpus_are_the_same_bits() -> None:
+    world = World.alone(torch.device("cuda", 0))
+    job = _on_gpu(world, "dp", devices=torch.cuda.device_count())
+    copies = job.strategy.copies(job.model)
+    assert [{each.device for each in copy.values()} for copy in copies] == [{one} for one in job.strategy.devices[1:]]
+    assert all(copy.keys() == {f"model/{name}" for name, _ in job.model.named_parameters()} for copy in copies)
+    check = ReplicaCheck(world, job.replicated, 1, copies=lambda: job.strategy.copies(job.model))
+    assert check.due(1)
+    check.check(1, 0.1)
+    assert check.checks == 1
+
+
+@several
+def test_a_copy_that_is_ruined_on_its_way_is_named() -> None:
+    world = World.alone(torch.device("cuda", 0))
+    job = _on_gpu(world, "dp", devices=2)
+
+    def ruined() -> list[Mapping[str, Tensor]]:
+        copies = job.strategy.copies(job.model)
+        copies[0]["model/classifier.weight"].view(-1).view(torch.int32)[5] ^= 1 << 7
+        return copies
+
+    check = ReplicaCheck(world, job.replicated, 1, copies=ruined)
+    with pytest.raises(ProofError, match=r"on cuda:1 are not the same bits .*: they differ in model/classifier.weight"):
+        check.check(1, 0.1)

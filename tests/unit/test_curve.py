@@ -1,0 +1,328 @@
+"""How two curves are compared, which variants a config has, and that no command of them is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+
+from lockstep.cli.verify import curve as verb
+from lockstep.config import RunConfig
+from lockstep.errors import ProofError, RequestError, RunError, Stopped
+from lockstep.kinds import KINDS
+from lockstep.options import override, read_toml
+from lockstep.prove import curve, variants
+from lockstep.prove.curve import ANOTHER, HOLDS, PARTS, Curve, Outcome, Parting, compare, judge
+from lockstep.prove.variants import Setup, Way
+
+from ..command import gone, refusal, until
+
+LOSSES = {step: 2.0 / step for step in range(1, 7)}
+
+
+def _made(losses: dict[int, float] | None = None, tensors: dict[str, torch.Tensor] | None = None) -> Curve:
+    held = {"fc.weight": torch.linspace(-1, 1, 8, dtype=torch.float64), "fc.bias": torch.zeros(3)} | (tensors or {})
+    return Curve(LOSSES if losses is None else losses, {f"model/{name}": each for name, each in held.items()})
+
+
+def _setup(folder: Path = Path("out"), *, devices: int = 2, is_cpu: bool = True, **values: Any) -> Setup:
+    config = override(RunConfig(), **{"batch": 64, "max_steps": 6} | values)
+    return Setup(config=config, folder=folder, devices=devices, is_cpu=is_cpu)
+
+
+# ---- comparing
+
+
+def test_the_same_curve_holds_bit_for_bit() -> None:
+    found = compare(_made(), _made(), tolerance=0)
+    assert found.holds
+    assert (found.loss, found.weight, found.step, found.tensor, found.where) == (0, 0, None, "", "")
+
+
+def test_curves_that_part_are_told_from_the_step_at_which_they_do() -> None:
+    parted = LOSSES | {step: LOSSES[step] * (1 + 0.01 * (step - 3)) for step in (4, 5, 6)}
+    found = compare(_made(parted), _made(), tolerance=1e-3)
+    assert not found.holds
+    assert (found.step, found.where) == (4, "step 4")
+    assert found.loss == pytest.approx(0.03 / 1.03)
+    assert compare(_made(parted), _made(), tolerance=0.015).step == 5
+
+
+def test_the_last_bit_counts_only_where_bits_are_due() -> None:
+    last_bit = LOSSES | {3: math.nextafter(LOSSES[3], 9)}
+    assert compare(_made(last_bit), _made(), tolerance=1e-9).holds
+    assert compare(_made(last_bit), _made(), tolerance=0).step == 3
+    weight = torch.linspace(-1, 1, 8, dtype=torch.float64)
+    weight[2] = math.nextafter(float(weight[2]), 9)
+    assert compare(_made(tensors={"fc.weight": weight}), _made(), tolerance=1e-9).holds
+    found = compare(_made(tensors={"fc.weight": weight}), _made(), tolerance=0)
+    assert (found.holds, found.step, found.where, found.tensor) == (False, None, "after 6", "model/fc.weight")
+
+
+def test_the_sign_of_a_zero_is_a_bit() -> None:
+    negative = {"fc.bias": -torch.zeros(3)}
+    assert compare(_made(tensors=negative), _made(), tolerance=1e-9).holds
+    found = compare(_made(tensors=negative), _made(), tolerance=0)
+    assert (found.holds, found.weight, found.tensor) == (False, 0, "model/fc.bias")
+
+
+@pytest.mark.parametrize("lacking", [1, 4, 6])
+def test_a_step_that_one_lacks_is_where_they_part(lacking: int) -> None:
+    cut = {step: loss for step, loss in LOSSES.items() if step != lacking}
+    for found in (compare(_made(cut), _made(), tolerance=1), compare(_made(), _made(cut), tolerance=1)):
+        assert (found.holds, found.step, found.loss, found.last_step) == (False, lacking, math.inf, 6)
+
+
+def test_runs_without_a_step_prove_nothing() -> None:
+    assert not compare(_made({}), _made({}), tolerance=1).holds
+
+
+def test_a_loss_that_is_no_number_parts() -> None:
+    for other in (math.nan, math.inf):
+        assert compare(_made(LOSSES | {2: other}), _made(LOSSES | {2: other}), tolerance=1).step == 2
+
+
+def test_a_tensor_that_parts_or_that_one_lacks_is_named() -> None:
+    found = compare(_made(tensors={"fc.bias": torch.tensor([0.0, 0.5, 0.0])}), _made(), tolerance=1e-3)
+    assert (found.holds, found.tensor, found.weight, found.step) == (False, "model/fc.bias", 1.0, None)
+    found = compare(_made(tensors={"more": torch.ones(2)}), _made(), tolerance=1)
+    assert (found.holds, found.tensor, found.weight) == (False, "model/more", math.inf)
+
+
+def test_rounding_noise_where_mathematics_has_a_zero_does_not_count() -> None:
+    noise = {"fc.bias": torch.tensor([3e-17, -5e-17, 1e-18], dtype=torch.float64)}
+    zeros = {"fc.bias": -noise["fc.bias"]}
+    found = compare(_made(tensors=noise), _made(tensors=zeros), tolerance=1e-9)
+    assert (found.holds, found.tensor) == (True, "model/fc.bias")
+    assert found.weight == pytest.approx(1e-16 / curve.FLOOR)
+    assert compare(_made({1: 4e-16}), _made({1: 9e-16}), tolerance=1e-9).holds
+    assert not compare(_made({1: 4e-9}), _made({1: 9e-9}), tolerance=1e-9).holds
+
+
+def test_losses_are_read_to_the_last_bit_and_null_is_no_number(tmp_path: Path) -> None:
+    rows = [
+        {"event": "start", "step": 0},
+        {"event": "step", "step": 1, "loss": 0.1 + 0.2},
+        {"event": "step", "step": 2, "loss": None, "loss_repr": "nan"},
+        {"event": "eval", "step": 2, "loss": 7.0},
+    ]
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = curve.losses_of(tmp_path)
+    assert read[1] == 0.1 + 0.2
+    assert math.isnan(read[2])
+    assert len(read) == 2
+
+
+def _chosen(strategy: str, devices: int, batchnorm: str) -> dict[str, Any]:
+    return {"strategy": strategy, "devices": devices, "batchnorm": batchnorm}
+
+
+def test_batch_statistics_of_each_replica_are_another_model_unless_asked_for() -> None:
+    parted = compare(_made(LOSSES | {1: 9.0}), _made(), tolerance=1e-9)
+    local, sync = _chosen("dp", 2, "local"), _chosen("single", 1, "sync")
+    assert judge(RunConfig(), parted, local, sync)[0] == ANOTHER
+    assert judge(override(RunConfig(), strategy="dp"), parted, local, sync) == (PARTS, "")
+    assert judge(override(RunConfig(), batchnorm="local"), parted, local, sync) == (PARTS, "")
+    assert judge(RunConfig(), parted, _chosen("ddp", 2, "sync"), sync) == (PARTS, "")
+    assert judge(RunConfig(), parted, local, local) == (PARTS, "")
+    assert judge(RunConfig(), compare(_made(), _made(), tolerance=0), local, sync) == (HOLDS, "")
+
+
+def test_the_tolerance_is_that_of_the_arithmetic() -> None:
+    assert curve.default_tolerance(override(RunConfig(), precision="fp64")) == 1e-9
+    assert curve.default_tolerance(override(RunConfig(), precision="bf16")) == 1e-3
+    assert curve.default_tolerance(override(RunConfig(), precision="fp64", optimizer="muon")) == 1e-2
+
+
+# ---- which variants there are
+
+
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_every_strategy_of_the_table_is_held_against_one_device(
+    has_statistics: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "other", KINDS["ddp"])
+    setup = _setup()
+    found = variants.others(setup, has_statistics=has_statistics)
+    assert [each.name for each in found if each.partner == "single" and not each.begun_as] == [
+        *("dp-2", "ddp-2", "ddp-3", "other-2", "other-3"),
+        *([] if has_statistics else ["single-accum-2"]),
+    ]
+    assert [each.name for each in found if each.partner == "single-accum-2"] == ["ddp-2-accum-2", "other-2-accum-2"]
+    assert [each.name for each in found if each.same_bits] == [
+        *("ddp-2-by-torchrun", "ddp-2-by-hand", "ddp-2-resumed", "other-2-resumed"),
+    ]
+    seen = {setup.reference.name}
+    for each in found:
+        assert each.name not in seen
+        assert not each.partner or each.partner in seen, "a partner is trained first"
+        seen.add(each.name)
+
+
+def test_a_strategy_that_is_asked_for_is_the_only_one() -> None:
+    assert {each.way.strategy for each in variants.others(_setup(strategy="ddp"), has_statistics=True)} == {
+        *("single", "ddp"),
+    }
+    (only,) = variants.others(_setup(strategy="dp"), has_statistics=True)
+    assert (only.way, only.partner) == (Way("dp", 2), "single")
+
+
+def test_gpus_are_those_there_are_and_bits_are_due_where_they_can_be() -> None:
+    found = variants.others(_setup(is_cpu=False), has_statistics=True)
+    assert max(each.way.devices for each in found) == 2
+    assert not any(each.same_bits for each in found)
+    setup = _setup(is_cpu=False, deterministic=True, gpus="5,3")
+    found = variants.others(setup, has_statistics=True)
+    assert any(each.same_bits for each in found)
+    for each in found:
+        for stage in variants.commands(setup, each, steps=6):
+            for command in stage:
+                chosen = command[command.index("--gpus") + 1]
+                assert "--devices" not in command
+                assert chosen == ("5" if "single" in command else "5,3")
+
+
+def test_what_a_batch_cannot_be_shared_out_for_is_left_out_with_the_reason() -> None:
+    setup = _setup(batch=2)
+    found = variants.others(setup, has_statistics=True)
+    why = {each.name: variants.obstacle(setup, each, steps=1, has_statistics=True) for each in found}
+    assert {name for name, reason in why.items() if reason} == {
+        *("ddp-3", "ddp-2-accum-2", "ddp-2-resumed", "single-then-ddp-2"),
+    }
+    local = _setup(batchnorm="local")
+    why = {each.name: variants.obstacle(local, each, steps=6, has_statistics=True) for each in found}
+    assert [name for name, reason in why.items() if reason] == ["single-then-ddp-2"]
+    assert not any(variants.obstacle(local, each, steps=6, has_statistics=False) for each in found)
+
+
+def test_all_variants_share_a_config_without_what_tells_them_apart(tmp_path: Path) -> None:
+    setup = _setup(tmp_path, strategy="ddp", devices=2, micro_batch=20, output=Path("asked"))
+    variants.write_config(setup)
+    shared = read_toml(tmp_path / variants.CONFIG)
+    # 64 samples, at most 20 of them at once on one device
+    assert shared == override(_setup().config, accumulate=4)
+    first, then = variants.commands(setup, _variant(setup, "single-then-ddp-2"), steps=7)
+    assert first[0][-4:] == ("--strategy", "single", "--max-steps", "3")
+    assert then[0][-6:] == ("--strategy", "ddp", "--devices", "2", "--resume", "auto")
+    (ranks,) = variants.commands(setup, _variant(setup, "ddp-2-by-hand"), steps=7)
+    assert [command[-1] for command in ranks] == ["0", "1"]
+    (cut,) = variants.commands(setup, _variant(setup, "ddp-2-accum-8"), steps=7)
+    assert cut[0][-2:] == ("--accumulate", "8")
+
+
+def _variant(setup: Setup, name: str) -> variants.Variant:
+    (found,) = (each for each in variants.others(setup, has_statistics=True) if each.name == name)
+    return found
+
+
+# ---- running them
+
+_STUBBORN = 'trap "" TERM; (trap "" TERM; sleep 300) & echo $! > PID; echo READY; wait; wait'
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "said"),
+    [
+        ("echo 'lockstep: Out of luck.'; echo 'lockstep: an echo'; exit 1", RunError, "Out of luck."),
+        ("echo 'lockstep: Asked too much.'; exit 2", RequestError, "Asked too much."),
+        ("echo 'lockstep: Replicas differ.'; exit 3", ProofError, "Replicas differ."),
+        ("echo 'lockstep: Stopped.'; exit 75", Stopped, "Stopped."),
+        ("kill -9 $$", RunError, "killed by signal 9 and no word; its output is in LOG."),
+    ],
+)
+def test_a_command_that_fails_is_told_in_its_own_words(
+    script: str, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "x.log"
+    with pytest.raises(error) as raised:
+        variants.run("ddp-2", [("sh", "-c", script)], [log])
+    assert str(raised.value) == f"The variant ddp-2 failed: {said.replace('LOG', str(log))}"
+    assert log.read_text().startswith("$ sh -c ")
+
+
+def test_the_others_end_with_the_first_that_fails_and_so_does_all_they_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    waits = f"until [ -s {pid} ]; do sleep 0.05; done; exit 1"
+    stage = [("sh", "-c", _STUBBORN.replace("PID", str(pid))), ("sh", "-c", waits)]
+    with pytest.raises(RunError):
+        variants.run("ddp-2", stage, [tmp_path / "0.log", tmp_path / "1.log"], grace_s=0.2)
+    assert not any(child.name() == "sh" for child in psutil.Process(os.getpid()).children(recursive=True))
+    grandchild = int(pid.read_text())
+    if psutil.pid_exists(grandchild):
+        until(lambda: gone([psutil.Process(grandchild)]), 5)
+
+
+# ---- what is asked and what is told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tolerance", "-1"), "--tolerance -1: give 0 or more"),
+        (("--tolerance=nan",), "--tolerance nan: give 0 or more"),
+        (("--tolerance",), "--tolerance '': give 0 or more"),
+        (("--resume", "auto"), "no use for --resume auto"),
+        (("--rank", 0, "--world-size", 2), "no use for --rank 0"),
+        (("--init-method", "tcp://a:1"), "no use for --init-method tcp://a:1"),
+        (("--launcher", "spawn"), "no use for --launcher spawn"),
+        (("--nodes", 2), "no use for --nodes 2"),
+        (("--strategy", "single"), "--strategy single is what the others are compared with"),
+        (("--strategy", "dpp"), "Unknown strategy 'dpp'"),
+        (("--devices", 1), "--devices 1 leaves nothing to compare"),
+        (("--batch", 1), "Global batch 1 does not split into 2 ranks"),
+        (("--batch", 64, "--accumulate", 40), "does not split into 40 micro-batches on 2 ranks"),
+        (("--data", "nope"), "Unknown data set 'nope'"),
+        (("--lr", 0.1, "--bogus", 1), "Unknown flag '--bogus'"),
+        (("--output", "held"), "--output held holds a run already"),
+        (("--output", "file"), "--output file cannot be made"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_run(
+    words: tuple[object, ...],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "held" / "single").mkdir(parents=True)
+    (tmp_path / "held" / "single" / "manifest.json").touch()
+    (tmp_path / "file").touch()
+    assert said in refusal(capsys, "verify", "curve", "digits", "--accelerator", "cpu", *words)
+    assert {path.name for path in tmp_path.iterdir()} == {"held", "file"}
+
+
+def test_a_rank_of_somebody_elses_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for variable, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(variable, value)
+    assert "starts all ranks itself" in refusal(capsys, "verify", "curve", "digits", "--accelerator", "cpu")
+
+
+def test_the_table_is_whole_at_80_columns() -> None:
+    setup = _setup()
+    parting = Parting(loss=1.2e-16, step=12, weight=math.inf, tensor="a", last_step=20, holds=False)
+    found = [
+        Outcome(variant=each, verdict=verdict, parting=dataclasses.replace(parting, step=step))
+        for each in variants.others(setup, has_statistics=True)
+        for verdict, step in ((PARTS, 12), (ANOTHER, None))
+    ]
+    console = Console(width=80, color_system=None)
+    with console.capture() as captured:
+        console.print(verb._table(found))
+    lines = captured.get().splitlines()
+    assert len(lines) == len(found) + 1
+    for each, line in zip(found, lines[1:], strict=True):
+        cells = (each.variant.name, each.variant.partner, "1.2e-16", "inf", each.verdict)
+        assert all(cell in line for cell in cells)
+        assert ("step 12" if each.verdict == PARTS else "after 20") in line
