@@ -260,6 +260,15 @@ def test_the_others_end_with_the_first_that_fails_and_so_does_all_they_started(t
         until(lambda: gone([psutil.Process(grandchild)]), 5)
 
 
+def test_a_command_is_asked_to_end_before_it_is_killed(tmp_path: Path) -> None:
+    ready, asked = tmp_path / "ready", tmp_path / "asked"
+    polite = f"trap 'touch {asked}; exit 0' TERM; touch {ready}; while :; do sleep 0.02; done"
+    waits = f"until [ -e {ready} ]; do sleep 0.02; done; exit 1"
+    with pytest.raises(RunError):
+        variants.run("x", [("sh", "-c", polite), ("sh", "-c", waits)], [tmp_path / "0.log", tmp_path / "1.log"])
+    assert asked.exists()
+
+
 # ---- what is asked and what is told
 
 

@@ -277,6 +277,19 @@ def _a_repeated_step(steps: list[Step]) -> None:
     steps.insert(5, replace(steps[4]))
 
 
+def _a_step_repeated_later(steps: list[Step]) -> None:
+    steps.insert(7, replace(steps[4]))
+
+
+def _the_last_step_of_an_epoch_missing(steps: list[Step]) -> None:
+    del steps[3]
+
+
+def _one_moved_to_the_rank_before(steps: list[Step]) -> None:
+    shares = steps[4].shares
+    shares[0], shares[1] = np.append(shares[0], shares[1][:1]), shares[1][1:]
+
+
 def _a_step_of_another_epoch(steps: list[Step]) -> None:
     steps[3].epoch = 1
 
@@ -326,6 +339,23 @@ TWO = Run(samples=30, batch=8, epochs=2, worlds=((1, 2),))
             [
                 r"^step 5 is there more than once; epoch 1: sample \d+ came twice "
                 r"\(step 5 on rank ([01]), step 5 on rank \1\) and 7 more samples more than once$",
+            ],
+        ),
+        (
+            _a_step_repeated_later,
+            [
+                r"^step 5 is there more than once; epoch 1: sample \d+ came twice "
+                r"\(step 5 on rank ([01]), step 5 on rank \1\) and 7 more samples more than once$",
+            ],
+        ),
+        (
+            _the_last_step_of_an_epoch_missing,
+            [r"^step 4 is missing; epoch 0: 6 samples never came \(the first: \d+\)$"],
+        ),
+        (
+            _one_moved_to_the_rank_before,
+            [
+                r"^rank 0 computed 5 samples where the plan has 4 in step 5; 2 shares in 1 step deviate, of ranks 0, 1$",
             ],
         ),
         (_a_step_of_another_epoch, [r"step 4 is noted in epoch 1, to which it does not belong$"]),

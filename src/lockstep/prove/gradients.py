@@ -119,8 +119,9 @@ class Workbench:
                 parallel = dataclasses.replace(parallel, devices=parallel.devices or self.world.size)
             else:
                 parallel = dataclasses.replace(parallel, devices=None, batchnorm="auto")
-            config = dataclasses.replace(self.config, parallel=parallel)
-            make = functools.partial(assemble, config, self.world_of(strategy), accumulation=1, data=self._data)
+            batch = dataclasses.replace(self.config.batch, accumulate=None, micro_batch=None)  # each case has its own
+            config = dataclasses.replace(self.config, parallel=parallel, batch=batch)
+            make = functools.partial(assemble, config, self.world_of(strategy), data=self._data)
             self._jobs[key] = make(prepare=untied) if apart else make()
         return self._jobs[key]
 

@@ -129,9 +129,10 @@ def _planned(run: Records, config: RunConfig, per_epoch: int) -> Iterator[str]:
             words = f"{value:,} {name.replace('_', ' ')}"
             yield f"{CONFIG} asks for {words}, and the run was last started for {last[name]:,} ({last.at})"
     if run.manifest is not None:
-        for name, value in {"batch_plan": last["plan"], "first_step": last["first_step"]}.items():
-            if run.manifest.get(name) != value:
-                yield f"{MANIFEST} has {name} {run.manifest.get(name)}, and the run was last started with {value}"
+        begun = {"batch_plan": "plan", "first_step": "first_step", "chosen": "chosen"}
+        for name, decided in ((name, last.fields.get(ours)) for name, ours in begun.items()):
+            if run.manifest.get(name) != decided:
+                yield f"{MANIFEST} has {name} {run.manifest.get(name)}, and the run was last started with {decided}"
 
 
 def _sequence(run: Records) -> Iterator[str]:

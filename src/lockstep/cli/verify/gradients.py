@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from ... import folders, own, proof
@@ -120,10 +121,10 @@ def _print(report: Report, config: RunConfig, *, everything: bool) -> None:
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = _WIDE
-        console.print(
+        _tell(
+            console,
             f"{escape(config.data.name)}, {escape(config.model.name)}, {report.precision}: {report.replicas} replicas "
-            f"against one process; largest relative difference of any tensor's gradient",
-            soft_wrap=True,
+            "against one process; largest relative difference of a gradient",
         )
         console.print(_overview(report))
         for answer in report.answers:
@@ -137,7 +138,7 @@ def _conclude(console: Console, report: Report) -> None:
     other = [each.strategy for each in report.answers if not each.agrees]
     first = f"[bold]The same gradient[/] within {report.tolerance:g}: {', '.join(same)}. " if same else ""
     rest = f"Another one by design, as said above: {', '.join(other)}." if other else ""
-    console.print((first + rest).strip(), soft_wrap=True)
+    _tell(console, (first + rest).strip())
 
 
 def _overview(report: Report) -> Table:
@@ -163,27 +164,40 @@ def _explain(console: Console, answer: Answer, tolerance: float, *, most: int | 
     style = "bold" if answer.fails else "yellow"
     tensors = {name for row in answer.rows for name in row.tensors}
     where = f": {counted(len(tensors), 'tensor')} beyond {tolerance:g}" if tensors else ""
-    console.print(f"[{style}]{answer.strategy}[/]{where}", soft_wrap=True)
+    _tell(console, f"[{style}]{answer.strategy}[/]{where}")
     if tensors:
         console.print(_table(answer, most))
+    for said in _reasons(answer):
+        _tell(console, said, indent=2)
+
+
+def _reasons(answer: Answer) -> Iterator[str]:
+    """Yield what is known of the reasons, a sentence each."""
     for cause in answer.causes:
-        console.print(
-            f"  [bold]{escape(cause.name)}[/]: {escape(cause.sentence)} (without it {cause.rest:.1e}).", soft_wrap=True
-        )
+        sizes = f"alone {max(cause.tensors.values(), default=0.0):.1e}, switched off {cause.rest:.1e}"
+        yield f"[bold]{escape(cause.name)}[/]: {escape(cause.sentence)} ({sizes})."
     if answer.unused:
-        console.print(
-            f"  [bold]unused parameters[/]: the loss does not reach {escape(', '.join(answer.unused[:_ROWS]))} on some "
-            "rank, and training refuses that; freeze them, use them, or pass --find-unused, as was done to measure.",
-            soft_wrap=True,
+        yield (
+            f"[bold]unused parameters[/]: the loss does not reach {_first(answer.unused)} on some rank, and training "
+            "refuses that; freeze them, use them, or pass --find-unused, as was done to measure."
         )
     if answer.unlike:
-        console.print(
-            f"  [bold]ranks differ[/]: after the exchange not all ranks hold the same bits of "
-            f"{escape(', '.join(answer.unlike[:_ROWS]))}.",
-            soft_wrap=True,
-        )
+        yield f"[bold]ranks differ[/]: after the exchange ranks hold other bits of {_first(answer.unlike)}."
     if answer.by_design:
-        console.print(f"  That is so by design: {escape(answer.by_design)}.", soft_wrap=True)
+        yield f"That is so by design: {escape(answer.by_design)}."
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _ROWS} more" if len(names) > _ROWS else ""
+    return escape(", ".join(names[:_ROWS])) + more
+
+
+def _tell(console: Console, text: str, *, indent: int = 0) -> None:
+    """Print a sentence: between words on a terminal, elsewhere as one line, for whoever searches it."""
+    if console.is_terminal:
+        console.print(Padding(text, (0, 0, 0, indent)))
+    else:
+        console.print(" " * indent + text, soft_wrap=True)
 
 
 def _table(answer: Answer, most: int | None) -> Table:
