@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep import RunConfig, World, launch, train
+from lockstep import RunConfig, World, launch, override, train
 from lockstep.job import assemble
 from lockstep.verify.digest import digest
 
@@ -122,8 +122,8 @@ def on_rank(config: RunConfig, world: World) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     accounts: list[dict[str, float]] = []
     subjects = {
-        "checked": lambda: _step_ms(world, accounts, None),
-        "unchecked": lambda: _step_ms(world, [], 0),
+        "checked": lambda: _step_ms(config, world, accounts),
+        "unchecked": lambda: _step_ms(override(config, verify_every=0), world, []),
     }
     found = {name: list(series.values) for name, series in interleave(subjects, rounds=RUNS).items()}
     return found | {name: [each[name] for each in accounts[1:]] for name in ("share", "checks")}  # less the warm-up's
@@ -149,12 +149,10 @@ class Account:
         """Nothing is open."""
 
 
-def _step_ms(world: World, accounts: list[dict[str, float]], every: int | None) -> float:
+def _step_ms(config: RunConfig, world: World, accounts: list[dict[str, float]]) -> float:
     """Train and return the mean milliseconds of a step; what the checks were is added to `accounts` (*collective*)."""
     account = Account()
-    values = RUN | {"max_steps": STEPS} | ({} if every is None else {"verify_every": every})
-    train(configured(**values), world, account)
-    if every is None:
-        told = account.ended["proof"]["replicas"]
-        accounts.append({"share": told["cost_s"] / account.train_s, "checks": told["times"]})
-    return account.train_s / STEPS * 1e3
+    steps = train(config, world, account).steps
+    told = account.ended["proof"]["replicas"]
+    accounts.append({"share": (told["cost_s"] or 0.0) / account.train_s, "checks": told["times"]})
+    return account.train_s / steps * 1e3

@@ -20,7 +20,7 @@ from .meter import Meter
 from .proof import Check
 from .record.base import Recorder
 from .saving import remedy
-from .verify import exactly_once, ledger
+from .verify import exactly_once, pages
 from .verify.ledger import Ledger
 from .verify.replicas import ReplicaCheck
 
@@ -87,7 +87,7 @@ class Proofs:
         if finding := self._ledger.close_epoch(epoch, expected):
             self._short = finding
             raise ProofError(
-                f"Not each sample was trained on exactly once, by {ledger.NAME}: {finding}. The data's order or its "
+                f"Not each sample was trained on exactly once, by {pages.NAME}: {finding}. The data's order or its "
                 "loader differs from rank to rank; lockstep verify run tells where."
             )
 
@@ -135,7 +135,7 @@ def _ledger(job: Job, step: int) -> Ledger | None:
     A run that has begun one keeps it, whether or not that is asked for again: a gap would be no proof.
     """
     folder = job.config.record.output
-    path = None if folder is None else folder / ledger.NAME
+    path = None if folder is None else folder / pages.NAME
     there = job.world.together(lambda: _taken_up(path, job.config, step) if job.world.is_main and path else False)
     if not (job.config.proof.ledger or job.world.gather(there)[0]):
         return None
@@ -154,6 +154,6 @@ def _taken_up(path: Path, config: RunConfig, step: int) -> bool:
     source = resume.source(config)
     if source is not None and not path.exists():  # it goes on in another folder
         for begun in (source, *list(source.absolute().parents)[:2]):  # RUN/checkpoints/last
-            ledger.carry_over(begun, path, step=step)
-    ledger.rewind(path, step=step)
+            pages.carry_over(begun, path, step=step)
+    pages.rewind(path, step=step)
     return path.exists() and path.stat().st_size > 0

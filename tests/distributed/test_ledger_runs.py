@@ -16,7 +16,7 @@ from lockstep.engine import train
 from lockstep.errors import ProofError, RequestError
 from lockstep.options import override, recipe
 from lockstep.proof import Check
-from lockstep.verify import exactly_once, ledger
+from lockstep.verify import exactly_once, pages
 from lockstep.world import World
 
 from ..command import command
@@ -94,7 +94,7 @@ def _trained(world: World, values: dict[str, Any], fault: str, faulty_rank: int)
 
 def judged(folder: Path, **values: Any) -> Check:
     asked = {"global_batch": BATCH, "seed": 0, "drop_last": False} | values
-    return exactly_once.check(folder / ledger.NAME, **asked)
+    return exactly_once.check(folder / pages.NAME, **asked)
 
 
 @pytest.mark.parametrize("values", [{}, {"accumulate": 3}, {"drop_last": True}, {"batch": 64}], ids=str)
@@ -115,10 +115,10 @@ def test_restarts_in_other_worlds_leave_one_whole_account(pool: RankPool, tmp_pa
     pool.run(3, _trained, {"output": copy, "resume": str(run)}, "", -1)
     found = judged(copy, steps=30)
     assert found.outcome == Check.HOLDS, found
-    ranks_of = [page.ranks for page in ledger.read(copy / ledger.NAME) if page.kind == ledger.TRAIN]
+    ranks_of = [page.ranks for page in pages.read(copy / pages.NAME) if page.kind == pages.TRAIN]
     assert list(dict.fromkeys(ranks_of)) == [2, 3, 1]
     assert ranks_of[-1] == 3
-    places = ledger.where(ledger.read(copy / ledger.NAME), 17)
+    places = pages.where(pages.read(copy / pages.NAME), 17)
     assert [epoch for epoch, _, _ in places] == [0, 1]
 
 
@@ -169,7 +169,7 @@ def test_the_command_keeps_the_account_and_says_so(tmp_path: Path) -> None:
 
 def test_a_damaged_ledger_is_refused_when_the_run_goes_on(tmp_path: Path) -> None:
     assert _trained(World.alone(), {"output": tmp_path, "max_steps": 5}, "", -1) == ""
-    path = tmp_path / ledger.NAME
+    path = tmp_path / pages.NAME
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 3] ^= 4
     path.write_bytes(damaged)

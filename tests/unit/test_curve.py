@@ -19,7 +19,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import ProofError, RequestError, RunError, Stopped
 from lockstep.kinds import KINDS
 from lockstep.options import override, read_toml
-from lockstep.prove import curve, variants
+from lockstep.prove import commands, curve, variants
 from lockstep.prove.curve import ANOTHER, HOLDS, PARTS, Curve, Outcome, Parting, compare, judge
 from lockstep.prove.variants import Setup, Way
 
@@ -243,7 +243,7 @@ def test_a_command_that_fails_is_told_in_its_own_words(
 ) -> None:
     log = tmp_path / "x.log"
     with pytest.raises(error) as raised:
-        variants.run("ddp-2", [("sh", "-c", script)], [log])
+        commands.run("ddp-2", [("sh", "-c", script)], [log])
     assert str(raised.value) == f"The variant ddp-2 failed: {said.replace('LOG', str(log))}"
     assert log.read_text().startswith("$ sh -c ")
 
@@ -253,7 +253,7 @@ def test_the_others_end_with_the_first_that_fails_and_so_does_all_they_started(t
     waits = f"until [ -s {pid} ]; do sleep 0.05; done; exit 1"
     stage = [("sh", "-c", _STUBBORN.replace("PID", str(pid))), ("sh", "-c", waits)]
     with pytest.raises(RunError):
-        variants.run("ddp-2", stage, [tmp_path / "0.log", tmp_path / "1.log"], grace_s=0.2)
+        commands.run("ddp-2", stage, [tmp_path / "0.log", tmp_path / "1.log"], grace_s=0.2)
     assert not any(child.name() == "sh" for child in psutil.Process(os.getpid()).children(recursive=True))
     grandchild = int(pid.read_text())
     if psutil.pid_exists(grandchild):
@@ -265,7 +265,7 @@ def test_a_command_is_asked_to_end_before_it_is_killed(tmp_path: Path) -> None:
     polite = f"trap 'touch {asked}; exit 0' TERM; touch {ready}; while :; do sleep 0.02; done"
     waits = f"until [ -e {ready} ]; do sleep 0.02; done; exit 1"
     with pytest.raises(RunError):
-        variants.run("x", [("sh", "-c", polite), ("sh", "-c", waits)], [tmp_path / "0.log", tmp_path / "1.log"])
+        commands.run("x", [("sh", "-c", polite), ("sh", "-c", waits)], [tmp_path / "0.log", tmp_path / "1.log"])
     assert asked.exists()
 
 
@@ -277,7 +277,7 @@ def test_a_command_is_asked_to_end_before_it_is_killed(tmp_path: Path) -> None:
     [
         (("--tolerance", "-1"), "--tolerance -1: give 0 or more"),
         (("--tolerance=nan",), "--tolerance nan: give 0 or more"),
-        (("--tolerance",), "--tolerance '': give 0 or more"),
+        (("--tolerance",), "--tolerance lacks its value"),
         (("--resume", "auto"), "no use for --resume auto"),
         (("--rank", 0, "--world-size", 2), "no use for --rank 0"),
         (("--init-method", "tcp://a:1"), "no use for --init-method tcp://a:1"),

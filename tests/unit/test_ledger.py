@@ -19,9 +19,23 @@ from lockstep.batching import BatchPlan
 from lockstep.data.order import Order
 from lockstep.errors import RequestError
 from lockstep.proof import Check
-from lockstep.verify import ledger
 from lockstep.verify.exactly_once import check, judge
-from lockstep.verify.ledger import EVAL, TRAIN, Indices, Ledger, Page, TornError, bits_for, pack, read, unpack, where
+from lockstep.verify.ledger import Ledger
+from lockstep.verify.pages import (
+    EVAL,
+    NAME,
+    TRAIN,
+    Indices,
+    Page,
+    TornError,
+    bits_for,
+    carry_over,
+    pack,
+    read,
+    rewind,
+    unpack,
+    where,
+)
 from lockstep.world import World
 
 from ..pool import RankPool
@@ -137,7 +151,7 @@ def test_packing_crosses_its_chunks_and_refuses_what_does_not_fit() -> None:
 def test_pages_come_back_with_every_share(tmp_path: Path) -> None:
     steps = CLEAN.steps()
     pages = CLEAN.pages(steps)
-    found = list(read(write(tmp_path / ledger.NAME, pages)))
+    found = list(read(write(tmp_path / NAME, pages)))
     assert len(found) == len(pages)
     assert all(map(same, found, pages))
     by_step = {step.number: step for step in steps}
@@ -150,7 +164,7 @@ def test_pages_come_back_with_every_share(tmp_path: Path) -> None:
 
 def test_a_kill_tears_the_last_page_alone_wherever_it_strikes(tmp_path: Path) -> None:
     pages = CLEAN.pages(CLEAN.steps())
-    path = write(tmp_path / ledger.NAME, pages)
+    path = write(tmp_path / NAME, pages)
     whole = path.read_bytes()
     begin = len(whole) - len(pages[-1].encode())
     for end in range(begin + 1, len(whole)):
@@ -158,13 +172,13 @@ def test_a_kill_tears_the_last_page_alone_wherever_it_strikes(tmp_path: Path) ->
         with pytest.raises(TornError, match=f"page {len(pages)}, from byte {begin} on, is cut short"):
             list(read(path))
         assert len(list(read(path, torn_ok=True))) == len(pages) - 1
-        ledger.rewind(path, step=10**6)
+        rewind(path, step=10**6)
         assert path.read_bytes() == whole[:begin]
 
 
 def test_a_flipped_bit_is_refused_wherever_it_is(tmp_path: Path) -> None:
     pages = CLEAN.pages(CLEAN.steps())[:3]
-    path = write(tmp_path / ledger.NAME, pages)
+    path = write(tmp_path / NAME, pages)
     whole = path.read_bytes()
     for bit in range(len(whole) * 8):
         broken = bytearray(whole)
@@ -174,7 +188,7 @@ def test_a_flipped_bit_is_refused_wherever_it_is(tmp_path: Path) -> None:
             list(read(path, torn_ok=True))
         assert not isinstance(found.value, TornError)
         with pytest.raises(RequestError, match=r"is damaged|is of version"):
-            ledger.rewind(path, step=1)
+            rewind(path, step=1)
         assert path.read_bytes() == broken
 
 
@@ -190,19 +204,19 @@ def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
 def test_a_rewound_ledger_holds_the_steps_up_to_there(tmp_path: Path, every: int) -> None:
     steps = CLEAN.steps()
     (tmp_path / "source").mkdir()
-    source = write(tmp_path / "source" / ledger.NAME, CLEAN.pages(steps, every))
+    source = write(tmp_path / "source" / NAME, CLEAN.pages(steps, every))
     whole = source.read_bytes()
     for step in range(len(steps) + 1):
-        path = tmp_path / ledger.NAME
+        path = tmp_path / NAME
         path.write_bytes(whole + whole[:50])
-        ledger.rewind(path, step=step)
+        rewind(path, step=step)
         kept = list(read(path))
         held = [at for page in kept if page.kind == TRAIN for at in range(page.first_step, page.last_step + 1)]
         assert held == list(range(1, step + 1))
         assert [page.first_step for page in kept if page.kind == EVAL] == [at for at in (4, 8) if at <= step]
         assert CLEAN.findings(kept) == ""
         copied = tmp_path / "copied"
-        ledger.carry_over(source.parent, copied, step=step)
+        carry_over(source.parent, copied, step=step)
         assert copied.read_bytes() == path.read_bytes()
         assert source.read_bytes() == whole
         # From there on the run goes in other worlds, and the two halves are one ledger.
@@ -211,8 +225,8 @@ def test_a_rewound_ledger_holds_the_steps_up_to_there(tmp_path: Path, every: int
 
 
 def test_without_a_ledger_there_is_nothing_to_rewind_or_to_carry_over(tmp_path: Path) -> None:
-    ledger.rewind(tmp_path / ledger.NAME, step=3)
-    ledger.carry_over(tmp_path, tmp_path / "new", step=3)
+    rewind(tmp_path / NAME, step=3)
+    carry_over(tmp_path, tmp_path / "new", step=3)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -354,9 +368,7 @@ TWO = Run(samples=30, batch=8, epochs=2, worlds=((1, 2),))
         ),
         (
             _one_moved_to_the_rank_before,
-            [
-                r"^rank 0 computed 5 samples where the plan has 4 in step 5; 2 shares in 1 step deviate, of ranks 0, 1$",
-            ],
+            [r"^rank 0 computed 5 samples where the plan has 4 in step 5; 2 shares in 1 step deviate, of ranks 0, 1"],
         ),
         (_a_step_of_another_epoch, [r"step 4 is noted in epoch 1, to which it does not belong$"]),
     ],
@@ -445,7 +457,7 @@ def test_where_a_sample_went() -> None:
 
 
 def test_the_check_says_what_it_covers(tmp_path: Path) -> None:
-    path = tmp_path / ledger.NAME
+    path = tmp_path / NAME
 
     def checked(steps: int | None = None) -> Check:
         return check(path, global_batch=8, seed=SEED, drop_last=False, steps=steps)
@@ -507,7 +519,7 @@ def _trained(
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_keep_one_ledger(pool: RankPool, tmp_path: Path, size: int) -> None:
     run = Run(samples=25, batch=8, accumulation=2, worlds=((1, size),))  # the last batch has one sample
-    path = tmp_path / ledger.NAME
+    path = tmp_path / NAME
     assert pool.run(size, _trained, path, run, 1, 8, 3, None) == [[None, None]] * size
     pages = list(read(path))
     assert run.findings(pages, steps=8) == ""
@@ -534,7 +546,7 @@ def _uneven(world: World, path: Path) -> None:
 
 
 def test_shares_may_be_as_uneven_as_they_like(pool: RankPool, tmp_path: Path) -> None:
-    path = tmp_path / ledger.NAME
+    path = tmp_path / NAME
     pool.run(3, _uneven, path)
     (page,) = read(path)
     assert (page.first_step, page.last_step, page.ranks) == (1, 3, 3)
@@ -545,7 +557,7 @@ def test_shares_may_be_as_uneven_as_they_like(pool: RankPool, tmp_path: Path) ->
 
 def test_a_batch_that_comes_twice_is_said_on_every_rank_while_the_run_goes(pool: RankPool, tmp_path: Path) -> None:
     run = Run(samples=29, batch=8)
-    path = tmp_path / ledger.NAME
+    path = tmp_path / NAME
     found = "epoch 1: 4 times a sample came that had come before, and "
     for file in (path, None):
         for said in pool.run(2, _trained, file, run, 1, 8, 3, 7):
@@ -555,16 +567,16 @@ def test_a_batch_that_comes_twice_is_said_on_every_rank_while_the_run_goes(pool:
 
 
 def test_an_epoch_is_accounted_over_restarts_and_worlds(pool: RankPool, tmp_path: Path) -> None:
-    path = tmp_path / ledger.NAME
+    path = tmp_path / NAME
     run = replace(CLEAN, worlds=((1, 2), (3, 3), (6, 1)))
     pool.run(2, _trained, path, run, 1, 3, 3, None)  # killed after step 3, the last checkpoint of step 2
-    ledger.rewind(path, step=2)
+    rewind(path, step=2)
     assert pool.run(3, _trained, path, run, 3, 5, 2, None) == [[None]] * 3
     assert pool.run(1, _trained, path, run, 6, 8, 2, None) == [[None]]
     assert run.findings(list(read(path)), steps=8) == ""
     # What came before the seam counts: without it the same steps are an epoch that is not whole.
-    ledger.rewind(path, step=6)
-    ledger.rewind(path, step=6)
+    rewind(path, step=6)
+    rewind(path, step=6)
     (said,) = pool.run(1, _trained, path, run, 8, 8, 2, None)
     assert said[0].startswith("epoch 1: 8 samples never came")
     # A ledger that begins in the middle of an epoch cannot say what was trained before.
@@ -579,14 +591,14 @@ def _refused(world: World, path: Path) -> str:
 
 
 def test_a_ledger_that_cannot_be_continued_is_refused_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
-    path = write(tmp_path / ledger.NAME, TWO.pages(TWO.steps()))
+    path = write(tmp_path / NAME, TWO.pages(TWO.steps()))
     path.write_bytes(path.read_bytes()[:-1])
     torn = pool.run(2, _refused, path)
     assert torn[0] == torn[1]
     assert "is cut short" in torn[0]
     assert (
-        pool.run(2, _refused, tmp_path / "none" / ledger.NAME)
-        == [f"{tmp_path}/none/{ledger.NAME} cannot be written: No such file or directory; give another --output."] * 2
+        pool.run(2, _refused, tmp_path / "none" / NAME)
+        == [f"{tmp_path}/none/{NAME} cannot be written: No such file or directory; give another --output."] * 2
     )
 
 
@@ -609,7 +621,7 @@ def _noted(kept: Ledger, step: int) -> None:
 
 @pytest.mark.parametrize("room", range(0, 120, 7))
 def test_on_a_full_disk_pages_wait_and_go_out_whole(tmp_path: Path, room: int) -> None:
-    path = tmp_path / ledger.NAME
+    path = tmp_path / NAME
     alone = replace(TWO, worlds=((1, 1),))
     with _opened(path, World.alone(), TWO) as kept:
         _noted(kept, 1)

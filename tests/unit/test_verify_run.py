@@ -18,7 +18,7 @@ from lockstep.cli.main import main
 from lockstep.files import write_json
 from lockstep.proof import Check
 from lockstep.prove import on_disk, records
-from lockstep.verify.ledger import TRAIN, read
+from lockstep.verify.pages import TRAIN, read
 
 from ..command import events, refusal
 

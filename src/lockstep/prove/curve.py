@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
 from . import variants
-from .variants import Command, Setup, Variant
+from .commands import Command
+from .variants import Setup, Variant
 
 if TYPE_CHECKING:
     from torch import Tensor

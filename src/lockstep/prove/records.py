@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ProofError, RequestError
+from ..errors import ProofError, RequestError, counted
 from ..proof import Check, from_json
 from ..verify import exactly_once
-from ..verify.ledger import NAME, read
+from ..verify.pages import NAME, read
 from . import on_disk
 from .claim import Claim
 from .on_disk import CONFIG, MANIFEST, STEPS, SUMMARY, Records
@@ -129,8 +129,6 @@ def ledger(run: Records, held: Check | None) -> Check:
 
 def refusal(folder: Path, judged: Judgement) -> ProofError:
     """Return the error for a run of which claims are wrong: it names the first one, and the place."""
-    first, *_ = judged.failing
-    return ProofError(
-        f"{folder} is not what its records claim: {first.name} {first.outcome}: {first.found}. "
-        f"{len(judged.failing)} of {len(judged.checks)} claims are wrong."
-    )
+    first, *others = judged.failing
+    more = f" {counted(len(others), 'more claim')} {'fail' if others[1:] else 'fails'}." if others else ""
+    return ProofError(f"{folder} is not what its records claim: {first.name} {first.outcome}: {first.found}.{more}")

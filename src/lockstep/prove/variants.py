@@ -6,30 +6,22 @@ runs that were stopped in the middle. Which there are follows from `kinds.KINDS`
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import shlex
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
-
-import psutil
+from typing import NamedTuple
 
 from ..batching import BatchPlan
 from ..config import ParallelConfig, RecordConfig, RunConfig
-from ..errors import ProofError, RequestError, RunError, Stopped, counted
+from ..errors import Stopped, counted
 from ..files import write_whole
 from ..kinds import KINDS, auto
 from ..options import to_toml
+from .commands import Command, run
 
 CONFIG = "curve.toml"
-Command = tuple[str, ...]
-_LOOK_S = 0.05
-_GRACE_S = 5.0  # for a command to end the ranks that it has started, before all of them are killed
 
 
 class Way(NamedTuple):
@@ -247,71 +239,3 @@ def train(setup: Setup, variant: Variant, *, steps: int) -> list[Command]:
     except KeyboardInterrupt:
         raise Stopped(f"Stopped on request while {variant.name} was trained: nothing is proved; start again.") from None
     return given
-
-
-def run(name: str, stage: Sequence[Command], logs: Sequence[Path], *, grace_s: float = _GRACE_S) -> None:
-    """Run commands at once, to their end; none of them, nor what they start, outlives this call.
-
-    Raises the error of the one that failed first, which `name` tells in the sentence.
-    """
-    with contextlib.ExitStack() as files:
-        children: list[subprocess.Popen[bytes]] = []
-        try:
-            for command, log in zip(stage, logs, strict=True):
-                children.append(_start(command, files.enter_context(log.open("wb", buffering=0))))
-            failed = _first_failure(children)
-        finally:
-            _end(children, grace_s)
-    if failed is not None:
-        raise _error(name, children[failed].returncode, logs[failed])
-
-
-def _start(command: Command, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    log.write(f"$ {shlex.join(command)}\n".encode())
-    # A session of its own: Ctrl-C reaches this process alone, which ends the others.
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
-
-
-def _first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Return the index of the first child that has failed; None once all have ended well."""
-    while True:
-        codes = [child.poll() for child in children]
-        failed = [index for index, code in enumerate(codes) if code]
-        if failed:
-            return failed[0]
-        if None not in codes:
-            return None
-        time.sleep(_LOOK_S)
-
-
-def _end(children: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
-    """End the children that are left, and all that they started: asked first, then killed."""
-    living = [child for child in children if child.poll() is None]
-    try:
-        for child in living:
-            child.terminate()
-        deadline = time.monotonic() + grace_s
-        while time.monotonic() < deadline and any(child.poll() is None for child in living):
-            time.sleep(_LOOK_S)
-    finally:  # also where Ctrl-C comes again
-        for child in living:
-            if child.poll() is None:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    found = psutil.Process(child.pid)
-                    for each in (found, *found.children(recursive=True)):
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            each.kill()
-                child.wait()
-
-
-def _error(name: str, code: int, log: Path) -> Exception:
-    """Return the error of a command that failed, with its own sentence."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    # Of ranks that share a log, the first to speak is the one that failed; the others tell that they lost it.
-    told = [line.removeprefix("lockstep: ") for line in lines if line.startswith("lockstep: ")]
-    how = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
-    said = told[0] if told else f"{how} and no word; its output is in {log}."
-    kinds = {each.exit_code: each for each in (RequestError, ProofError, Stopped)}
-    return kinds.get(code, RunError)(f"The variant {name} failed: {said}")

@@ -21,11 +21,12 @@ from ..batching import BatchPlan
 from ..data.order import Order
 from ..errors import counted
 from ..proof import Check
-from .ledger import EVAL, TRAIN, Indices, Page, Tally, TornError, places, read
+from .ledger import Tally
+from .pages import EVAL, TRAIN, Indices, Page, TornError, places, read
 
 _PLACES = 4
 """Places of a repeated sample that a sentence names, and findings that a check does."""
-CLAIM = "each epoch and each evaluation held each sample exactly once, in the planned steps and on the planned ranks"
+CLAIM = "Each epoch and each evaluation held each sample exactly once, in the planned steps and on the planned ranks"
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,14 @@
-"""The ledger of a run, `ledger.bin`: which sample went into which optimizer step on which rank.
+"""The ledger of a run that trains, `ledger.bin` (see `pages`): noted by every rank, written by rank 0.
 
-The file is a sequence of pages, each written in one piece and never changed. A page holds consecutive optimizer steps
-of one epoch, or one evaluation: a header of fixed size, how many samples each rank computed in each step, and their
-indices in the order in which they were computed, packed to as many bits as the data set needs. Each page carries its
-own number of ranks, so that a run may go on in another world. The header and the rest have a checksum each: a page
-that a kill cut short is so told apart from one that was damaged. There is no pickle in it and no text.
+While it is written, an account is kept of the samples of the epoch under way, so that it is known at the epoch's end
+whether each came exactly once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import struct
 import time
-import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -24,214 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RequestError, counted
-from ..files import write_whole
+from .pages import EVAL, TRAIN, Indices, Page, bits_for, pack, read, unpack
 
 if TYPE_CHECKING:  # a ledger is read and judged without torch
     from ..world import World
-
-NAME = "ledger.bin"
-TRAIN, EVAL = "train", "eval"
-Indices = npt.NDArray[np.int64]
-
-_MAGIC = b"LKSL"
-_VERSION = 1
-_KINDS = (TRAIN, EVAL)
-# magic, version, kind, bits an index, ranks, accumulation, epoch, first step, steps, samples in the data set,
-# indices, checksum of counts and indices, checksum of the header before it
-_HEADER = struct.Struct("<4sHBBIIQQIQQII")
-_CHUNK = 1 << 16
-"""Indices packed at a time: a multiple of 8, so that each chunk ends with a whole byte."""
-
-
-class TornError(RequestError):
-    """The file ends in the middle of its last page, as a killed run leaves it; all pages before are whole."""
-
-
-def bits_for(samples: int) -> int:
-    """Return the bits that an index of a data set of `samples` samples takes."""
-    return max(1, (samples - 1).bit_length())
-
-
-def pack(indices: Indices, bits: int) -> bytes:
-    """Return `indices` (n,) with `bits` bits each, lowest bit first, in ⌈n · bits ÷ 8⌉ bytes."""
-    assert not len(indices) or (indices.min() >= 0 and int(indices.max()) >> bits == 0), "an index of no sample"
-    chunks = []
-    for start in range(0, len(indices), _CHUNK):
-        octets = indices[start : start + _CHUNK].astype("<i8").view(np.uint8).reshape(-1, 8)[:, : -(-bits // 8)]
-        each = np.unpackbits(octets, axis=1, count=bits, bitorder="little")
-        chunks.append(np.packbits(each, bitorder="little").tobytes())
-    return b"".join(chunks)
-
-
-def unpack(data: bytes, number: int, bits: int) -> Indices:
-    """Return the `number` indices that `pack` made `data` of, (number,)."""
-    octets = np.frombuffer(data, np.uint8)
-    indices = np.empty(number, np.int64)
-    for start in range(0, number, _CHUNK):
-        size = min(_CHUNK, number - start)
-        part = octets[start * bits // 8 : -(-(start + size) * bits // 8)]
-        each = np.unpackbits(part, count=size * bits, bitorder="little").reshape(size, bits)
-        held = np.zeros((size, 8), np.uint8)
-        held[:, : -(-bits // 8)] = np.packbits(each, axis=1, bitorder="little")
-        indices[start : start + size] = held.view("<i8")[:, 0]
-    return indices
-
-
-@dataclass(frozen=True, eq=False)
-class Page:
-    """Consecutive optimizer steps of one epoch (kind `TRAIN`), or the evaluation after a step (kind `EVAL`)."""
-
-    kind: str
-    epoch: int
-    first_step: int
-    """Counted from 1, over the whole run."""
-    ranks: int
-    accumulation: int
-    """Global micro-batches of a whole batch."""
-    samples: int
-    """In the data set: the one that is trained on, or the one that is evaluated."""
-    counts: npt.NDArray[np.uint32]
-    """(steps, ranks): how many samples each rank computed in each step; an evaluation counts as one step."""
-    indices: Indices
-    """(counts.sum(),): the samples by step, then rank, then as the rank computed them."""
-
-    @property
-    def steps(self) -> int:
-        """The number of steps on this page."""
-        return len(self.counts)
-
-    @property
-    def last_step(self) -> int:
-        """The last step on this page."""
-        return self.first_step + self.steps - 1
-
-    @functools.cached_property
-    def ends(self) -> Indices:
-        """Where in `indices` each share ends, (steps × ranks,)."""
-        return np.cumsum(self.counts.reshape(-1), dtype=np.int64)
-
-    def share(self, step: int, rank: int) -> Indices:
-        """Return the samples that `rank` computed in `step`, in the order in which it did."""
-        cell = (step - self.first_step) * self.ranks + rank
-        return self.indices[self.ends[cell] - self.counts.reshape(-1)[cell] : self.ends[cell]]
-
-    def until(self, step: int) -> Page | None:
-        """Return the page without the steps after `step`; None where none is left."""
-        if self.last_step <= step:
-            return self
-        steps = step - self.first_step + 1
-        if steps <= 0:
-            return None
-        return replace(self, counts=self.counts[:steps], indices=self.indices[: self.ends[steps * self.ranks - 1]])
-
-    def encode(self) -> bytes:
-        """Return the page as the file holds it."""
-        assert self.counts.shape == (self.steps, self.ranks), self.counts.shape
-        assert self.counts.sum() == len(self.indices), "each index is some rank's"
-        bits = bits_for(self.samples)
-        body = self.counts.astype("<u4").tobytes() + pack(self.indices, bits)
-        numbers = (_KINDS.index(self.kind), bits, self.ranks, self.accumulation, self.epoch, self.first_step)
-        held = (self.steps, self.samples, len(self.indices), zlib.crc32(body))
-        header = _HEADER.pack(_MAGIC, _VERSION, *numbers, *held, 0)[:-4]
-        return header + struct.pack("<I", zlib.crc32(header)) + body
-
-
-def read(path: Path, *, torn_ok: bool = False) -> Iterator[Page]:
-    """Yield the pages of the ledger at `path`, one at a time.
-
-    Raises `RequestError` where there is none, for a page that is damaged, and for one of another version of this
-    format; and `TornError`, which is one, where a kill cut the last page short, unless `torn_ok`.
-    """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror}; give a run that kept a ledger.") from error
-    with file:
-        size, number = os.fstat(file.fileno()).st_size, 0
-        while (start := file.tell()) < size:
-            number += 1
-            at = f"{path}, page {number}, from byte {start} on,"
-            page = _next(file, size - start, at)
-            if page is None and torn_ok:
-                return
-            if page is None:
-                raise TornError(
-                    f"{at} is cut short, as a kill while it was written leaves it; continue the run, which cuts it "
-                    "off and records those steps anew."
-                )
-            yield page
-
-
-def _next(file: IO[bytes], left: int, at: str) -> Page | None:
-    """Return the page at the file's position, with `left` bytes to its end; None where these are only its beginning."""
-    header = file.read(_HEADER.size)
-    if header[:4] != _MAGIC[: len(header)]:
-        raise _damaged(at)
-    if len(header) < _HEADER.size:
-        return None
-    _, version, kind, bits, ranks, accumulation, epoch, first, steps, samples, held, body_sum, own_sum = _HEADER.unpack(
-        header
-    )
-    if version != _VERSION:
-        raise RequestError(
-            f"{at} is of version {version} of the ledger's format, and this lockstep reads version {_VERSION}; "
-            "read it with the one that wrote it."
-        )
-    # The header is judged before its numbers are believed: a damaged one would say where the next page begins.
-    if own_sum != zlib.crc32(header[:-4]) or kind >= len(_KINDS) or bits != bits_for(samples):
-        raise _damaged(at)
-    counts_bytes = steps * ranks * 4
-    length = counts_bytes + -(-held * bits // 8)
-    if left < _HEADER.size + length:
-        return None
-    body = file.read(length)
-    counts = np.frombuffer(body[:counts_bytes], "<u4").reshape(steps, ranks).astype(np.uint32)
-    if zlib.crc32(body) != body_sum or counts.sum() != held:
-        raise _damaged(at)
-    indices = unpack(body[counts_bytes:], held, bits)
-    return Page(_KINDS[kind], epoch, first, ranks, accumulation, samples, counts, indices)
-
-
-def _damaged(at: str) -> RequestError:
-    return RequestError(
-        f"{at} is damaged: its checksum is another; give another copy of it, or move it away and continue the run "
-        "with a new one."
-    )
-
-
-def where(pages: Iterable[Page], sample: int) -> list[tuple[int, int, int]]:
-    """Return (epoch, step, rank) of each time that `sample` was trained on."""
-    return [place for page in pages if page.kind == TRAIN for place in places(page, sample)]
-
-
-def places(page: Page, sample: int) -> list[tuple[int, int, int]]:
-    """Return (epoch, step, rank) of each time that `sample` is on the page."""
-    cells = np.searchsorted(page.ends, np.flatnonzero(page.indices == sample), side="right").tolist()
-    return [(page.epoch, page.first_step + cell // page.ranks, cell % page.ranks) for cell in cells]
-
-
-def rewind(path: Path, *, step: int) -> None:
-    """Cut the ledger back to what had happened by `step`, atomically, so that a resumed run goes on from there.
-
-    Steps and evaluations after `step` go, and so does a last page that a kill cut short. A file that is not there is
-    left so. Raises `RequestError` for a ledger that is damaged.
-    """
-    if path.exists() and len(kept := _until(path, step)) != path.stat().st_size:
-        write_whole(path, kept)
-
-
-def carry_over(source: Path, path: Path, *, step: int) -> None:
-    """Begin the ledger at `path` with what the run in the folder `source` had done by `step`, where it has a ledger.
-
-    Raises `RequestError` for one that is damaged.
-    """
-    if (source / NAME).exists():
-        write_whole(path, _until(source / NAME, step))
-
-
-def _until(path: Path, step: int) -> bytes:
-    kept = (page.until(step) for page in read(path, torn_ok=True))
-    return b"".join(page.encode() for page in kept if page is not None)
 
 
 class Tally:

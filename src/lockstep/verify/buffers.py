@@ -1,0 +1,60 @@
+"""Buffers that each rank keeps for itself by intent, such as local BatchNorm's statistics: how far they lie apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from ..errors import counted
+from ..proof import Check
+from ..world import World
+from .difference import STATISTICS, kind_of
+from .digest import spread
+
+
+class LocalBuffers:
+    """How far buffers lie apart that each rank keeps for itself by intent: an evaluation uses rank 0's."""
+
+    def __init__(self, world: World, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._world = world
+        self._tensors = tensors
+        self._measured_at: int | None = None
+        self._times = 0
+        self._gaps: dict[str, float] = {}
+        """Of those that ever differed, the largest |difference| from rank 0's."""
+
+    def due(self, step: int) -> bool:
+        """Whether there are any, and they were not measured after `step` yet."""
+        return self._world.size > 1 and self._measured_at != step and len(self._tensors()) > 0
+
+    def measure(self, step: int) -> None:
+        """Measure them after `step` (*collective*)."""
+        found = spread(self._world, dict(sorted(self._tensors().items())))
+        self._gaps |= {name: max(gap, self._gaps.get(name, 0.0)) for name, gap in found.items()}
+        self._measured_at = step
+        self._times += 1
+
+    def proof(self) -> list[Check]:
+        """Return what was measured; nothing where no rank has a buffer of its own."""
+        held = self._tensors() if self._world.size > 1 else {}
+        if not held:
+            return []
+        statistics = sum(kind_of(name, each, ()) == STATISTICS for name, each in held.items())
+        kinds = ((statistics, "BatchNorm statistic"), (len(held) - statistics, "other buffer"))
+        told = " and ".join(counted(number, noun) for number, noun in kinds if number)
+        told += f" {'is' if len(held) == 1 else 'are'} each rank's own (local)"
+        if self._gaps:
+            name, gap = max(self._gaps.items(), key=lambda each: each[1])
+            told += f", and differ by up to {gap:.3g} ({name})"
+        elif self._times:
+            told += ", and the same on all"
+        return [
+            Check(
+                name="buffers",
+                claim="It is known how far buffers lie apart that each rank keeps for itself",
+                outcome=Check.HOLDS if self._times else Check.OPEN,
+                times=self._times,
+                found=f"{told}; an evaluation uses rank 0's",
+            )
+        ]
