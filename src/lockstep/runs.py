@@ -15,7 +15,6 @@ from . import failures, folders, hardware, resume
 from .config import RunConfig
 from .engine import train
 from .errors import RequestError
-from .files import write_whole
 from .launchers.table import visible_gpus
 from .options import flatten, to_toml
 from .record.base import Nothing, Recorder
@@ -41,9 +40,14 @@ def run(config: RunConfig, world: World) -> RunResult:
         if world.is_main:
             facts = dataclasses.asdict(hardware.survey(visible_gpus()))
             resume_step = state.meta["step"] if state else 0
-            recorder = build_recorder(folder, topology=world.topology, hardware=facts, resume_step=resume_step)
+            recorder = build_recorder(
+                folder,
+                topology=world.topology,
+                hardware=facts,
+                config_toml=to_toml(_lasting(config)),
+                resume_step=resume_step,
+            )
         try:
-            world.together(lambda: _write_config(config) if world.is_main else None)
             return train(config, world, recorder, state=state)
         except Exception as error:
             failure = failures.account(error, world.rank, config)
@@ -76,16 +80,10 @@ def _claimed(config: RunConfig, world: World) -> Iterator[Path]:
             claim.release()
 
 
-def _write_config(config: RunConfig) -> None:
-    """Write what makes the run. How its ranks met belongs to this start; the manifest has it."""
+def _lasting(config: RunConfig) -> RunConfig:
+    """Return what makes the run. How its ranks met belongs to this start; the manifest has it."""
     parallel = dataclasses.replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None)
-    config = dataclasses.replace(config, parallel=parallel)
-    folder = config.record.output
-    assert folder is not None
-    try:
-        write_whole(folder / "config.toml", to_toml(config).encode())
-    except OSError as error:
-        raise folders.unwritable(folder, error) from error
+    return dataclasses.replace(config, parallel=parallel)
 
 
 def _check_alike(config: RunConfig, world: World) -> None:

@@ -77,7 +77,7 @@ MAY_CHANGE = {
     "data-dir", "download", "workers", "skip-corrupt", "on-device", "accumulate", "micro-batch", "eval-batch",
     "strategy", "devices", "gpus", "accelerator", "launcher", "nodes", "init-method", "rank", "world-size", "timeout",
     "stall-timeout", "batchnorm", "find-unused", "precision", "channels-last", "compile", "deterministic", "resume",
-    "checkpoint-every", "output", "log-every", "verify-every", "epochs", "max-steps",
+    "checkpoint-every", "output", "log-every", "verify-every", "ledger", "epochs", "max-steps",
 }  # fmt: skip
 """Options that leave the run the one it was, or, like --accumulate and --batchnorm, are looked at by themselves."""
 
@@ -122,6 +122,22 @@ def test_the_config_of_ranks_started_by_hand_is_the_run_alone(
     first, second = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("first", "second"))
     assert (first["chosen"]["launcher"], second["chosen"]["launcher"]) == ("manual", "inline")
     assert checkpoint.load(tmp_path / "first").meta["config"] == checkpoint.load(tmp_path / "second").meta["config"]
+
+
+def test_a_continuation_that_is_refused_leaves_the_run_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("train", "digits", "--model", "mlp", "--accelerator", "cpu", "--output", str(tmp_path / "run"))
+    assert main([*words, "--max-steps", "5", "--ledger"]) == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.suffix in (".toml", ".bin")}
+    assert {*before} == {"config.toml", "ledger.bin"}
+    assert "would end at step 3" in refusal(capsys, *words, "--max-steps", 3, "--resume", "auto")
+    assert all((tmp_path / "run" / name).read_bytes() == data for name, data in before.items())
+    # A complete run that is taken up again has nothing to prove, and keeps what it has proved.
+    assert main([*words, "--max-steps", "5", "--resume", "auto"]) == 0
+    proved = json.loads((tmp_path / "run" / "summary.json").read_text())["proof"]
+    assert proved["ledger"]["outcome"] == "not checked", "no epoch was whole"
+    assert main(["verify", "run", str(tmp_path / "run")]) == 0
 
 
 def test_samples_that_a_model_cannot_take_are_refused(

@@ -482,17 +482,20 @@ def test_telemetry_sees_memory_and_work() -> None:
 def test_the_recorder_of_a_run_writes_all_its_files(tmp_path: Path) -> None:
     memory = Memory()
     start = {"lines": [], "plan": {}, "chosen": {}, "first_step": 0, "epoch_s": [], "total_steps": 3, "epochs": 1}
-    first = build(tmp_path, topology=Topology(), hardware={}, console=memory)
+    first = build(tmp_path, topology=Topology(), hardware={}, config_toml="epochs = 1\n", console=memory)
     first.record("failed", exit=2, error="refused before it started")
     assert not list(tmp_path.iterdir())
     first.record("start", **start)
     first.record("steps", rows=[step_row(s) for s in range(1, 4)])
     first.record("log", step=3, epoch=0, loss=0.5, lr=0.1, images_per_s=3.0)
     first.close()
-    second = build(tmp_path, topology=Topology(), hardware={}, resume_step=2, console=memory)
+    second = build(
+        tmp_path, topology=Topology(), hardware={}, config_toml="epochs = 2\n", resume_step=2, console=memory
+    )
     second.record("start", **start | {"first_step": 2})
     second.record("steps", rows=[step_row(3)])
     second.close()
     assert [row["step"] for row in read(tmp_path / "steps.jsonl") if row["event"] == "step"] == [1, 2, 3]
     assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1
     assert [event for event, _ in memory.events] == ["start", "steps", "log", "start", "steps"]
+    assert (tmp_path / "config.toml").read_text() == "epochs = 2\n"

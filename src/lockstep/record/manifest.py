@@ -65,6 +65,18 @@ class Manifest:
         """Do nothing."""
 
 
+def _kept(before: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return what is proved `now`, and of what could not be asked again, such as in a run that was complete, `before`.
+
+    What others have judged of the records so far is gone with them.
+    """
+    if now is None or before is None:
+        return now
+    return {
+        name: before.get(name, check) if check["outcome"] == proof.Check.OPEN else check for name, check in now.items()
+    }
+
+
 class Summary:
     """Writes `summary.json` and `proof.md` when the run ends: the result; or how far it came, and the sentence."""
 
@@ -81,8 +93,9 @@ class Summary:
         if event in ("finish", "failed"):
             ended = fields if event == "finish" else RunResult.unfinished(self._so_far) | fields
             # What this process did not measure, since it took up a run that others had begun, stays as it was.
-            before = self._before() if None in ended.values() else {}
+            before = self._before()
             told = {key: before.get(key) if value is None else value for key, value in ended.items()}
+            told["proof"] = _kept(before.get("proof"), told.get("proof"))
             write_json(self._folder / proof.SUMMARY, told)
             write_whole(self._folder / proof.SHEET, proof.page(self._folder, told.get("proof")))
 
