@@ -2,10 +2,11 @@
 
 First the machine itself: the rate at which it multiplies bfloat16 matrices of random numbers and copies its memory.
 Then images a second of whole training steps (data already on the GPU, crop and flip there), timed by the GPU's own
-clock, for several networks, precisions and batches, compiled and not; what share of the matrix rate that is, with
-the operations counted by torch; and where one step's time goes. Nothing is downloaded: without --data-dir the images
-are made up on the GPU. `--only pyramidnet-110-48` measures a part, into a file of its own. The file is written after
-each line of the table, since compiling takes minutes: what was measured is kept if the last one fails.
+clock, for several networks, precisions and batches, compiled and not; what share of the matrix rate that is, with the
+operations counted by torch; where one step's time goes; and what it costs to digest a model's replicas. Nothing is
+downloaded: without --data-dir the images are made up on the GPU. `--only pyramidnet-110-48` measures a part, into a
+file of its own. The file is written after each line of the table, since compiling takes minutes: what was measured is
+kept if the last one fails.
 
 `--device cpu` runs all of it on a processor with tiny sizes: a rehearsal, whose numbers say nothing and are not kept.
 """
@@ -32,8 +33,9 @@ from lockstep import RequestError, World
 from lockstep.job import Job, assemble
 from lockstep.models import table as models
 
-from .harness import RESULTS, Neighbours, Report, Series, table, write
+from .harness import RESULTS, Neighbours, Report, Series, interleave, table, write
 from .loops import configured, fed, repeated, stepper
+from .verify import passes_over
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,29 @@ def _short(name: str) -> str:
     return (f"{bare} … {inner[1]}" if inner and inner[1] not in bare else bare)[:90]
 
 
+def digests(plan: Plan, clock: Clock) -> str:
+    """Return a Markdown section: what a check of replicas costs there, a digest against reading the same bytes once."""
+    passes, size_bytes = passes_over(clock.device)
+    found = interleave(
+        {name: lambda work=work: clock.seconds(work) * 1e3 for name, work in passes.items()},  # type: ignore[misc]
+        rounds=10 * plan.rounds,
+        warm_up=2,
+    )
+    ratio = found["digest"].per(found["read"])
+    rows = [(name, series.text(".3f"), series.per(found["read"]).text()) for name, series in found.items()]
+    return "\n".join(
+        [
+            "## A digest of ResNet-50's parameters and momentum",
+            "",
+            f"{size_bytes / 1e6:.0f} MB; {ratio.median:.2f} times as long as to read them once (their sum as 64-bit "
+            "integers, each tensor by itself).",
+            "",
+            *table(("pass", "ms", "÷ read"), rows),
+            "",
+        ]
+    )
+
+
 def _data(folder: Path | None) -> dict[str, Any]:
     if folder is None:
         return {"data": "fake", "image_size": 32, "samples": 50_000}
@@ -321,6 +346,8 @@ def measure(device: torch.device, folder: Path | None, plan: Plan) -> Iterator[R
     for case in plan.profiled:
         sections.append(kernels(case, data, plan, clock))
         yield report(sections)
+    sections.append(digests(plan, clock))
+    yield report(sections)
 
 
 def _best(done: Sequence[tuple[Case, Measured]], flop: dict[str, float], matrix_rate: float) -> str:

@@ -82,23 +82,25 @@ def digested() -> tuple[dict[str, Series], int]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        held = _parameters_and_momentum()
-        words = [_words(each) for each in held]
-        subjects = {
-            "digest": _timed(lambda: digest(held)),
-            "read": _timed(lambda: [each.sum() for each in words]),
-            "hash": _timed(lambda: [torch.hash_tensor(each) for each in words]),
-        }
-        return interleave(subjects, rounds=ROUNDS, warm_up=2), sum(each.nbytes for each in held)
+        passes, size_bytes = passes_over(torch.device("cpu"))
+        subjects = {name: _timed(work) for name, work in passes.items()}
+        return interleave(subjects, rounds=ROUNDS, warm_up=2), size_bytes
     finally:
         torch.set_num_threads(threads)
 
 
-def _parameters_and_momentum() -> list[Tensor]:
-    job = assemble(
-        configured(model="torchvision.resnet50", classes=1000, data="fake", image_size=64, batch=8), World.alone()
-    )
-    return [held for _, held in job.strategy.replicated(job.model, job.optimizer.each)]
+def passes_over(device: torch.device) -> tuple[dict[str, Callable[[], object]], int]:
+    """Return what reads ResNet-50's parameters and momentum on `device` once, by name, and how many bytes those are."""
+    config = configured(model="torchvision.resnet50", classes=1000, data="fake", image_size=64, batch=8)
+    job = assemble(config, World.alone(device))
+    held = [each for _, each in job.strategy.replicated(job.model, job.optimizer.each)]
+    words = [_words(each) for each in held]
+    passes: dict[str, Callable[[], object]] = {
+        "digest": lambda: digest(held),
+        "read": lambda: [each.sum() for each in words],
+        "hash": lambda: [torch.hash_tensor(each) for each in words],
+    }
+    return passes, sum(each.nbytes for each in held)
 
 
 def _words(tensor: Tensor) -> Tensor:

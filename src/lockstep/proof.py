@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from .errors import counted
 from .files import write_json, write_whole
 
 SUMMARY, SHEET = "summary.json", "proof.md"
@@ -72,9 +73,8 @@ def sheet(title: str, checks: Iterable[Check]) -> str:
         for each in checks
     ]
     failed, held = [each for each in checks if each.fails], [each for each in checks if each.outcome == Check.HOLDS]
-    verdict = (
-        f"{len(failed)} of {len(checks)} claims are wrong." if failed else f"{len(held)} claims checked, all hold."
-    )
+    wrong = f"{len(failed)} {'is' if len(failed) == 1 else 'are'} wrong"
+    verdict = f"Of {counted(len(failed) + len(held), 'claim')} checked, {wrong if failed else 'all hold'}."
     notes = [f"- **{each.name}** ({each.outcome}): {each.found}." for each in checks if each.found]
     lines = [
         f"# What is proved of {title}",
