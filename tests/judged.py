@@ -21,6 +21,12 @@ def vectors() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(x[:45], y[:45]), TensorDataset(x[45:], y[45:])
 
 
+def few() -> tuple[TensorDataset, TensorDataset]:
+    """Return 2 + 2 samples: fewer than three ranks."""
+    both = TensorDataset(torch.randn(2, FEATURES), torch.arange(2))
+    return both, both
+
+
 def texts() -> tuple[TensorDataset, TensorDataset]:
     """Return 45 + 9 sentences of 7 tokens, whose class is that of the token that comes most often."""
     x = torch.randint(TOKENS, (54, 7), generator=torch.Generator().manual_seed(2))

@@ -24,7 +24,7 @@ def _examined(
     world: World, names: tuple[str, ...], values: dict[str, Any], tolerance: float, step: str, fault: str
 ) -> Report | str | None:
     torch.set_num_threads(1)
-    asked = {"model": "tests.judged:Plain", "data": "tests.judged:vectors", "batch": 12, "precision": "fp64"}
+    asked = {"model": "tests.judged:Plain", "data": "tests.judged:vectors", "batch": 24, "precision": "fp64"}
     config = override(RunConfig(), **{"strategy": names[0], "channels_last": "off"} | asked | values)
     right = DDP.averages_over
     if fault == "wrong count":
@@ -98,7 +98,7 @@ FOUND: list[tuple[list[str], dict[str, Any]]] = [
     ("expected", "values"), FOUND, ids=lambda each: "+".join(each) if isinstance(each, list) else ""
 )
 def test_each_cause_is_found_and_no_other(pool: RankPool, expected: list[str], values: dict[str, Any]) -> None:
-    for ranks in (2, 3):
+    for ranks in (2, 4):
         answer = examined(pool, ranks=ranks, **values)["ddp"]
         assert sorted(causes(answer)) == sorted(expected)
         assert any(row.tensors for row in answer.rows)
@@ -152,7 +152,9 @@ def test_a_model_without_float64_is_told_by_its_operation(pool: RankPool) -> Non
 
 def test_a_data_set_smaller_than_the_ranks_is_refused(pool: RankPool) -> None:
     said = pool.run(3, _examined, RANKS, {"batch": 2}, 1e-9, "", "")[0]
-    assert "3 ranks" in said or "3 replicas" in said
+    assert said.startswith("Global batch 2 does not split into 3 ranks")
+    said = pool.run(3, _examined, RANKS, {"data": "tests.judged:few"}, 1e-9, "", "")[0]
+    assert said.startswith("A training set of 2 samples does not split into 3 replicas")
 
 
 def test_a_gap_is_measured_against_the_tensor_and_never_lost() -> None:

@@ -131,7 +131,7 @@ def test_a_run_that_is_taken_up_at_an_older_checkpoint_forgets_what_came_after(p
 
 
 @pytest.mark.parametrize("fault", ["another seed", "a batch twice, one dropped"])
-@pytest.mark.parametrize(("ranks", "faulty_rank"), [(2, 1), (3, 0), (3, 2)])
+@pytest.mark.parametrize(("ranks", "faulty_rank"), [(2, 1), (3, 0), (4, 2)])
 def test_samples_that_come_twice_or_never_stop_the_run(
     pool: RankPool, tmp_path: Path, fault: str, ranks: int, faulty_rank: int
 ) -> None:
@@ -154,6 +154,12 @@ def test_batches_in_another_order_are_found_afterwards(pool: RankPool, tmp_path:
     assert found.outcome == Check.FAILS
     assert "rank 1" in found.found
     assert "step 3" in found.found
+
+
+def test_a_transformer_on_text_is_accounted_for_and_compared(pool: RankPool, tmp_path: Path) -> None:
+    values = {"model": "tests.judged:DroppingTransformer", "data": "tests.judged:texts", "batch": 10, "verify_every": 1}
+    assert pool.run(2, _trained, values | {"output": tmp_path, "lr": 0.01}, "", -1) == ["", ""]
+    assert judged(tmp_path, global_batch=10).outcome == Check.HOLDS
 
 
 def test_the_command_keeps_the_account_and_says_so(tmp_path: Path) -> None:

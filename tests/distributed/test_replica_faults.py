@@ -115,7 +115,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("name", FAULTS)
 def test_one_bit_that_flips_while_training_is_found(pool: RankPool, name: str, every: int, ranks: int) -> None:

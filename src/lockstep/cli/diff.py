@@ -44,9 +44,7 @@ _WIDE = 200
 
 def main(given: list[str]) -> int:
     """Print how the two differ; return 0 where they are the same, raise `ProofError` where they are not."""
-    if given and given[0] in ("-h", "--help"):
-        with output.written():
-            print(_USAGE, end="")
+    if output.helped(given, _USAGE):
         return 0
     asked = _parsed(given)
     # Imported late, as it takes seconds: what is asked for wrongly is refused at once.

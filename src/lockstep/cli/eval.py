@@ -34,9 +34,7 @@ _OF_SECTIONS = ("optim", "checkpoint", "record", "proof")
 
 def main(given: list[str]) -> int:
     """Evaluate, print the scores, and return the exit code."""
-    if given and given[0] in ("-h", "--help"):
-        with output.written():
-            print(_USAGE, end="")
+    if output.helped(given, _USAGE):
         return 0
     if not given or given[0].startswith("-"):
         raise RequestError(

@@ -28,9 +28,7 @@ _PACKAGES = ("lockstep-torch", "torch", "torchvision", "numpy")
 
 def main(given: list[str]) -> int:
     """Print what there is, and return the exit code."""
-    if given and given[0] in ("-h", "--help"):
-        with output.written():
-            print(_USAGE, end="")
+    if output.helped(given, _USAGE):
         return 0
     if given:
         raise RequestError(f"lockstep info takes no arguments, found {' '.join(given)}.")

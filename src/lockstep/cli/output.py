@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..errors import RunError
 
@@ -34,6 +34,15 @@ def written() -> Iterator[None]:
         raise
     except OSError as error:
         raise RunError(f"What there is to say cannot be written to the standard output: {error.strerror}.") from error
+
+
+def helped(given: Sequence[str], usage: str) -> bool:
+    """Print `usage` where the words `given` to a verb begin with --help; return whether they do."""
+    asked = bool(given) and given[0] in ("-h", "--help")
+    if asked:
+        with written():
+            print(usage, end="")
+    return asked
 
 
 def let_go() -> None:

@@ -56,9 +56,7 @@ _WIDE = 200
 
 def main(given: list[str]) -> int:
     """Train and compare; return 0 where all variants agree, raise `ProofError` where they do not."""
-    if given and given[0] in ("-h", "--help"):
-        with output.written():
-            print(_USAGE, end="")
+    if output.helped(given, _USAGE):
         return 0
     asked, rest = words.take(given, {"--tolerance": float})
     if not any(word.partition("=")[0] == "--precision" for word in rest):

@@ -59,9 +59,7 @@ class _Asked:
 
 def main(given: list[str]) -> int:
     """Measure, print the answer, and return 0; raise `ProofError` where the gradients are not the same."""
-    if given and given[0] in ("-h", "--help"):
-        with output.written():
-            print(_USAGE, end="")
+    if output.helped(given, _USAGE):
         return 0
     own_flags, rest = words.take(given, _OWN)
     config = flags.parse(rest, prog="lockstep verify gradients")

@@ -33,9 +33,7 @@ _STYLES = {Check.HOLDS: "green", Check.FAILS: "bold red", Check.OPEN: "dim"}
 
 def main(given: list[str]) -> int:
     """Judge the run, print and write what came out, and return the exit code."""
-    if given and given[0] in ("-h", "--help"):
-        with output.written():
-            print(_USAGE, end="")
+    if output.helped(given, _USAGE):
         return 0
     path = _asked(given)
     # Imported late, as it takes seconds: what is asked for wrongly is refused at once.
