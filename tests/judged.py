@@ -7,6 +7,7 @@ import random
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 FEATURES, CLASSES, TOKENS = 12, 4, 11
@@ -171,6 +172,32 @@ class Noisy(Plain):
         return super().forward(x + 0.1 * torch.randn_like(x))  # type: ignore[no-any-return]
 
 
+class Checkpointed(Dropping):
+    """A net with dropout that is computed again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return found
+
+
+class Leaky(nn.Sequential):
+    """A net whose slopes are drawn."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(nn.Linear(FEATURES, 16), nn.RReLU(), nn.Linear(16, classes))
+
+
+class Unseedable(Plain):
+    """A net with a generator of its own."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.generator = np.random.default_rng()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.generator.random())  # type: ignore[no-any-return]
+
+
 class SkippingAtRandom(Plain):
     """A net that leaves a layer out as Python's generator says."""
 
@@ -230,6 +257,11 @@ def mean_loss(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
 def pairwise_loss(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
     """Return a loss of all pairs of samples."""
     return (scores @ scores.T).square().sum() + nn.functional.cross_entropy(scores, labels, reduction="sum")
+
+
+def noisy_loss(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    """Return a loss that draws."""
+    return nn.functional.cross_entropy(scores + torch.randn_like(scores), labels, reduction=reduction)
 
 
 def margin_loss(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:

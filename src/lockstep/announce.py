@@ -56,6 +56,7 @@ def _chosen(job: Job) -> dict[str, Any]:
         "batchnorm": job.batchnorm,
         "batchnorm-kernels": "folded" if is_folded(job.model) else "torch's",
         "accumulate": job.plan.accumulation,
+        "ledger": job.config.proof.ledger,
     }
 
 

@@ -123,7 +123,7 @@ def _asked(config: RunConfig) -> Path | None:
     """Return the folder that the config names, or that holds the run to continue; None for a new default one."""
     asked, output = config.checkpoint.resume, config.record.output
     if output is None and asked:
-        return _latest(config) if asked == "auto" else _run_of(Path(asked))
+        return _latest(config) if asked == "auto" else run_of(Path(asked))
     return output
 
 
@@ -135,7 +135,7 @@ def _check_free(path: Path, resume: str) -> None:
         raise RequestError(
             f"--output {path} holds a run already: continue it with --resume auto, or give another folder."
         )
-    holder = _run_of(Path(resume))
+    holder = run_of(Path(resume))
     if resume != "auto" and (holder is None or holder.resolve() != path.resolve()):
         raise RequestError(
             f"--output {path} holds another run than the one to continue, {resume}; leave --output out to continue "
@@ -213,9 +213,9 @@ def _latest(config: RunConfig) -> Path | None:
     return there[max(there)] if there else None
 
 
-def _run_of(path: Path) -> Path | None:
+def run_of(path: Path) -> Path | None:
     """Return the run's folder that a checkpoint lies in, or the path itself if it is one."""
     for folder in (path, *list(path.absolute().parents)[:2]):  # RUN/checkpoints/last
-        if (folder / "steps.jsonl").exists():
+        if (folder / "steps.jsonl").exists() or (folder / "checkpoints").is_dir():
             return folder
     return None

@@ -109,13 +109,9 @@ class Job:
         return found
 
     def local_buffers(self) -> dict[str, Tensor]:
-        """Return, by name, the numbers among the model's buffers that each rank keeps for itself."""
+        """Return, by name, the model's buffers that each rank keeps for itself."""
         synchronised = sync_batchnorm.statistics(self.model) if self.batchnorm == "sync" else {}
-        return {
-            f"model/{name}": held
-            for name, held in self.model.named_buffers()
-            if name not in synchronised and held.is_floating_point()
-        }
+        return {f"model/{name}": held for name, held in self.model.named_buffers() if name not in synchronised}
 
     def order(self, epoch: int) -> Order:
         """Return the order of the training samples in `epoch`."""

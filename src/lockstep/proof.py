@@ -40,6 +40,8 @@ class Check:
     """Up to which difference things count as the same: "bit for bit", "exactly", "1e-09 relative"."""
     found: str = ""
     """What came out, or why nothing was checked, as a sentence without its full stop."""
+    at_step: int | None = None
+    """The last optimizer step that was checked, where the claim is about steps."""
     cost_s: float | None = None
     """Seconds that it took on rank 0; None where that was not measured."""
 
@@ -75,6 +77,7 @@ def sheet(title: str, checks: Iterable[Check]) -> str:
     failed, held = [each for each in checks if each.fails], [each for each in checks if each.outcome == Check.HOLDS]
     wrong = f"{len(failed)} {'is' if len(failed) == 1 else 'are'} wrong"
     verdict = f"Of {counted(len(failed) + len(held), 'claim')} checked, {wrong if failed else 'all hold'}."
+    verdict = verdict if failed or held else "Nothing was checked."
     notes = [f"- **{each.name}** ({each.outcome}): {each.found}." for each in checks if each.found]
     lines = [
         f"# What is proved of {title}",

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from . import proof, resume
+from . import folders, proof, resume
 from .config import RunConfig
-from .errors import ProofError
+from .errors import ProofError, RequestError
 from .job import Job, Note
 from .meter import Meter
 from .proof import Check
@@ -152,8 +152,13 @@ def _ledger(job: Job, step: int) -> Ledger | None:
 def _taken_up(path: Path, config: RunConfig, step: int) -> bool:
     """Return whether there is a ledger at `path`, after cutting back or carrying over what the run continues."""
     source = resume.source(config)
-    if source is not None and not path.exists():  # it goes on in another folder
-        for begun in (source, *list(source.absolute().parents)[:2]):  # RUN/checkpoints/last
-            pages.carry_over(begun, path, step=step)
-    pages.rewind(path, step=step)
-    return path.exists() and path.stat().st_size > 0
+    begun = None if source is None else folders.run_of(source)
+    if begun is not None and not path.exists():  # it goes on in another folder
+        pages.carry_over(begun, path, step=step)
+    last = pages.rewind(path, step=step)
+    if last is not None and last < step:
+        raise RequestError(
+            f"{path} ends at step {last}, and the run goes on from step {step}: what lies between was lost, such as in "
+            "a power cut, and the ledger would prove nothing; move it away, and with --ledger a new one begins here."
+        )
+    return last is not None

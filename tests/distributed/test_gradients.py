@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import RunConfig
 from lockstep.errors import RequestError
@@ -26,15 +30,26 @@ def _examined(
     torch.set_num_threads(1)
     asked = {"model": "tests.judged:Plain", "data": "tests.judged:vectors", "batch": 24, "precision": "fp64"}
     config = override(RunConfig(), **{"strategy": names[0], "channels_last": "off"} | asked | values)
-    right = DDP.averages_over
+    right = DDP.averages_over, DDP.sync_on
     if fault == "wrong count":
         DDP.averages_over = property(lambda self: self.world.size + 1)  # type: ignore[assignment]
+    if fault == "accumulation":
+        DDP.sync_on = _forgetting  # type: ignore[method-assign]
     try:
         return examine(config, world, list(names), tolerance, step)
     except RequestError as error:
         return str(error)
     finally:
-        DDP.averages_over = right  # type: ignore[method-assign]
+        DDP.averages_over, DDP.sync_on = right  # type: ignore[method-assign]
+
+
+def _forgetting(self: DDP, replica: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+    """Exchange gradients in the last micro-batch only, as DDP does, and weigh those before it wrongly."""
+    for each in replica.parameters() if last else ():
+        if each.grad is not None:
+            each.grad *= 1.5
+    assert isinstance(replica, DistributedDataParallel)
+    return nullcontext() if last else replica.no_sync()
 
 
 def examined(
@@ -76,6 +91,12 @@ FOUND: list[tuple[list[str], dict[str, Any]]] = [
     (["randomness"], {"model": "tests.judged:Noisy"}),
     (["randomness"], {"model": "tests.judged:SkippingAtRandom"}),
     (["randomness"], {"model": "tests.judged:DroppingTransformer", "data": "tests.judged:texts"}),
+    (["randomness"], {"model": "tests.judged:Checkpointed"}),
+    (["randomness"], {"model": "tests.judged:Leaky"}),
+    (["randomness"], {"loss": "tests.judged:noisy_loss"}),
+    (["randomness of its own"], {"model": "tests.judged:Unseedable"}),
+    (["accumulation"], {"fault": "accumulation"}),
+    (["accumulation", "randomness"], {"fault": "accumulation", "model": "tests.judged:Dropping"}),
     (["local BatchNorm"], {"model": "tests.judged:Normed", "batchnorm": "local"}),
     (["randomness", "local BatchNorm"], {"model": "tests.judged:DroppingAndNormed", "batchnorm": "local"}),
     (["data"], {"data": "tests.judged:unseeded", "workers": 0}),
@@ -105,7 +126,7 @@ def test_each_cause_is_found_and_no_other(pool: RankPool, expected: list[str], v
         tolerance = 1e-9
         for cause in answer.causes:
             assert cause.tensors
-            if cause.name not in ("coupled samples", "coarser arithmetic"):
+            if cause.name not in ("coupled samples", "coarser arithmetic", "randomness of its own"):
                 assert cause.rest <= tolerance < max(cause.tensors.values())
         assert bool(answer.by_design) == (expected == ["randomness"])
 
@@ -139,6 +160,18 @@ def test_dp_has_statistics_of_its_own_by_design_unless_asked_for(pool: RankPool)
     assert both["dp"].by_design
     alone = examined(pool, "dp", ranks=1, devices=2, model="tests.judged:Normed")
     assert alone["dp"].fails
+
+
+def test_a_batch_with_a_sample_a_rank_has_no_uneven_one(pool: RankPool) -> None:
+    answer = examined(pool, fault="wrong count", batch=2)["ddp"]
+    assert causes(answer) == ["a wrong count"]
+
+
+def test_what_is_so_by_design_is_told_with_what_agrees_without(pool: RankPool) -> None:
+    report = pool.run(2, _examined, RANKS, {"model": "tests.judged:Dropping"}, 1e-9, "", "")[0]
+    check = report.check()
+    assert "but for what is so by design" in check.claim
+    assert re.search(r"ddp differs by .* by design \(randomness\), and agrees within [\d.]+e-1\d without", check.found)
 
 
 def test_a_model_without_float64_is_told_by_its_operation(pool: RankPool) -> None:

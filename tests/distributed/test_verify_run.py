@@ -18,6 +18,7 @@ from lockstep import proof
 from lockstep.checkpoint.layout import SUMS, digest, render
 from lockstep.cli.main import main
 from lockstep.proof import Check
+from lockstep.verify import pages
 
 from ..command import command, events, losses, refusal
 
@@ -326,7 +327,7 @@ def test_each_fault_is_found_and_named(copy: Path, capsys: pytest.CaptureFixture
 def test_replicas_have_to_be_compared_after_the_last_step(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = _json(copy / "summary.json")["proof"]["replicas"]
     assert own["found"].count("last after step 69") == 1
-    earlier = own | {"found": own["found"].replace("last after step 69", "last after step 67")}
+    earlier = own | {"found": own["found"].replace("last after step 69", "last after step 67"), "at_step": 67}
     for held, holds in ((earlier, False), (own, True)):
         proof.add(copy, proof.from_json({"replicas": held}))
         if holds:
@@ -340,6 +341,26 @@ def test_replicas_have_to_be_compared_after_the_last_step(copy: Path, capsys: py
         assert [judged[name] for name in ("times", "cost_s", "claim")] == [
             own[name] for name in ("times", "cost_s", "claim")
         ]
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        (lambda page: False, "69 steps (the first: 1) are missing"),
+        (lambda page: page.kind == pages.TRAIN, "3 evaluations (the first after step 23) not there"),
+        (lambda page: page.kind == pages.TRAIN or page.epoch != 1, "1 evaluation (the first after step 46) not there"),
+        (lambda page: page.kind == pages.EVAL, "69 steps (the first: 1) are missing"),
+        (lambda page: page.kind == pages.EVAL or page.epoch > 0, "23 steps (the first: 1) are missing"),
+    ],
+)
+def test_a_ledger_that_lacks_a_part_is_found(
+    copy: Path, capsys: pytest.CaptureFixture[str], keep: Callable[[pages.Page], bool], said: str
+) -> None:
+    path = copy / pages.NAME
+    path.write_bytes(b"".join(page.encode() for page in [*pages.read(path)] if keep(page)))
+    found = refusal(capsys, "verify", "run", copy, code=3)
+    assert "ledger fails: " in found
+    assert said in found
 
 
 def test_what_a_run_found_wrong_of_itself_stays_wrong(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,8 +54,47 @@ def test_no_two_of_many_are_alike(seed: int, size: int) -> None:
 def test_tensors_that_change_places_are_seen() -> None:
     a, b, small = _some(70_001, torch.float32), _some(70_001, torch.float32, seed=1), _some(5, torch.float32, seed=2)
     assert len({int(digest(each)) for each in ([a, b, small], [b, a, small], [a, b, small, small])}) == 3
-    rows = a[:65536].view(64, 1024)
-    assert int(digest([rows])) != int(digest([rows.flip(0).contiguous()]))
+    few = [_some(size, torch.float32, seed=3) for size in (64, 63, 4000)]
+    assert int(digest(few)) != int(digest([few[1], few[0], few[2]]))
+
+
+@pytest.mark.parametrize("shape", [(64, 1024), (512, 512), (256, 64, 3, 3), (3, 5), (1000, 2)], ids=str)
+def test_elements_and_rows_that_change_places_are_seen(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    before = int(digest([weight]))
+    rows = weight.flatten(1)
+    for first, second in ((0, 1), (0, 2), (1, len(rows) - 1), (len(rows) // 2, len(rows) // 2 - 1)):
+        turned = rows.clone()
+        turned[first], turned[second] = rows[second], rows[first]
+        assert int(digest([turned.view(shape)])) != before
+    flat = weight.view(-1)
+    for distance in (1, 2, 3, 64, 512, 513):
+        turned = flat.clone()
+        turned[0], turned[distance % len(flat)] = flat[distance % len(flat)], flat[0]
+        assert torch.equal(turned, flat) or int(digest([turned.view(shape)])) != before
+
+
+@pytest.mark.parametrize("bit", [0, 5, 31, 63])
+def test_one_bit_that_flips_in_two_words_is_seen(bit: int) -> None:
+    # As a data line does that has gone bad; distances that are powers of two, which memory has.
+    tensor = _some(300_000, torch.float32)
+    before, words = int(digest([tensor])), tensor.view(torch.int64)
+    mask = -(1 << 63) if bit == 63 else 1 << bit
+    for distance in (1, 2, 8, 64, 512, 4096, 65_536):
+        for start in (0, 7, 1000):
+            changed = words.clone()
+            changed[start] ^= mask
+            changed[start + distance] ^= mask
+            assert int(digest([changed.view(torch.float32)])) != before
+
+
+def test_a_tensor_of_many_pieces_is_digested_whole() -> None:
+    tensor = torch.arange(3 * (1 << 22) + 5)  # words
+    before = int(digest([tensor]))
+    for at in (0, 1 << 22, len(tensor) - 1):
+        changed = tensor.clone()
+        changed[at] += 1
+        assert int(digest([changed])) != before
 
 
 def test_views_and_memory_orders_are_digested_where_they_lie() -> None:

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import float64
 from .gradients import ONE, Case, Workbench, beyond, gaps, ratio, worst
-from .switches import EVERYTHING, Off, coupled, shares_parameters, switched
+from .switches import EVERYTHING, Off, coupled, shares_parameters, steady, switched
 
 LOCAL = "local BatchNorm"
 
@@ -85,28 +85,30 @@ def _of_the_exchange(
     agreed: Callable[[float], bool],
 ) -> tuple[_Ground, list[Cause]]:
     """Return a ground on which the gradients agree, if there is one, and what was at fault without it."""
-    replicas = bench.replicas
-    even = Case("even shares", case.start, case.start + _whole(case, replicas), 1)
-    on_even = worst(measured(even, EVERYTHING))
-    if agreed(on_even):
+    if case.accumulation > 1:
+        whole = dataclasses.replace(case, accumulation=1)
+        if agreed(gap := worst(measured(whole, EVERYTHING))):
+            sentence = (
+                "the gradients of several micro-batches do not add up to the global batch's: with one micro-batch they "
+                "agree; look at what is done between them, such as an exchange in each"
+            )
+            return _Ground(whole, False, gap), [Cause("accumulation", sentence, dict(rest), gap)]
+    parts = bench.replicas * case.accumulation
+    even = Case("even shares", case.start, case.start + (case.stop - case.start) // parts * parts, case.accumulation)
+    if case.start < even.stop < case.stop and agreed(gap := worst(measured(even, EVERYTHING))):
         sentence = (
             "ranks' means are averaged, whatever their numbers of samples (a mean of means): with even shares the "
             "gradients agree; divide the summed loss by the global count instead"
         )
-        return _Ground(even, False, on_even), [Cause("mean of means", sentence, dict(rest), on_even)]
-    on_scaled = worst(measured(case, EVERYTHING, rescaled=True))
-    if agreed(on_scaled):
+        return _Ground(even, False, gap), [Cause("mean of means", sentence, dict(rest), gap)]
+    if agreed(gap := worst(measured(case, EVERYTHING, rescaled=True))):
         factor = _factor(bench, strategy, case)
         sentence = (
             f"every gradient is {factor:.6g} times one process's: the exchange sums or divides by a wrong count; "
             "divided by that factor, all agree"
         )
-        return _Ground(case, True, on_scaled), [Cause("a wrong count", sentence, dict(rest), on_scaled)]
+        return _Ground(case, True, gap), [Cause("a wrong count", sentence, dict(rest), gap)]
     return _Ground(case, False, worst(rest)), []
-
-
-def _whole(case: Case, replicas: int) -> int:
-    return (case.stop - case.start) // replicas * replicas
 
 
 def _factor(bench: Workbench, strategy: str, case: Case) -> float:
@@ -127,8 +129,9 @@ def _cause(switch: str, bench: Workbench, strategy: str, tensors: dict[str, floa
     name, sentence = {
         "data": (
             "data",
-            "ranks read other samples for the same indices: the data set draws from a generator of its own, or differs "
-            "from rank to rank; seed it by the sample's index",
+            "ranks read other samples than one process does for their shares: the data set, or the order that they are "
+            "read in, is not the same on every rank, or draws from a generator of its own; seed it by the sample's "
+            "index",
         ),
         "randomness": (
             "randomness",
@@ -177,9 +180,16 @@ def _unexplained(
     """Return the layer that couples the samples of a batch, or that no cause was found; on rank 0."""
     job = bench.job(ONE)
     ((x, _), *_) = bench.read(case)
-    with switched(job.model, EVERYTHING):
-        layer = coupled(job.model, x, tolerance)
     tensors = beyond(rest, tolerance)
+    with switched(job.model, EVERYTHING):
+        is_steady = steady(job.model, x)
+        layer = coupled(job.model, x, tolerance) if is_steady else None
+    if not is_steady:
+        sentence = (
+            "the model gives something else each time that it is called with the same samples: it draws from a "
+            "generator of its own, which cannot be switched off; draw from torch's, or seed it in each pass"
+        )
+        return [Cause("randomness of its own", sentence, tensors, worst(rest))]
     if layer is not None:
         sentence = (
             f"{layer}: its output for a sample depends on the others of the batch, and a rank has its own share alone"

@@ -78,6 +78,12 @@ class Part:
         return int(next((row["step"] for row in reversed(self.rows) if row.event == "step"), self.first_step))
 
 
+def keeps_ledger(part: Part) -> bool:
+    """Return whether this start was asked for a ledger: those after it go on with that."""
+    chosen = part.start.fields.get("chosen")
+    return isinstance(chosen, Mapping) and chosen.get("ledger") is True
+
+
 @dataclass(frozen=True)
 class Records:
     """What lies in a run's folder."""

@@ -7,7 +7,6 @@ summary, the checkpoints), and holds where they agree.
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from .recorded_steps import losses, rates, steps
 
 _COMPLETE = (0, 75)
 """Exit codes of runs that came to an end of their own: done, and stopped on request."""
-_COMPARED = re.compile(r"(?:compared|last) after step ([\d,]+)")
 _BUT = "; but the run's last step is"
 
 _FILES = Claim("files", f"{CONFIG}, {MANIFEST}, {STEPS} and {SUMMARY} can be read to their ends")
@@ -80,7 +78,10 @@ def _held(run: Records) -> Mapping[str, Check]:
 def _is_whole(check: Check) -> bool:
     words = (check.name, check.claim, check.outcome, check.tolerance, check.found)
     costs = check.cost_s is None or on_disk.is_finite(check.cost_s)
-    return all(isinstance(word, str) for word in words) and on_disk.whole(check.times) is not None and costs
+    numbers = on_disk.whole(check.times) is not None and (
+        check.at_step is None or on_disk.whole(check.at_step) is not None
+    )
+    return all(isinstance(word, str) for word in words) and numbers and costs
 
 
 def files(run: Records) -> Check:
@@ -96,12 +97,11 @@ def replicas(run: Records, held: Check | None) -> Check:
     if held is None:
         ranks = run.parts[-1].start["plan"]["ranks"]
         return _REPLICAS.open("one process only" if ranks == 1 else f"{SUMMARY} has no comparison of {ranks} ranks")
-    compared = _COMPARED.findall(held.found)
     # What is wrong with replicas ends a run; in the summary of any other, only an earlier judgement can say that.
-    if held.outcome == Check.OPEN or run.exit not in _COMPLETE or not compared:
+    if held.outcome == Check.OPEN or run.exit not in _COMPLETE or held.at_step is None:
         return held
     found = held.found.partition(_BUT)[0]
-    if int(compared[-1].replace(",", "")) == run.last_step:
+    if held.at_step == run.last_step:
         return dataclasses.replace(held, outcome=Check.HOLDS, found=found)
     return dataclasses.replace(held, outcome=Check.FAILS, found=f"{found}{_BUT} {run.last_step}")
 
@@ -119,8 +119,15 @@ def ledger(run: Records, held: Check | None) -> Check:
         if made is not None:
             for _ in read(path):  # raises for a last page that is cut short, as no kill leaves it in a run with an end
                 pass
+        begun = next((part.first_step for part in run.parts if on_disk.keeps_ledger(part)), None)
         check = exactly_once.check(
-            path, global_batch=config.batch.size, seed=config.seed, drop_last=config.batch.drop_last, steps=made
+            path,
+            global_batch=config.batch.size,
+            seed=config.seed,
+            drop_last=config.batch.drop_last,
+            first=None if begun is None else begun + 1,
+            steps=made,
+            evaluations=[] if begun is None else [row["step"] for row in run.rows("eval") if row["step"] > begun],
         )
     except RequestError as error:
         check = _LEDGER.judged([str(error).partition(";")[0]], times=0)

@@ -49,6 +49,8 @@ def switched(model: nn.Module, off: Off) -> Iterator[None]:
     with ExitStack() as stack, kept():
         if off.randomness:
             stack.enter_context(_without_randomness(model))
+            # The loss may draw as well, and what is computed again in the backward pass (activation checkpointing).
+            stack.enter_context(_Constants())  # type: ignore[no-untyped-call]
         if off.statistics:
             stack.enter_context(_with_running_statistics(model))
         yield
@@ -104,7 +106,7 @@ class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rates = {name: 0.0 for name in ("dropout_p", "dropout") if isinstance(given.get(name), float)}
         found = func(**(given | rates))
         if not rates:
-            _fill(func, found)
+            _fill(func, [*(found if isinstance(found, tuple | list) else [found]), *_written(func, given)])
         return found
 
 
@@ -113,9 +115,15 @@ def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
-def _fill(func: Any, found: Any) -> None:
+def _written(func: Any, given: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that the operator has written to, such as the noise that its backward pass will use."""
+    alias = {argument.name: argument.alias_info for argument in func._schema.arguments}
+    return [value for name, value in given.items() if alias[name] is not None and alias[name].is_write]
+
+
+def _fill(func: Any, found: Sequence[Any]) -> None:
     """Overwrite what was drawn, in place; what is no number of its own, such as a permutation, keeps its kind."""
-    for each in found if isinstance(found, tuple | list) else (found,):
+    for each in found:
         if not isinstance(each, Tensor):
             continue
         if "randperm" in func.name():
@@ -155,6 +163,13 @@ def shares_parameters(model: nn.Module) -> bool:
     """Return whether a parameter is used in several places of `model`."""
     places = [held for module in model.modules() for held in module._parameters.values() if held is not None]
     return len(places) > len(set(places))
+
+
+@torch.no_grad()
+def steady(model: nn.Module, x: Tensor) -> bool:
+    """Return whether `model` gives the same for x (n, …) when it is called twice."""
+    first, second = _outputs(model, x), _outputs(model, x)
+    return all(torch.equal(each, second[name]) for name, each in first.items() if name in second)
 
 
 def coupled(model: nn.Module, x: Tensor, tolerance: float) -> str | None:

@@ -65,24 +65,13 @@ class Manifest:
         """Do nothing."""
 
 
-def _kept(before: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return what is proved `now`, and of what could not be asked again, such as in a run that was complete, `before`.
-
-    What others have judged of the records so far is gone with them.
-    """
-    if now is None or before is None:
-        return now
-    return {
-        name: before.get(name, check) if check["outcome"] == proof.Check.OPEN else check for name, check in now.items()
-    }
-
-
 class Summary:
     """Writes `summary.json` and `proof.md` when the run ends: the result; or how far it came, and the sentence."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._so_far: dict[str, Any] = {"output": str(folder)}
+        self._first_step: int | None = None
 
     def __str__(self) -> str:
         return "summary.json"
@@ -95,7 +84,8 @@ class Summary:
             # What this process did not measure, since it took up a run that others had begun, stays as it was.
             before = self._before()
             told = {key: before.get(key) if value is None else value for key, value in ended.items()}
-            told["proof"] = _kept(before.get("proof"), told.get("proof"))
+            if self._first_step == told["steps"]:  # a complete run was taken up: nothing was trained, nor checked anew
+                told["proof"] = before.get("proof") or told["proof"]
             write_json(self._folder / proof.SUMMARY, told)
             write_whole(self._folder / proof.SHEET, proof.page(self._folder, told.get("proof")))
 
@@ -104,6 +94,7 @@ class Summary:
         known = self._so_far
         if event == "start":
             known |= {"steps": fields["first_step"], "epoch_s": list(fields["epoch_s"])}
+            self._first_step = fields["first_step"]
         elif event == "steps":
             known["steps"] = fields["rows"][-1]["step"]
         elif event == "epoch":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
@@ -19,6 +20,7 @@ class LocalBuffers:
     def __init__(self, world: World, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         self._world = world
         self._tensors = tensors
+        self.cost_s = 0.0
         self._measured_at: int | None = None
         self._times = 0
         self._gaps: dict[str, float] = {}
@@ -30,10 +32,12 @@ class LocalBuffers:
 
     def measure(self, step: int) -> None:
         """Measure them after `step` (*collective*)."""
+        begun_s = time.perf_counter()
         found = spread(self._world, dict(sorted(self._tensors().items())))
         self._gaps |= {name: max(gap, self._gaps.get(name, 0.0)) for name, gap in found.items()}
         self._measured_at = step
         self._times += 1
+        self.cost_s += time.perf_counter() - begun_s
 
     def proof(self) -> list[Check]:
         """Return what was measured; nothing where no rank has a buffer of its own."""
@@ -46,7 +50,7 @@ class LocalBuffers:
         told += f" {'is' if len(held) == 1 else 'are'} each rank's own (local)"
         if self._gaps:
             name, gap = max(self._gaps.items(), key=lambda each: each[1])
-            told += f", and differ by up to {gap:.3g} ({name})"
+            told += f", and {'differs' if len(held) == 1 else 'differ'} by up to {gap:.3g} ({name})"
         elif self._times:
             told += ", and the same on all"
         return [
@@ -55,6 +59,9 @@ class LocalBuffers:
                 claim="It is known how far buffers lie apart that each rank keeps for itself",
                 outcome=Check.HOLDS if self._times else Check.OPEN,
                 times=self._times,
+                at_step=self._measured_at,
+                tolerance="none: measured, not judged",
+                cost_s=self.cost_s,
                 found=f"{told}; an evaluation uses rank 0's",
             )
         ]

@@ -1,10 +1,12 @@
 """A digest of tensors, computed where they lie: one 64-bit number, which is another one if a single bit is.
 
-A tensor's bytes are read once, as 64-bit integers. Blocks of them are summed, wrapping around at 2⁶⁴, and the sums are
-multiplied by odd keys and added. An odd factor loses nothing modulo 2⁶⁴: whatever changes one block's sum, such as a
-flipped bit or an element of another value, changes the digest for certain. Differences in several blocks cancel with a
-chance of 2⁻⁶⁴; elements that change places within one block are not seen. Whole numbers add up to the same in any
-order, so that the digest is the same on every device, with any number of threads.
+A tensor's bytes are read once, as 64-bit integers. The tensor is cut into 31 layers that are laid upon each other and
+summed, wrapping around at 2⁶⁴: so a word meets those an odd number of words away, about a 31st of the tensor, and
+never a neighbour, nor one at a power of two, as rows and blocks of memory mostly lie. Each sum is then mixed and
+multiplied by an odd key of its own, and all are added. Every step can be undone modulo 2⁶⁴: whatever changes one sum,
+such as a flipped bit or an element of another value, changes the digest for certain; differences in several sums, such
+as elements that change places, cancel with a chance of 2⁻⁶⁴. Whole numbers add up to the same in any order, so that
+the digest is the same on every device, with any number of threads.
 
 torch.hash_tensor, which combines bits by exclusive or, does not see elements that change places at all, and on a CPU
 takes longer.
@@ -27,7 +29,11 @@ from torch import Tensor
 from ..world import World
 from .difference import INTEGERS
 
-_BLOCK = 512  # words: blocks are rows, whose sums a CPU takes at the rate at which it reads
+_LAYERS = 31  # with fewer, what follows takes longer; with more, the sum
+_LAYERED = 1 << 14
+"""Words from which on layers are worth it; below, each word has a key of its own."""
+_PIECE = 1 << 22
+"""Words that are digested at a time: keys are as many as the words of a layer, and kept."""
 _SMALL_BYTES = 1 << 17
 """Tensors below this size are digested together: each call on one costs as much as reading some ten thousand bytes."""
 _KEY = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -185,15 +191,23 @@ def _folded(flat: Tensor) -> Tensor:
         flat = flat.clone()  # words begin where memory has them
     whole = len(flat) // per_word * per_word
     words, rest = flat[:whole].view(torch.int64), flat[whole:].long()
-    blocked = len(words) // _BLOCK * _BLOCK
-    sums = words[:blocked].view(-1, _BLOCK).sum(1)
-    parts = torch.cat([sums, words[blocked:], rest])
-    return (parts * _keys(len(parts), parts.device)).sum()
+    if len(words) > _PIECE:
+        pieces = [words[at : at + _PIECE] for at in range(0, len(words), _PIECE)]
+        return _weighed([_folded(each) for each in (*pieces, rest)])
+    deep = 0 if len(words) < _LAYERED else (len(words) // _LAYERS - 1) | 1  # odd
+    sums = words[: deep * _LAYERS].view(_LAYERS, deep).sum(0)
+    return _sum_of(torch.cat([sums, words[deep * _LAYERS :], rest]))
+
+
+def _sum_of(parts: Tensor) -> Tensor:
+    """Return the keyed sum (0-dim int64) of whole numbers (n,)."""
+    # Mixed, since an odd factor leaves a difference in the highest bit as it is, and two of these would cancel.
+    mixed = (parts >> 32) ^ parts
+    return (mixed * _keys(len(parts), parts.device)).sum()
 
 
 def _weighed(digests: Sequence[Tensor]) -> Tensor:
-    together = torch.stack([*digests])
-    return (together * _keys(len(together), together.device)).sum()
+    return _sum_of(torch.stack([*digests]))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ of any length takes one byte of memory for each sample of the data set.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
@@ -71,19 +71,38 @@ class _File:
         return read(self.path, torn_ok=self.torn_ok)
 
 
-def check(path: Path, *, global_batch: int, seed: int, drop_last: bool, steps: int | None = None) -> Check:
+def check(
+    path: Path,
+    *,
+    global_batch: int,
+    seed: int,
+    drop_last: bool,
+    first: int | None = None,
+    steps: int | None = None,
+    evaluations: Collection[int] = (),
+) -> Check:
     """Return what there is to say of the ledger at `path`, of a run with these options.
 
-    `steps` is how many optimizer steps the run made, where that is known: a ledger that ends before is then found.
+    `steps` is how many optimizer steps the run made, `first` the one from which on it kept a ledger, and `evaluations`
+    the steps after which it evaluated since: where they are known, a ledger that lacks some of it is found.
     Raises `RequestError` for a file that is not there or is damaged. A last page that a kill cut short is none.
     """
     begun_s = time.perf_counter()
+    asked = partial(
+        judge,
+        global_batch=global_batch,
+        seed=seed,
+        drop_last=drop_last,
+        first=first,
+        steps=steps,
+        evaluations=evaluations,
+    )
     torn = ""
     try:
-        verdict = judge(_File(path, False), global_batch=global_batch, seed=seed, drop_last=drop_last, steps=steps)
+        verdict = asked(_File(path, False))
     except TornError:
         torn = "; a last page that a kill cut short is left out"
-        verdict = judge(_File(path, True), global_batch=global_batch, seed=seed, drop_last=drop_last, steps=steps)
+        verdict = asked(_File(path, True))
     said = "; ".join(verdict.findings[:_PLACES]) or verdict.covers
     if (more := len(verdict.findings) - _PLACES) > 0:
         said += f"; and {counted(more, 'more finding')}"
@@ -101,11 +120,19 @@ def check(path: Path, *, global_batch: int, seed: int, drop_last: bool, steps: i
 
 
 def judge(
-    pages: Iterable[Page], *, global_batch: int, seed: int, drop_last: bool = False, steps: int | None = None
+    pages: Iterable[Page],
+    *,
+    global_batch: int,
+    seed: int,
+    drop_last: bool = False,
+    first: int | None = None,
+    steps: int | None = None,
+    evaluations: Collection[int] = (),
 ) -> Verdict:
     """Return what is wrong with `pages`, which are gone through several times: a sequence, or a file's.
 
-    Asked is: whether each step is there once, up to `steps` where that is given; whether each whole epoch and each
+    Asked is: whether each step is there once, from `first` and up to `steps` where these are given, and an evaluation
+    after each step in `evaluations`; whether each whole epoch and each
     evaluation held each sample once (with `drop_last`, as many samples as its steps take), and an epoch that is not
     whole none twice; and whether each rank computed in each step what `BatchPlan` and `Order` give it.
     """
@@ -116,9 +143,9 @@ def judge(
     first_epoch, last_epoch = (epochs[0], epochs[-1]) if epochs else (0, 0)
     found = [
         *_changes(pages),
-        *_steps(pages, steps),
+        *_steps(pages, first, steps),
         *_epochs(pages, plan, first_epoch, last_epoch),
-        *_evaluations(pages),
+        *_evaluations(pages, evaluations),
         *_shares(pages, plan),
     ]
     return Verdict(
@@ -174,11 +201,13 @@ def _changes(pages: Iterable[Page]) -> Iterator[str]:
         before = page
 
 
-def _steps(pages: Iterable[Page], steps: int | None) -> Iterator[str]:
+def _steps(pages: Iterable[Page], first: int | None, steps: int | None) -> Iterator[str]:
     """Yield which steps are missing between the first and the last, or there twice."""
     missing: list[tuple[int, int]] = []
     twice: list[tuple[int, int]] = []
-    last: int | None = None
+    last = None if first is None else first - 1
+    if first is not None and (begin := next(_of(pages, TRAIN), None)) is not None and begin.first_step < first:
+        last = None  # what lies before is there as well
     for page in _of(pages, TRAIN):
         if last is not None and page.first_step > last + 1:
             missing.append((last + 1, page.first_step - 1))
@@ -216,8 +245,10 @@ def _epochs(pages: Iterable[Page], plan: _Plan, first_epoch: int, last_epoch: in
             yield f"epoch {epoch}: {found}"
 
 
-def _evaluations(pages: Iterable[Page]) -> Iterator[str]:
+def _evaluations(pages: Iterable[Page], expected: Collection[int]) -> Iterator[str]:
     """Yield of each evaluation why it did not hold each sample once, or not on the rank that has it."""
+    if missing := sorted({*expected} - {page.first_step for page in _of(pages, EVAL)}):
+        yield f"{counted(len(missing), 'evaluation')} (the first after step {missing[0]}) not there"
     for page in _of(pages, EVAL):
         tally, _, _ = _tallied([page])
         said = [tally.finding(page.samples, repeated=_repeated(partial(iter, [page]), tally))]

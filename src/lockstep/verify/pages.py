@@ -205,14 +205,18 @@ def places(page: Page, sample: int) -> list[tuple[int, int, int]]:
     return [(page.epoch, page.first_step + cell // page.ranks, cell % page.ranks) for cell in cells]
 
 
-def rewind(path: Path, *, step: int) -> None:
+def rewind(path: Path, *, step: int) -> int | None:
     """Cut the ledger back to what had happened by `step`, atomically, so that a resumed run goes on from there.
 
-    Steps and evaluations after `step` go, and so does a last page that a kill cut short. A file that is not there is
-    left so. Raises `RequestError` for a ledger that is damaged.
+    Steps and evaluations after `step` go, and so does a last page that a kill cut short. Returns the last step that is
+    left, 0 of none, and None where there is no file. Raises `RequestError` for a ledger that is damaged.
     """
-    if path.exists() and len(kept := _until(path, step)) != path.stat().st_size:
+    if not path.exists():
+        return None
+    kept, last = _until(path, step)
+    if len(kept) != path.stat().st_size:
         write_whole(path, kept)
+    return last
 
 
 def carry_over(source: Path, path: Path, *, step: int) -> None:
@@ -221,9 +225,14 @@ def carry_over(source: Path, path: Path, *, step: int) -> None:
     Raises `RequestError` for one that is damaged.
     """
     if (source / NAME).exists():
-        write_whole(path, _until(source / NAME, step))
+        write_whole(path, _until(source / NAME, step)[0])
 
 
-def _until(path: Path, step: int) -> bytes:
-    kept = (page.until(step) for page in read(path, torn_ok=True))
-    return b"".join(page.encode() for page in kept if page is not None)
+def _until(path: Path, step: int) -> tuple[bytes, int]:
+    """Return what there is up to `step`, and the last step of training in it."""
+    kept, last = [], 0
+    for page in read(path, torn_ok=True):
+        if (part := page.until(step)) is not None:
+            kept.append(part.encode())
+            last = max(last, part.last_step) if part.kind == TRAIN else last
+    return b"".join(kept), last

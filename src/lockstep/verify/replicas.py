@@ -102,9 +102,7 @@ class ReplicaCheck:
         if self._on and self.agreed_at != step:
             self.check(step, step_s)
         if self._on and self._local.due(step):
-            begin_s = self._clock()
             self._local.measure(step)
-            self.cost_s += self._clock() - begin_s
 
     def proof(self) -> list[Check]:
         """Return what was checked and what came of it: of the replicas and, where ranks have any, of local buffers."""
@@ -116,6 +114,7 @@ class ReplicaCheck:
             times=self.checks + (self._failure is not None),
             tolerance=BIT_FOR_BIT,
             found=self._found(),
+            at_step=self.agreed_at,
             cost_s=self.cost_s if self._on else None,
         )
         return [replicas, *self._local.proof()]
@@ -165,11 +164,7 @@ class ReplicaCheck:
     def _apart(self, step: int, tensors: Mapping[str, Tensor]) -> ProofError:
         found = compare(self._world, tensors)
         if not found:
-            return ProofError(
-                f"The replicas were not the same bits after step {step}, and read a second time they are: a device "
-                f"gives other bits each time that it is read; before, they were {self._before()}. Have its memory "
-                "tested, and continue from a checkpoint of before."
-            )
+            return self._unsteady(step)
         ranks = found[0].ranks
         who = " and ".join(f"rank {rank}" for rank in ranks)
         differ = "differs from the others" if len(ranks) == 1 else "differ"
@@ -180,13 +175,23 @@ class ReplicaCheck:
             "differently; continue from a checkpoint of before."
         )
 
+    def _unsteady(self, step: int) -> ProofError:
+        return ProofError(
+            f"The replicas were not the same bits after step {step}, and read a second time they are: a device gives "
+            f"other bits each time that it is read; before, they were {self._before()}. Have its memory tested, and "
+            "continue from a checkpoint of before."
+        )
+
     def _torn(self, step: int, tensors: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]]) -> ProofError:
         own = [
             (str(copy[name].device), name, largest_gap(tensors[name].cpu(), copy[name].cpu()))
             for copy in copies
             for name in differing(tensors, copy)
         ]
-        rank, found = next((rank, theirs) for rank, theirs in enumerate(self._world.gather(own)) if theirs)
+        told = self._world.gather(own)
+        if not any(told):
+            return self._unsteady(step)
+        rank, found = next((rank, theirs) for rank, theirs in enumerate(told) if theirs)
         where = found[0][0]
         named = [(name, gap) for device, name, gap in found if device == where]
         return ProofError(

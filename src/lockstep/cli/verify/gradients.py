@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -21,7 +20,7 @@ from ...kinds import KINDS
 from ...launchers import table as launchers
 from .. import flags, output
 from ..train import preflight
-from . import devices, words
+from . import devices, kept, words
 
 if TYPE_CHECKING:
     from ...prove.answer import Answer, Report
@@ -218,18 +217,15 @@ def _table(answer: Answer, most: int | None) -> Table:
 
 
 def _kept(config: RunConfig, report: Report) -> str:
-    """Write the answer into the output folder's proof, and return where it is, as a clause."""
-    asked = config.record.output
-    folder = folders.fresh(f"{folders.default_name(config)}-gradients") if asked is None else Path(asked)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        proof.add(folder, [report.check()])
-    except OSError as error:
-        raise folders.unwritable(folder, error) from error
+    """Write the answer into the output folder's proof; return where, as a sentence; "" if it cannot be."""
+    folder = config.record.output or folders.fresh(f"{folders.default_name(config)}-gradients")
+    trouble = kept.unwritten(folder, [report.check()])
     with output.written():
-        Console(highlight=False).print(
-            f"written to {folder}: {proof.SHEET}, {proof.SUMMARY}", style="dim", soft_wrap=True
-        )
+        console = Console(highlight=False)
+        if trouble:
+            console.print(f"warning: {trouble}", style="yellow", soft_wrap=True, markup=False)
+            return ""
+        console.print(f"written to {folder}: {proof.SHEET}, {proof.SUMMARY}", style="dim", soft_wrap=True)
     return f" {folder / proof.SHEET} has the numbers."
 
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ... import proof
 from ...errors import RequestError, counted
 from ...proof import Check
 from .. import output
+from . import kept
 
 if TYPE_CHECKING:
     from ...prove.records import Judgement
@@ -41,7 +41,7 @@ def main(given: list[str]) -> int:
 
     folder = on_disk.find(path)
     judged = records.judge(folder)
-    unwritten = _write(folder, judged)
+    unwritten = kept.unwritten(folder, judged.checks)
     with output.written():
         console = Console(highlight=False)
         if not console.is_terminal:
@@ -63,16 +63,6 @@ def _asked(given: list[str]) -> Path:
             f"lockstep verify run takes one run, found {len(given)}; as in lockstep verify run runs/digits-resnet8."
         )
     return Path(given[0])
-
-
-def _write(folder: Path, judged: Judgement) -> str:
-    """Add the checks to the run's files; return why that could not be done, "" where it was."""
-    try:
-        proof.add(folder, judged.checks)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        why = getattr(error, "strerror", None) or error
-        return f"{proof.SHEET} and {proof.SUMMARY} in {folder} could not be written ({why}); the verdict stands."
-    return ""
 
 
 def _show(console: Console, folder: Path, judged: Judgement) -> None:
