@@ -61,7 +61,7 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             value.copy_(tensors[name])
 
 
-def _laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
+def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
     """Return `tensor` in the parameter's memory order, where it has its shape.
 
     torch's fused optimizers on a CPU walk through the memory of both side by side: state of another order, such as
@@ -101,7 +101,7 @@ def load_optimizer(model: nn.Module, optimizers: Iterable[Optimizer], state: Sta
     entries: dict[str, dict[str, Any]] = {}
     for path, tensor in state.part("optimizer").items():
         name, key = path.rsplit("/", 1)
-        entries.setdefault(name, {})[key] = _laid_out_as(parameters[name], tensor)
+        entries.setdefault(name, {})[key] = laid_out_as(parameters[name], tensor)
     for path, number in state.meta.get("optimizer", {}).items():
         name, key = path.rsplit("/", 1)
         entries.setdefault(name, {})[key] = number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import RunConfig
+from lockstep.data.order import Order
 from lockstep.errors import RequestError
 from lockstep.options import override
 from lockstep.prove.answer import Answer, Report, examine
+from lockstep.prove.gradients import Case, Gradients, Workbench
+from lockstep.prove.switches import NOTHING, Off
 from lockstep.strategies.ddp import DDP
 from lockstep.world import World
 
@@ -30,9 +34,15 @@ def _examined(
     torch.set_num_threads(1)
     asked = {"model": "tests.judged:Plain", "data": "tests.judged:vectors", "batch": 24, "precision": "fp64"}
     config = override(RunConfig(), **{"strategy": names[0], "channels_last": "off"} | asked | values)
-    right = DDP.averages_over, DDP.sync_on
+    right = DDP.averages_over, DDP.sync_on, DDP.wrap, Order.__init__, Workbench.under
     if fault == "wrong count":
         DDP.averages_over = property(lambda self: self.world.size + 1)  # type: ignore[assignment]
+    if fault == "sharing":
+        DDP.wrap = _by_place  # type: ignore[method-assign]
+    if fault == "order" and world.rank == 1:
+        Order.__init__ = _reseeded  # type: ignore[method-assign]
+    if fault == "bit" and world.rank == 1:
+        Workbench.under = _flipped  # type: ignore[method-assign]
     if fault == "accumulation":
         DDP.sync_on = _forgetting  # type: ignore[method-assign]
     try:
@@ -40,7 +50,7 @@ def _examined(
     except RequestError as error:
         return str(error)
     finally:
-        DDP.averages_over, DDP.sync_on = right  # type: ignore[method-assign]
+        DDP.averages_over, DDP.sync_on, DDP.wrap, Order.__init__, Workbench.under = right  # type: ignore[method-assign]
 
 
 def _forgetting(self: DDP, replica: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
@@ -50,6 +60,28 @@ def _forgetting(self: DDP, replica: nn.Module, *, last: bool) -> AbstractContext
             each.grad *= 1.5
     assert isinstance(replica, DistributedDataParallel)
     return nullcontext() if last else replica.no_sync()
+
+
+_wrap, _order, _under = DDP.wrap, Order.__init__, Workbench.under
+
+
+def _by_place(self: DDP, model: nn.Module) -> nn.Module:
+    """Wrap, and exchange a parameter once for each place that uses it."""
+    for each, places in Counter(held for part in model.modules() for held in part._parameters.values()).items():
+        if each is not None and places > 1:
+            each.register_hook(lambda gradient, places=places: gradient * places)
+    return _wrap(self, model)
+
+
+def _reseeded(self: Order, samples: int, *, seed: int, epoch: int) -> None:
+    _order(self, samples, seed=seed + 1, epoch=epoch)
+
+
+def _flipped(self: Workbench, strategy: str, case: Case, off: Off = NOTHING) -> Gradients:
+    """Flip a bit of what the exchange has left on this rank."""
+    found = _under(self, strategy, case, off)
+    found["0.weight"].view(-1).view(torch.int64)[3] ^= 1 << 20
+    return found
 
 
 def examined(
@@ -110,6 +142,8 @@ FOUND: list[tuple[list[str], dict[str, Any]]] = [
         ["a wrong count", "local BatchNorm"],
         {"fault": "wrong count", "model": "tests.judged:Normed", "batchnorm": "local"},
     ),
+    (["shared parameters"], {"fault": "sharing", "model": "tests.judged:Tied"}),
+    (["data"], {"fault": "order"}),
     (["coupled samples"], {"model": "tests.judged:Coupled"}),
     (["coarser arithmetic"], {"model": "tests.judged:PartlySingle"}),
 ]
@@ -129,6 +163,13 @@ def test_each_cause_is_found_and_no_other(pool: RankPool, expected: list[str], v
             if cause.name not in ("coupled samples", "coarser arithmetic", "randomness of its own"):
                 assert cause.rest <= tolerance < max(cause.tensors.values())
         assert bool(answer.by_design) == (expected == ["randomness"])
+
+
+def test_a_bit_that_flips_after_the_exchange_is_named(pool: RankPool) -> None:
+    answer = examined(pool, ranks=3, fault="bit")["ddp"]
+    assert answer.unlike == ("0.weight",)
+    assert answer.fails
+    assert all(row.gap < 1e-12 for row in answer.rows), "rank 0 has the right ones"
 
 
 def test_only_what_a_cause_touches_is_laid_to_it(pool: RankPool) -> None:

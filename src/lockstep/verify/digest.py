@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..state import laid_out_as
 from ..world import World
 from .difference import INTEGERS
 
@@ -80,7 +81,10 @@ def differing(own: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> list[str
     carries tensors from one device to another is not relied on.
     """
     ours = [own[name] for name in copy]
-    theirs = [_laid_out_as(mine, each) for mine, each in zip(ours, copy.values(), strict=True)]
+    theirs = [
+        each if mine.stride() == each.stride() else laid_out_as(mine, each)
+        for mine, each in zip(ours, copy.values(), strict=True)
+    ]
     if not ours or int(digest(ours)) == int(digest(theirs)):
         return []
     pairs = zip(copy, digests(ours).tolist(), digests(theirs).tolist(), strict=True)
@@ -167,12 +171,6 @@ def _plain(tensor: Tensor) -> Tensor:
     """Return the numbers, a complex one as two, without their history."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _laid_out_as(own: Tensor, copy: Tensor) -> Tensor:
-    """Return `copy`, on its device, in the memory order of `own`."""
-    same = own.stride() == copy.stride()
-    return copy if same else torch.empty_like(own, dtype=copy.dtype, device=copy.device).copy_(copy)
 
 
 def _flat(tensor: Tensor) -> Tensor:
