@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
@@ -233,6 +234,29 @@ class Coupled(nn.Sequential):
         super().__init__(nn.Linear(FEATURES, 16), Centred(), nn.Tanh(), nn.Linear(16, classes))
 
 
+class CoupledByHand(Plain):
+    """The same, in the model's own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self[1](self[0](x))
+        return self[2](y - y.mean(0))  # type: ignore[no-any-return]
+
+
+class NoisyByNumPy(Plain):
+    """A net that adds noise from NumPy's generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.from_numpy(np.random.standard_normal(x.shape)).to(x.dtype)
+        return super().forward(x + noise)  # type: ignore[no-any-return]
+
+
+class Infinite(Plain):
+    """A net whose gradients are no numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[2]((self[0](x) * 0).sqrt())  # type: ignore[no-any-return]
+
+
 class Single(Plain):
     """A net that computes in float32, whatever it is given."""
 
@@ -267,6 +291,41 @@ def noisy_loss(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
 def margin_loss(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
     """Return another sum over samples."""
     return nn.functional.multi_margin_loss(scores, labels, reduction=reduction)
+
+
+def counting_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Take the right step by hand: divide by the samples of all ranks, and undo the average that ddp takes."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    count = torch.tensor(float(len(y)))
+    if dist.is_initialized():
+        dist.all_reduce(count)
+    nn.functional.cross_entropy(model(x), y, reduction="sum").mul(ranks / count).backward()
+
+
+def halved_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Divide by the number of ranks, though ddp averages already."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    (nn.functional.cross_entropy(model(x), y, reduction="sum") / 24 / ranks * ranks / 2 ** (ranks > 1)).backward()
+
+
+def no_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Forget to call backward."""
+    nn.functional.cross_entropy(model(x), y)
+
+
+def updating_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Update the weights, too."""
+    mean_step(model, x, y)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def raising_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Raise."""
+    raise KeyError("nothing")
+
+
+def two_argument_step(model: nn.Module, x: Tensor) -> None:
+    """Take another number of arguments."""
 
 
 def mean_step(model: nn.Module, x: Tensor, y: Tensor) -> None:

@@ -127,6 +127,8 @@ FOUND: list[tuple[list[str], dict[str, Any]]] = [
     (["randomness"], {"model": "tests.judged:Leaky"}),
     (["randomness"], {"loss": "tests.judged:noisy_loss"}),
     (["randomness of its own"], {"model": "tests.judged:Unseedable"}),
+    (["randomness of its own"], {"model": "tests.judged:NoisyByNumPy"}),
+    (["a wrong count"], {"step": "tests.judged:halved_step"}),
     (["accumulation"], {"fault": "accumulation"}),
     (["accumulation", "randomness"], {"fault": "accumulation", "model": "tests.judged:Dropping"}),
     (["local BatchNorm"], {"model": "tests.judged:Normed", "batchnorm": "local"}),
@@ -165,6 +167,37 @@ def test_each_cause_is_found_and_no_other(pool: RankPool, expected: list[str], v
         assert bool(answer.by_design) == (expected == ["randomness"])
 
 
+def test_a_step_that_knows_its_ranks_agrees(pool: RankPool) -> None:
+    for names in (("ddp",), ("ddp", "dp")):
+        assert all(each.agrees for each in examined(pool, *names, step="tests.judged:counting_step").values())
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ("no_step", "--step leaves no gradient"),
+        ("updating_step", "--step changes the model's weights: leave optimizer.step() out"),
+        ("raising_step", "--step raised KeyError"),
+        ("two_argument_step", "--step raised TypeError"),
+    ],
+)
+def test_a_step_that_cannot_be_judged_is_refused(pool: RankPool, step: str, said: str) -> None:
+    for answer in pool.run(2, _examined, RANKS, {}, 1e-9, f"tests.judged:{step}", ""):
+        assert isinstance(answer, str)
+        assert answer.startswith(said)
+
+
+def test_what_is_no_number_in_one_process_is_refused(pool: RankPool) -> None:
+    said = pool.run(2, _examined, RANKS, {"model": "tests.judged:Infinite"}, 1e-9, "", "")
+    assert all(each.startswith("One process's gradients are not finite numbers (0.weight") for each in said)
+
+
+def test_dropout_under_dp_is_always_explained(pool: RankPool) -> None:
+    for _ in range(6):
+        answer = examined(pool, "ddp", "dp", model="tests.judged:Dropping")["dp"]
+        assert answer.agrees or causes(answer) == ["randomness"]
+
+
 def test_a_bit_that_flips_after_the_exchange_is_named(pool: RankPool) -> None:
     answer = examined(pool, ranks=3, fault="bit")["ddp"]
     assert answer.unlike == ("0.weight",)
@@ -179,7 +212,9 @@ def test_only_what_a_cause_touches_is_laid_to_it(pool: RankPool) -> None:
 
 def test_the_layer_that_couples_samples_is_named(pool: RankPool) -> None:
     (cause,) = examined(pool, model="tests.judged:Coupled")["ddp"].causes
-    assert cause.sentence.startswith("1: its output")
+    assert cause.sentence.startswith("1: what it makes of a sample")
+    (cause,) = examined(pool, model="tests.judged:CoupledByHand")["ddp"].causes
+    assert cause.sentence.startswith("the model's own forward, before 2: ")
 
 
 @pytest.mark.parametrize("model", ["Unused", "Branching"])

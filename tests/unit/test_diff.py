@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,21 @@ class _Runs:
         return open, (str(self.path), "w")
 
 
+class _Commands(_Runs):
+    """The same, by a command, from a module of which torch speaks in other words."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.path}",)
+
+
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = str(_ours(tmp_path / "run", _weights()))
     torch.save({"weight": torch.ones(2), "more": _Runs(tmp_path / "ran")}, tmp_path / "torch.pth")
     (tmp_path / "plain.pth").write_bytes(pickle.dumps(_Runs(tmp_path / "ran")))
     torch.save(nn.Linear(2, 2), tmp_path / "module.pth")
-    for name in ("torch.pth", "plain.pth", "module.pth"):
+    torch.save({"more": _Commands(tmp_path / "ran")}, tmp_path / "command.pth")
+    torch.save({"more": _Commands(tmp_path / "ran")}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    for name in ("torch.pth", "plain.pth", "module.pth", "command.pth", "old.pth"):
         assert "could run code, so it is not loaded" in refusal(capsys, "diff", good, tmp_path / name)
     assert not (tmp_path / "ran").exists()
 
@@ -258,3 +268,51 @@ def test_kinds_follow_from_names_and_shapes() -> None:
 def test_nothing_at_the_path_is_told_as_everywhere(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="There is no checkpoint at"):
         tensors.read(tmp_path / "none")
+
+
+# ---- what could be taken for something else
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({"net": {"w": 1.0}, "optimizer_G": {"m": 1.0}, "optimizer_D": {"m": 2.0}}, {"optimizer_G": {"m": 99.0}}),
+        ({"model": {"w": 1.0}, "net": {"w": 2.0}}, {"model": {"w": 7.0}}),
+        ({"module.a": 1.0, "a": 2.0}, {"module.a": 7.0}),
+        ([1.0, 2.0], [1.0, 3.0]),
+    ],
+    ids=["two optimizers", "two models", "a prefix alone", "a list"],
+)
+def test_tensors_of_one_name_are_told_apart(tmp_path: Path, a: Any, b: Any) -> None:
+    def made(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: made(part) for key, part in value.items()}
+        return [made(part) for part in value] if isinstance(value, list) else torch.tensor([value])
+
+    torch.save(made(a), tmp_path / "a.pth")
+    torch.save(made(a | b if isinstance(a, dict) else b), tmp_path / "b.pth")
+    found = difference.compare(*(tensors.read(tmp_path / name) for name in ("a.pth", "b.pth")))
+    assert (len(found.differences), found.only_a, found.only_b) == (1, (), ())
+
+
+def test_tensors_whose_values_cannot_be_compared_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = {
+        "sparse": torch.eye(3).to_sparse(),
+        "without data": torch.empty(3, device="meta"),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    }
+    for kind, tensor in odd.items():
+        torch.save({"layer.w": tensor}, tmp_path / "odd.pth")
+        said = refusal(capsys, "diff", tmp_path / "odd.pth", tmp_path / "odd.pth")
+        assert f"holds model/layer.w, a tensor that is {kind}" in said
+
+
+def test_names_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"a\x1b[2J": torch.ones(1)}, tmp_path / "a.pth")
+    torch.save({"a\x1b[2J": torch.zeros(1)}, tmp_path / "b.pth")
+    assert main(["diff", str(tmp_path / "a.pth"), str(tmp_path / "b.pth")]) == 3
+    out = capsys.readouterr().out
+    assert "\x1b[2J" not in out
+    assert "a\\x1b[2J" in out

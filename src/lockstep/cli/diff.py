@@ -117,7 +117,7 @@ def _comparable(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[dict[str, T
 def _print_names(console: Console, title: str, names: Sequence[str], *, most: int) -> None:
     if names:
         more = f" … and {len(names) - most} more (--all)" if len(names) > most else ""
-        console.print(f"[bold]{title}[/]: {escape(', '.join(names[:most]))}{more}")
+        console.print(f"[bold]{title}[/]: {_shown(', '.join(names[:most]))}{more}")
 
 
 def _table(rows: Sequence[Difference], most: int) -> Table:
@@ -131,8 +131,13 @@ def _table(rows: Sequence[Difference], most: int) -> Table:
         first = f", the first {len(shown)} (--all)" if count > len(shown) else ""
         table.add_row(f"[bold]{kind}[/]: {counted(count, 'tensor')}{first}")
         for each in shown:
-            table.add_row(f"  {escape(each.name)}", *_cells(each))
+            table.add_row(f"  {_shown(each.name)}", *_cells(each))
     return table
+
+
+def _shown(name: str) -> str:
+    """Return a name for the terminal, which a file could use to move its cursor."""
+    return escape("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name))
 
 
 def _cells(each: Difference) -> tuple[str, str, str, str]:

@@ -51,6 +51,10 @@ def check_parts(name: str, model: nn.Module) -> None:
             f"--model {name} has tensors whose shapes a first batch decides ({', '.join(lazy[:3])}); run a batch of "
             "zeros through it where it is made, so that they are known before training."
         )
+    if tensors and not any(each.requires_grad for each in model.parameters()):
+        raise RequestError(
+            f"--model {name} has no parameter that is trained (requires_grad): nothing would be learned."
+        )
     if extra := [key for key in model.state_dict() if key.endswith("_extra_state")]:
         raise RequestError(
             f"--model {name} keeps more than tensors in its state ({', '.join(extra[:3])}), and a checkpoint holds "

@@ -92,7 +92,8 @@ def in_words(answer: Answer) -> str:
     if answer.by_design:
         rest = max(cause.rest for cause in answer.causes)
         return f"{answer.strategy} differs by {largest:.1e} by design ({why}), and agrees within {rest:.1e} without"
-    return f"{answer.strategy} differs by {largest:.1e} ({why})" if largest else f"{answer.strategy}: {why}"
+    differs = any(row.tensors for row in answer.rows)
+    return f"{answer.strategy} differs by {largest:.1e} ({why})" if differs else f"{answer.strategy} has {why}"
 
 
 def strategies(asked: str) -> list[str]:

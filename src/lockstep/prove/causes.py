@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import float64
 from .gradients import ONE, Case, Workbench, beyond, gaps, ratio, worst
-from .switches import EVERYTHING, Off, coupled, shares_parameters, steady, switched
+from .switches import EVERYTHING, Off, coupled, draws_elsewhere, shares_parameters, steady, switched
 
 LOCAL = "local BatchNorm"
 
@@ -68,6 +68,10 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
     for switch in _switches(bench, strategy):
         let_in = dataclasses.replace(EVERYTHING, **{switch: False})
         alone = measured(ground.case, let_in, rescaled=ground.rescaled)
+        if switch == "randomness" and agreed(worst(alone)):
+            # Threads that share a generator may happen to draw what one process draws: another seed tells.
+            first, second = (bench.reference(ground.case, let_in, seed=seed) for seed in (1, 2))
+            alone = gaps(first, second)
         if not agreed(worst(alone)) and bench.world.is_main:
             found.append(_cause(switch, bench, strategy, beyond(alone, tolerance), ground.rest))
     return found if bench.world.is_main else []
@@ -126,6 +130,8 @@ def _switches(bench: Workbench, strategy: str) -> list[str]:
 
 
 def _cause(switch: str, bench: Workbench, strategy: str, tensors: dict[str, float], rest: float) -> Cause:
+    if switch == "loss":
+        return Cause(*_loss_cause(bench), tensors, rest)
     name, sentence = {
         "data": (
             "data",
@@ -142,7 +148,6 @@ def _cause(switch: str, bench: Workbench, strategy: str, tensors: dict[str, floa
             "each replica normalises by the statistics of its own share; use --batchnorm sync, which ddp has by "
             "default, or a norm that does not look at the batch",
         ),
-        "loss": _loss_cause(bench),
         "sharing": (
             "shared parameters",
             "a parameter that is used in several places is not exchanged as one; with parameters of their own in each "
@@ -154,7 +159,7 @@ def _cause(switch: str, bench: Workbench, strategy: str, tensors: dict[str, floa
 
 def _loss_cause(bench: Workbench) -> tuple[str, str]:
     """Return whether the loss divides by the samples that it is given, or couples them otherwise; it is asked."""
-    job = bench.job(bench.config.parallel.strategy)
+    job = bench.job(ONE)  # rank 0 asks alone
     generator = torch.Generator().manual_seed(0)
     classes = job.config.model.classes or job.data.train.classes
     scores = torch.randn(4, classes, generator=generator, dtype=job.precision.dtype).to(job.world.device)
@@ -182,17 +187,17 @@ def _unexplained(
     ((x, _), *_) = bench.read(case)
     tensors = beyond(rest, tolerance)
     with switched(job.model, EVERYTHING):
-        is_steady = steady(job.model, x)
+        is_steady = steady(job.model, x) and not draws_elsewhere(job.model, x)
         layer = coupled(job.model, x, tolerance) if is_steady else None
     if not is_steady:
         sentence = (
-            "the model gives something else each time that it is called with the same samples: it draws from a "
-            "generator of its own, which cannot be switched off; draw from torch's, or seed it in each pass"
+            "the model draws from NumPy's or Python's generator, or one of its own, which cannot be switched off; draw "
+            "from torch's, so that the rest can be compared"
         )
         return [Cause("randomness of its own", sentence, tensors, worst(rest))]
     if layer is not None:
         sentence = (
-            f"{layer}: its output for a sample depends on the others of the batch, and a rank has its own share alone"
+            f"{layer}: what it makes of a sample depends on the others of the batch, and a rank has its own share alone"
         )
         return [Cause("coupled samples", sentence, tensors, worst(rest))]
     if job.precision.name == "fp64" and worst(tensors) < float64.TOLERANCE and (found := float64.coarse(job, x)):

@@ -13,18 +13,23 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import own
 from ..batching import BatchPlan
 from ..config import RunConfig
 from ..engine import train_step
 from ..errors import RequestError
 from ..job import Batch, Job, assemble
 from ..kinds import KINDS
+from ..randomness import seed_all
+from ..verify.digest import digest
 from ..world import World
 from .switches import NOTHING, Off, by_sample, switched, untied
 
@@ -87,7 +92,10 @@ class Workbench:
         self.config = config
         self.world = world
         self.step = step
+        self._own_step = None if step is None else _asked(step)
         self._alone = World.alone(world.device)
+        # A step of the user's own may ask torch for the world's size, or exchange something: one process has one rank.
+        self._group_of_one: Any = None if world.group is None else dist.new_group([0])
         self.unused: list[str] = []
         """Parameters that the loss does not reach on some rank in some case."""
         self._jobs: dict[tuple[str, bool], Job] = {}
@@ -102,6 +110,7 @@ class Workbench:
                 "against; give --devices 2 or more."
             )
         self.cases = cases(config, first.samples, self.replicas, own_step=step is not None)
+        self._check_reference()
         if first.world.size > 1:
             self.unused = self._unreached(first)
         if self.unused:
@@ -134,12 +143,13 @@ class Workbench:
         for job in self._jobs.values():
             job.data.close()
 
-    def reference(self, case: Case, off: Off = NOTHING) -> Gradients:
-        """Return one process's gradients, on rank 0; nothing on others."""
+    def reference(self, case: Case, off: Off = NOTHING, *, seed: int | None = None) -> Gradients:
+        """Return one process's gradients, on rank 0; nothing on others. `seed` is of the model's own randomness."""
         if not self.world.is_main:
             return {}
         job = self.job(ONE, apart=off.sharing)
-        return self._compute(job, self.read(case), case, off)
+        with self._by_itself():
+            return self._compute(job, self.read(case), case, off, seed=seed)
 
     def under(self, strategy: str, case: Case, off: Off = NOTHING) -> Gradients:
         """Return the gradients under `strategy` as rank 0 has them; nothing on ranks that have no part in it."""
@@ -148,7 +158,35 @@ class Workbench:
             return self._compute(job, self.share(case, same=off.data), case, off)
         if not self.world.is_main:
             return {}
-        return self._compute(self.job(strategy, apart=off.sharing), self.read(case), case, off)
+        with self._by_itself():
+            return self._compute(self.job(strategy, apart=off.sharing), self.read(case), case, off)
+
+    @contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        """Let this process, rank 0, be the only one that torch knows of within the block."""
+        if self._group_of_one is None:
+            yield
+            return
+        whole = dist.group.WORLD
+        dist.distributed_c10d._update_default_pg(self._group_of_one)
+        try:
+            yield
+        finally:
+            dist.distributed_c10d._update_default_pg(whole)
+
+    def _check_reference(self) -> None:
+        """Raise `RequestError`, on every rank, where one process has no gradients to compare with."""
+
+        def attempt() -> None:
+            found = self.reference(self.cases[0])
+            if self.world.is_main and not found:
+                raise RequestError("--step leaves no gradient in the model's parameters: it has to call backward().")
+            if names := [name for name, each in found.items() if not bool(each.isfinite().all())]:
+                raise RequestError(
+                    f"One process's gradients are not finite numbers ({', '.join(names[:3])}): nothing can be compared."
+                )
+
+        self.world.together(attempt)
 
     def _unreached(self, job: Job) -> list[str]:
         """Return the parameters that some rank's share of some case does not reach."""
@@ -188,21 +226,47 @@ class Workbench:
         parts = [order.indices(part.start, part.stop) for part in plan.split(case.start, case.stop, rank)]
         return [(x.clone(), y.clone()) for x, y, _ in job.data.train.stream(parts, epoch=0)]
 
-    def _compute(self, job: Job, micros: Micros, case: Case, off: Off, *, exchanges: bool = True) -> Gradients:
+    def _compute(
+        self, job: Job, micros: Micros, case: Case, off: Off, *, exchanges: bool = True, seed: int | None = None
+    ) -> Gradients:
         job.model.zero_grad()
         loss_fn = by_sample(job.loss_fn) if off.loss else job.loss_fn
         parts = [(x, y, number == len(micros)) for number, (x, y) in enumerate(micros, 1)]
         with switched(job.model, off), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
+            if seed is not None:
+                seed_all(seed)
             if self.step is None and exchanges:
                 train_step(dataclasses.replace(job, loss_fn=loss_fn), Batch(case.stop - case.start, iter(parts)))
             else:
                 for x, y, _ in parts:
-                    (self.step or _plain_step)(job.replica, x, y)
+                    (self._own_step or _plain_step)(job.replica, x, y)
         named = job.model.named_parameters(remove_duplicate=False)
         found = {name: each.grad.detach().clone() for name, each in named if each.grad is not None}
         job.model.zero_grad()
         return found
+
+
+def _asked(step: Step) -> Step:
+    """Return the user's step, which is refused where it raises or changes the weights.
+
+    What torch raises where ranks do not meet is no fault of the step alone, and passes through.
+    """
+
+    def taken(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        weights = [each.detach() for each in model.parameters()]
+        before = int(digest(weights))
+        try:
+            step(model, x, y)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, ImportError) as error:
+            raise RequestError(f"--step {own.raised(error)}; it is called as step(model, x, y).") from error
+        if int(digest(weights)) != before:
+            raise RequestError(
+                "--step changes the model's weights: leave optimizer.step() out; it runs forward and backward, and "
+                "leaves gradients in the parameters."
+            )
+
+    return taken
 
 
 def _plain_step(model: nn.Module, x: Tensor, y: Tensor) -> None:

@@ -67,12 +67,24 @@ def _timed(claim: Callable[[Records], Check], run: Records) -> Check:
 
 
 def _held(run: Records) -> Mapping[str, Check]:
-    """Return the checks that the run, or whoever judged it before, has written; none where somebody has edited them."""
+    """Return the checks that the run, or others beside it, have written; none where somebody has edited them.
+
+    What the run itself has proved is read from its events, which nobody writes to afterwards.
+    """
     try:
         held = from_json((run.summary or {}).get("proof"))
     except (TypeError, AttributeError):
-        return {}
-    return {check.name: check for check in held if _is_whole(check)}
+        held = []
+    found = {check.name: check for check in held if _is_whole(check)}
+    for part in run.parts:
+        told = next((row for row in reversed(part.rows) if row.event == "proof"), None)
+        if told is not None and (part.last_step > part.first_step or part is run.parts[0]):
+            try:
+                own = from_json(told.fields.get("checks"))
+            except (TypeError, AttributeError):
+                continue
+            found |= {check.name: check for check in own if _is_whole(check)}
+    return found
 
 
 def _is_whole(check: Check) -> bool:

@@ -5,12 +5,14 @@ A cause is not guessed from the names of layers: it is switched off on both side
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -168,43 +170,77 @@ def shares_parameters(model: nn.Module) -> bool:
 @torch.no_grad()
 def steady(model: nn.Module, x: Tensor) -> bool:
     """Return whether `model` gives the same for x (n, …) when it is called twice."""
-    first, second = _outputs(model, x), _outputs(model, x)
-    return all(torch.equal(each, second[name]) for name, each in first.items() if name in second)
+    first, second = _passed(model, x), _passed(model, x)
+    return all(torch.equal(each.made, second[name].made) for name, each in first.items() if name in second)
+
+
+@torch.no_grad()
+def draws_elsewhere(model: nn.Module, x: Tensor) -> bool:
+    """Return whether `model`, called with x (n, …), draws from Python's or NumPy's generator."""
+    seen: list[Any] = []
+
+    def note(*_: Any) -> None:
+        numpy = np.random.get_state(legacy=False)["state"]
+        seen.append((random.getstate(), numpy["pos"], numpy["key"].tobytes()))
+
+    # The last hook before the pass and the first after it: others may seed.
+    hooks = [model.register_forward_pre_hook(note), model.register_forward_hook(note, prepend=True)]
+    try:
+        model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return bool(seen[0] != seen[-1])
 
 
 def coupled(model: nn.Module, x: Tensor, tolerance: float) -> str | None:
-    """Return the first layer whose output for a sample depends on the others of its batch; None if none does.
+    """Return the first layer that couples the samples of a batch: for the same samples it makes something else.
 
-    `model` is called with x (n, …) and with its first half; to be used where batch statistics and randomness are
-    switched off.
+    None if none does. `model` is called with x (n, …) and with its first half; to be used where batch statistics and
+    randomness are switched off.
     """
     half = len(x) // 2
-    whole, part = (_outputs(model, each) for each in (x, x[:half]))
+    whole, part = (_passed(model, each) for each in (x, x[:half]))
+
+    def differ(ours: Tensor, theirs: Tensor) -> bool:
+        if theirs.shape[:1] != (half,) or ours.shape[1:] != theirs.shape[1:] or not ours.numel():
+            return False  # not a sample a row
+        ours, theirs = ours.double(), theirs.double()
+        return float((ours[:half] - theirs).abs().max()) > tolerance * float(ours.abs().max())
+
     for name, theirs in part.items():
         ours = whole.get(name)
-        if ours is None or theirs.shape[:1] != (half,) or ours.shape[1:] != theirs.shape[1:]:
+        if ours is None:
             continue
-        scale = float(ours.abs().max()) if ours.numel() else 0.0
-        if scale and float((ours[:half] - theirs).abs().max()) > tolerance * scale:
+        if differ(ours.given, theirs.given):
+            return f"the model's own forward, before {name}"
+        if differ(ours.made, theirs.made):
             return name
     return None
 
 
+class _Pass(NamedTuple):
+    """What a layer was given and what it made of it."""
+
+    given: Tensor
+    made: Tensor
+
+
 @torch.no_grad()
-def _outputs(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Return what each innermost layer, and the model itself last, makes of x."""
-    found: dict[str, Tensor] = {}
+def _passed(model: nn.Module, x: Tensor) -> dict[str, _Pass]:
+    """Return what went through each innermost layer, in the order in which they were called, and the model last."""
+    found: dict[str, _Pass] = {}
 
     def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.is_floating_point():
-                found.setdefault(name, output.detach().clone())
+            given = inputs[0] if inputs else None
+            if isinstance(output, Tensor) and output.is_floating_point() and isinstance(given, Tensor):
+                found.setdefault(name, _Pass(given.detach().clone(), output.detach().clone()))
 
         return hook
 
-    innermost = [(name, each) for name, each in model.named_modules() if not any(each.children())]
-    named = [*innermost, ("the model's own forward", model)] if any(model.children()) else [("the model", model)]
-    hooks = [each.register_forward_hook(note(name)) for name, each in named]
+    innermost = [(name, each) for name, each in model.named_modules() if name and not any(each.children())]
+    hooks = [each.register_forward_hook(note(name)) for name, each in [*innermost, ("the model's own forward", model)]]
     try:
         model(x)
     finally:

@@ -10,6 +10,7 @@ import pickle
 import re
 import struct
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ _MODEL_KEYS = frozenset({"model", "state_dict", "model_state_dict", "module", "n
 """What training scripts call the model's part of a checkpoint."""
 _GROUPS = ("optimizer", "ema")
 _WRAPPERS = ("module.", "_orig_mod.")
-_CODE = re.compile(r"Unsupported (global|class)|[Uu]nsupported class|reduce for unrecognized|not an allowed global")
+_CODE = re.compile(
+    r"[Uu]nsupported (global|GLOBAL|class)|[Uu]nsupported class|reduce for unrecognized|not an allowed global"
+)
 """What torch.load says of a pickle that asks for a function or a class."""
 _BROKEN = (
     *(RuntimeError, ValueError, LookupError, OSError, AttributeError, TypeError, EOFError, AssertionError),
@@ -57,7 +60,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        return dict(_named(load_file(path)))
+        return _named(path, load_file(path))
     except (SafetensorError, OSError) as error:
         raise _damaged(path, error) from error
 
@@ -76,7 +79,7 @@ def _saved_by_torch(path: Path, *, is_pickle: bool) -> dict[str, Tensor]:
         ) from error
     except _BROKEN as error:
         raise _damaged(path, error) from error
-    return dict(_named(found))
+    return _named(path, found)
 
 
 def _damaged(path: Path, error: Exception) -> RequestError:
@@ -87,19 +90,41 @@ def _damaged(path: Path, error: Exception) -> RequestError:
     )
 
 
-def _named(found: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all tensors in nested dictionaries and lists, with the group in front."""
+def _named(path: Path, found: Any) -> dict[str, Tensor]:
+    """Return the tensors in nested dictionaries and lists by name, with the group in front.
+
+    Where a checkpoint has several models or optimizers, the name has its key too; and where two tensors are told apart
+    by a wrapper's prefix alone, prefixes stay. Raises `RequestError` for tensors whose values cannot be compared.
+    """
+    groups = _grouped(found)
+    several = Counter(group for group, _, _ in groups)
+    full = [
+        (f"{group}/{key}" if several[group] > 1 and key else group, list(_flat(part))) for group, key, part in groups
+    ]
+    for unwrap in (_unwrapped, str):
+        named = [(f"{group}/{unwrap(name)}", tensor) for group, parts in full for name, tensor in parts]
+        if len(dict(named)) == len(named):
+            break
+    for name, tensor in named:
+        kind = "quantized" if tensor.is_quantized else "without data" if tensor.is_meta else "sparse"
+        if tensor.is_quantized or tensor.is_meta or tensor.layout != torch.strided:
+            raise RequestError(f"{path} holds {name}, a tensor that is {kind}, and values are compared; save it dense.")
+    return dict(named)
+
+
+def _grouped(found: Any) -> list[tuple[str, str, Any]]:
+    """Return (group, key, part) of each part of a checkpoint; all tensors that lie bare in it are one part."""
     if isinstance(found, Tensor):
-        yield "model/tensor", found
-        return
-    for key, part in found.items() if isinstance(found, Mapping) else ():
-        if isinstance(part, Tensor):
-            yield f"model/{_unwrapped(str(key))}", part
-        elif key in _MODEL_KEYS:
-            yield from ((f"model/{_unwrapped(name)}", tensor) for name, tensor in _flat(part))
-        else:
-            group = next((group for group in _GROUPS if group in str(key).lower()), str(key))
-            yield from ((f"{group}/{_unwrapped(name)}", tensor) for name, tensor in _flat(part))
+        return [("model", "", {"tensor": found})]
+    if not isinstance(found, Mapping):
+        return [("model", "", found)]
+    bare = {str(key): part for key, part in found.items() if isinstance(part, Tensor)}
+    parts = [("model", "", bare)] if bare else []
+    for key, part in found.items():
+        if not isinstance(part, Tensor):
+            known = next((group for group in _GROUPS if group in str(key).lower()), str(key))
+            parts.append(("model" if key in _MODEL_KEYS else known, str(key), part))
+    return [(group, key, part) for group, key, part in parts if next(_flat(part), None) is not None]
 
 
 def _flat(part: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ def unwritten(folder: Path, checks: Iterable[Check]) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         proof.add(folder, checks)
     except (OSError, ValueError, TypeError, AttributeError) as error:  # not writable, or not what we have written
-        why = getattr(error, "strerror", None) or error
+        foreign = isinstance(error, TypeError | AttributeError)
+        why = f"its {proof.SUMMARY} is none of ours" if foreign else getattr(error, "strerror", None) or error
         return f"{proof.SHEET} and {proof.SUMMARY} in {folder} could not be written ({why}); the verdict stands."
     return ""
