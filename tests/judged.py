@@ -220,6 +220,19 @@ class DroppingAndNormed(nn.Sequential):
         )
 
 
+class NoisyInTraining(nn.Module):
+    """Draws only while its BatchNorm, which normalises nothing, takes batch statistics: two switches for one cause."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES, affine=False)
+        self.head = nn.Linear(FEATURES, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(x * torch.rand_like(x) if self.norm.training else x)
+        return scores
+
+
 class Centred(nn.Module):
     """A layer that subtracts the batch's mean, and is no BatchNorm that anybody could know."""
 

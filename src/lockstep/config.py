@@ -12,8 +12,6 @@ they live in `BatchPlan`, `Topology` and the run's manifest, so that a config sa
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +19,7 @@ from typing import Annotated
 import tyro
 
 from .errors import RequestError, choose
+from .validity import check_finite, check_wait, check_whole, listed, require
 
 _key = tyro.conf.arg
 
@@ -37,39 +36,6 @@ SWITCHES = ("auto", "on", "off")
 AUGMENTATIONS = ("crop", "flip", "cutout")
 
 
-LONGEST_WAIT_S = 366 * 24 * 3600
-"""A year: what torch and the operating system count time-outs in holds little more than centuries."""
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise RequestError(sentence)
-
-
-def _check_whole(flag: str, value: int | None, least: int = 1, unit: str = "") -> None:
-    """Raise where a whole number, if there is one, is below `least` or beyond what 64 bits hold."""
-    if value is not None:
-        _require(value >= least, f"--{flag} {value}: give {least} or more{unit}.")
-        _require(value < 2**63, f"--{flag} {value}: give a number below 2**63.")
-
-
-def _check_finite(section: object) -> None:
-    """Raise where a number is nan or infinite: nan slips through comparisons, infinity through those with one bound."""
-    for item in dataclasses.fields(section):  # type: ignore[arg-type]
-        value = getattr(section, item.name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float) and not math.isfinite(number):
-                raise RequestError(f"--{item.name.replace('_', '-')} {number}: give a finite number.")
-
-
-def _listed(numbers: tuple[float, ...]) -> str:
-    return " ".join(f"{number:g}" for number in numbers) or "none"
-
-
-def _check_wait(flag: str, seconds: float) -> None:
-    _require(0 < seconds <= LONGEST_WAIT_S, f"--{flag} {seconds:g}: give seconds above 0, and at most a year.")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The network."""
@@ -80,7 +46,7 @@ class ModelConfig:
     """Number of classes; by default the data set's own."""
 
     def __post_init__(self) -> None:
-        _check_whole("classes", self.classes)
+        check_whole("classes", self.classes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +77,9 @@ class DataConfig:
         for name in self.augment:
             choose("augmentation", name, AUGMENTATIONS)
         choose("value of --on-device", self.on_device, SWITCHES)
-        _check_whole("workers", self.workers, least=0)
-        _check_whole("image-size", self.image_size, unit=" pixels")
-        _check_whole("samples", self.samples, least=4)
+        check_whole("workers", self.workers, least=0)
+        check_whole("image-size", self.image_size, unit=" pixels")
+        check_whole("samples", self.samples, least=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,45 +118,45 @@ class OptimConfig:
     """Decay of an exponential moving average of the weights, which evaluation then uses."""
 
     def __post_init__(self) -> None:
-        _check_finite(self)
+        check_finite(self)
         choose("optimizer", self.name, OPTIMIZERS)
         choose("schedule", self.schedule, SCHEDULES)
         choose("learning-rate rule", self.lr_rule, LR_RULES)
         if ":" not in self.loss:
             choose("loss", self.loss, LOSSES)
-        _require(
+        require(
             ":" not in self.loss or not self.label_smoothing,
             f"--label-smoothing {self.label_smoothing:g} belongs to cross_entropy, and --loss is {self.loss}; smooth "
             "the labels there, or leave it out.",
         )
-        _require(self.lr > 0, f"--lr {self.lr}: give a number above 0.")
-        _require(0 <= self.momentum < 1, f"--momentum {self.momentum}: give a number from 0 up to, not including, 1.")
-        _require(self.weight_decay >= 0, f"--weight-decay {self.weight_decay}: give 0 or more.")
-        _require(self.gamma > 0, f"--gamma {self.gamma}: give a factor above 0.")
-        _require(self.warmup >= 0, f"--warmup {self.warmup}: give 0 or more epochs.")
-        _require(0 <= self.label_smoothing < 1, f"--label-smoothing {self.label_smoothing}: give 0 up to below 1.")
-        _require(self.clip is None or self.clip > 0, f"--clip {self.clip}: give a norm above 0.")
-        _require(self.ema is None or 0 < self.ema < 1, f"--ema {self.ema}: give a decay between 0 and 1.")
-        _require(
+        require(self.lr > 0, f"--lr {self.lr}: give a number above 0.")
+        require(0 <= self.momentum < 1, f"--momentum {self.momentum}: give a number from 0 up to, not including, 1.")
+        require(self.weight_decay >= 0, f"--weight-decay {self.weight_decay}: give 0 or more.")
+        require(self.gamma > 0, f"--gamma {self.gamma}: give a factor above 0.")
+        require(self.warmup >= 0, f"--warmup {self.warmup}: give 0 or more epochs.")
+        require(0 <= self.label_smoothing < 1, f"--label-smoothing {self.label_smoothing}: give 0 up to below 1.")
+        require(self.clip is None or self.clip > 0, f"--clip {self.clip}: give a norm above 0.")
+        require(self.ema is None or 0 < self.ema < 1, f"--ema {self.ema}: give a decay between 0 and 1.")
+        require(
             not self.nesterov or self.momentum > 0,
             f"--nesterov needs momentum, and --momentum is {self.momentum:g}; give more, or --no-nesterov.",
         )
-        _check_whole("base-batch", self.base_batch)
-        _require(
+        check_whole("base-batch", self.base_batch)
+        require(
             self.lr_rule == "none" or self.base_batch is not None,
             f"--lr-rule {self.lr_rule} needs the batch that --lr was tuned for; add --base-batch N.",
         )
         if self.schedule == "multistep":
             rising = all(a < b for a, b in zip((0.0, *self.milestones), self.milestones, strict=False))
-            _require(
+            require(
                 bool(self.milestones) and rising,
-                f"--schedule multistep needs rising --milestones in epochs, found {_listed(self.milestones)}.",
+                f"--schedule multistep needs rising --milestones in epochs, found {listed(self.milestones)}.",
             )
         if self.schedule == "step":
-            _require(
+            require(
                 len(self.milestones) == 1 and self.milestones[0] > 0,
                 f"--schedule step needs one --milestones value, the epochs between cuts; found "
-                f"{_listed(self.milestones)}.",
+                f"{listed(self.milestones)}.",
             )
 
 
@@ -210,11 +176,11 @@ class BatchConfig:
     """Leave out an epoch's last, smaller batch."""
 
     def __post_init__(self) -> None:
-        _check_whole("batch", self.size)
-        _check_whole("accumulate", self.accumulate)
-        _check_whole("micro-batch", self.micro_batch)
-        _check_whole("eval-batch", self.eval_batch)
-        _require(
+        check_whole("batch", self.size)
+        check_whole("accumulate", self.accumulate)
+        check_whole("micro-batch", self.micro_batch)
+        check_whole("eval-batch", self.eval_batch)
+        require(
             self.accumulate is None or self.micro_batch is None,
             f"--accumulate {self.accumulate} and --micro-batch {self.micro_batch} say the same thing twice; give one.",
         )
@@ -254,25 +220,25 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         choose("accelerator", self.accelerator, ACCELERATORS)
         choose("value of --batchnorm", self.batchnorm, BATCHNORMS)
-        _check_finite(self)
-        _check_whole("devices", self.devices)
-        _check_whole("nodes", self.nodes)
-        _check_whole("world-size", self.world_size)
-        _check_wait("timeout", self.timeout)
-        _check_wait("stall-timeout", self.stall_timeout)
+        check_finite(self)
+        check_whole("devices", self.devices)
+        check_whole("nodes", self.nodes)
+        check_whole("world-size", self.world_size)
+        check_wait("timeout", self.timeout)
+        check_wait("stall-timeout", self.stall_timeout)
         chosen = self.gpu_indices
-        _require(
+        require(
             self.devices is None or not chosen or self.devices == len(chosen),
             f"--devices {self.devices} disagrees with --gpus {self.gpus}, which names {len(chosen)}; give one of them.",
         )
-        _require(not chosen or self.accelerator != "cpu", f"--gpus {self.gpus} disagrees with --accelerator cpu.")
+        require(not chosen or self.accelerator != "cpu", f"--gpus {self.gpus} disagrees with --accelerator cpu.")
         if self.rank is not None:
-            _require(
+            require(
                 self.world_size is not None,
                 f"--rank {self.rank} without --world-size: say how many ranks there are, such as --world-size 2.",
             )
         if self.world_size is not None:
-            _require(
+            require(
                 self.rank is None or 0 <= self.rank < self.world_size,
                 f"--rank {self.rank} lies outside the world of --world-size {self.world_size}; "
                 f"ranks go from 0 to {self.world_size - 1}.",
@@ -315,7 +281,7 @@ class CheckpointConfig:
     """Optimizer steps between checkpoints; by default once an epoch."""
 
     def __post_init__(self) -> None:
-        _check_whole("checkpoint-every", self.checkpoint_every, unit=" steps")
+        check_whole("checkpoint-every", self.checkpoint_every, unit=" steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +294,7 @@ class RecordConfig:
     """Optimizer steps between log lines (sooner where steps are slow)."""
 
     def __post_init__(self) -> None:
-        _check_whole("log-every", self.log_every, unit=" steps")
+        check_whole("log-every", self.log_every, unit=" steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,7 +308,7 @@ class ProofConfig:
     """Record which sample went into which step on which rank (ledger.bin), and check that each epoch had each once."""
 
     def __post_init__(self) -> None:
-        _check_whole("verify-every", self.verify_every, least=0, unit=" steps")
+        check_whole("verify-every", self.verify_every, least=0, unit=" steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,10 +335,10 @@ class RunConfig:
     """Seed of the weights, of the order and of the augmentation."""
 
     def __post_init__(self) -> None:
-        _check_whole("epochs", self.epochs)
-        _check_whole("max-steps", self.max_steps)
-        _require(0 <= self.seed < 2**63, f"--seed {self.seed}: give a number from 0 to 2**63 - 1.")
-        _require(
+        check_whole("epochs", self.epochs)
+        check_whole("max-steps", self.max_steps)
+        require(0 <= self.seed < 2**63, f"--seed {self.seed}: give a number from 0 to 2**63 - 1.")
+        require(
             self.optim.warmup <= self.epochs,
             f"--warmup {self.optim.warmup:g} (in epochs) is longer than the run's --epochs {self.epochs}, and the "
             f"learning rate would never reach --lr; give --warmup {self.epochs} or less, or 0 for none.",

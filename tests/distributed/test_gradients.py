@@ -18,7 +18,10 @@ from lockstep.data.order import Order
 from lockstep.errors import RequestError
 from lockstep.options import override
 from lockstep.prove.answer import Answer, Report, examine
-from lockstep.prove.gradients import Case, Gradients, Workbench
+from lockstep.prove.cases import Case
+from lockstep.prove.causes import Cause
+from lockstep.prove.gaps import Gradients, gaps
+from lockstep.prove.gradients import Workbench
 from lockstep.prove.switches import NOTHING, Off
 from lockstep.strategies.ddp import DDP
 from lockstep.world import World
@@ -146,6 +149,7 @@ FOUND: list[tuple[list[str], dict[str, Any]]] = [
     ),
     (["shared parameters"], {"fault": "sharing", "model": "tests.judged:Tied"}),
     (["data"], {"fault": "order"}),
+    (["several together"], {"model": "tests.judged:NoisyInTraining"}),
     (["coupled samples"], {"model": "tests.judged:Coupled"}),
     (["coarser arithmetic"], {"model": "tests.judged:PartlySingle"}),
 ]
@@ -210,6 +214,13 @@ def test_only_what_a_cause_touches_is_laid_to_it(pool: RankPool) -> None:
     assert sorted(cause.tensors) == ["2.bias", "2.weight"]  # a frozen layer has no gradient
 
 
+def test_a_cause_in_several_batches_has_its_largest_part() -> None:
+    cause = Cause("data", "ranks read other samples", {"a": 0.3, "b": 0.1}, 1e-15)
+    both = cause.merged(Cause("data", "ranks read other samples", {"b": 0.4, "c": 0.2}, 1e-14))
+    assert list(both.tensors.items()) == [("b", 0.4), ("a", 0.3), ("c", 0.2)]
+    assert both.rest == 1e-14
+
+
 def test_the_layer_that_couples_samples_is_named(pool: RankPool) -> None:
     (cause,) = examined(pool, model="tests.judged:Coupled")["ddp"].causes
     assert cause.sentence.startswith("1: what it makes of a sample")
@@ -267,8 +278,6 @@ def test_a_data_set_smaller_than_the_ranks_is_refused(pool: RankPool) -> None:
 
 
 def test_a_gap_is_measured_against_the_tensor_and_never_lost() -> None:
-    from lockstep.prove.gradients import gaps
-
     ours = {"a": torch.tensor([1.0, 2.0]), "zero": torch.tensor([1e-17]), "gone": torch.ones(1)}
     theirs = {"a": torch.tensor([1.0, 2.5]), "zero": torch.tensor([2e-17]), "new": torch.ones(1)}
     found = gaps(theirs, ours)

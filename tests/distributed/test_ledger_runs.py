@@ -18,6 +18,7 @@ from lockstep.errors import ProofError, RequestError
 from lockstep.options import override, recipe
 from lockstep.proof import Check
 from lockstep.verify import exactly_once, pages
+from lockstep.verify.planned import Planned
 from lockstep.world import World
 
 from ..command import command
@@ -94,8 +95,8 @@ def _trained(world: World, values: dict[str, Any], fault: str, faulty_rank: int)
 
 
 def judged(folder: Path, **values: Any) -> Check:
-    asked = {"global_batch": BATCH, "seed": 0, "drop_last": False} | values
-    return exactly_once.check(folder / pages.NAME, **asked)
+    asked = {"global_batch": BATCH, "seed": 0} | values
+    return exactly_once.check(folder / pages.NAME, Planned(**asked))
 
 
 @pytest.mark.parametrize("values", [{}, {"accumulate": 3}, {"drop_last": True}, {"batch": 64}], ids=str)

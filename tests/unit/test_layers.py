@@ -21,6 +21,7 @@ LAYERS: list[list[str]] = [
         "synonyms",
         "errors",
         "files",
+        "validity",
         "config",
         "options",
         "topology",

@@ -36,6 +36,7 @@ from lockstep.verify.pages import (
     unpack,
     where,
 )
+from lockstep.verify.planned import Planned
 from lockstep.world import World
 
 from ..pool import RankPool
@@ -100,8 +101,10 @@ class Run:
         return pages
 
     def findings(self, pages: list[Page], steps: int | None = None) -> str:
-        found = judge(pages, global_batch=self.batch, seed=SEED, drop_last=self.drop_last, steps=steps).findings
-        return "; ".join(found)
+        return "; ".join(judge(pages, self.planned(steps)).findings)
+
+    def planned(self, steps: int | None = None) -> Planned:
+        return Planned(global_batch=self.batch, seed=SEED, drop_last=self.drop_last, steps=steps)
 
 
 def evaluated(step: int, epoch: int, samples: int, ranks: int) -> Page:
@@ -246,7 +249,7 @@ def test_a_clean_run_holds_wherever_it_begins_and_ends(run: Run, every: int, dat
     last = data.draw(st.integers(1, run.epochs * run.per_epoch))
     first = data.draw(st.integers(1, last))
     pages = run.pages(run.steps(last)[first - 1 :], every)
-    verdict = judge(pages, global_batch=run.batch, seed=SEED, drop_last=run.drop_last, steps=last)
+    verdict = judge(pages, run.planned(last))
     assert verdict.findings == ()
     assert (verdict.first_step, verdict.last_step) == (first, last)
     assert (verdict.first_epoch, verdict.last_epoch) == ((first - 1) // run.per_epoch, (last - 1) // run.per_epoch)
@@ -384,19 +387,15 @@ def test_what_is_wrong_is_found_and_named(fault: Fault, sentences: list[str], ev
 
 
 def test_another_order_and_another_plan_deviate_from_the_first_step_on() -> None:
-    pages = TWO.pages(TWO.steps())
-    (seed,) = judge(pages, global_batch=8, seed=SEED + 1).findings
+    pages, planned = TWO.pages(TWO.steps()), TWO.planned()
+    (seed,) = judge(pages, replace(planned, seed=SEED + 1)).findings
     assert seed.endswith("in step 1; 16 shares in 8 steps deviate, of ranks 0, 1")
-    (accumulation,) = judge([replace(page, accumulation=2) for page in pages], global_batch=8, seed=SEED).findings
+    (accumulation,) = judge([replace(page, accumulation=2) for page in pages], planned).findings
     assert "in step 1; " in accumulation
     changed = [replace(page, accumulation=1 + (page.first_step > 4)) for page in pages]
-    assert judge(changed, global_batch=8, seed=SEED).findings[0] == (
-        "from step 5 on, a batch has 2 global micro-batches, and had 1"
-    )
+    assert judge(changed, planned).findings[0] == ("from step 5 on, a batch has 2 global micro-batches, and had 1")
     other = [replace(page, samples=31) if page.first_step > 4 else page for page in pages]
-    assert judge(other, global_batch=8, seed=SEED).findings[0] == (
-        "from step 5 on, the training set has 31 samples, and had 30"
-    )
+    assert judge(other, planned).findings[0] == ("from step 5 on, the training set has 31 samples, and had 30")
 
 
 def test_a_ledger_that_ends_before_its_run_is_found() -> None:
@@ -460,7 +459,7 @@ def test_the_check_says_what_it_covers(tmp_path: Path) -> None:
     path = tmp_path / NAME
 
     def checked(steps: int | None = None) -> Check:
-        return check(path, global_batch=8, seed=SEED, drop_last=False, steps=steps)
+        return check(path, Planned(global_batch=8, seed=SEED, steps=steps))
 
     pages = TWO.pages(TWO.steps())
     write(path, pages)

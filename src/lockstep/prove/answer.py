@@ -14,8 +14,10 @@ from ..proof import Check
 from ..verify.digest import compare
 from ..world import World
 from . import causes, float64
+from .cases import Case
 from .causes import Cause
-from .gradients import Case, Workbench, beyond, gaps, worst
+from .gaps import beyond, gaps, worst
+from .gradients import Workbench
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,9 @@ def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -
     failing = bench.world.gather([bool(row.tensors) for row in rows])[0]
     for case, fails in zip(found, failing, strict=True):
         if fails:
-            causes_found |= {each.name: each for each in causes.find(bench, strategy, case, tolerance)}
+            for each in causes.find(bench, strategy, case, tolerance):
+                before = causes_found.get(each.name)
+                causes_found[each.name] = each if before is None else before.merged(each)
     lacking = bench.unused if has_ranks and not bench.config.parallel.find_unused else []
     return Answer(
         strategy=strategy,
@@ -178,10 +182,10 @@ def _by_design(bench: Workbench, strategy: str, found: dict[str, Cause], faulty:
 
 def _split(case: Case, replicas: int) -> str:
     """Return how a batch is shared out: `64 = 32 + 32`."""
-    plan = BatchPlan(global_size=case.stop - case.start, ranks=replicas, accumulation=case.accumulation)
+    plan = BatchPlan(global_size=case.size, ranks=replicas, accumulation=case.accumulation)
     micros = [
         " + ".join(str(len(plan.split(case.start, case.stop, rank)[number])) for rank in range(replicas))
-        for number in range(plan.micros(case.stop - case.start))
+        for number in range(plan.micros(case.size))
     ]
     shown = micros[0] if len(micros) == 1 else " + ".join(f"({each})" for each in micros)
-    return f"{case.stop - case.start} = {shown}" if len(shown) <= 32 else f"{case.stop - case.start} samples"
+    return f"{case.size} = {shown}" if len(shown) <= 32 else f"{case.size} samples"

@@ -16,7 +16,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import float64
-from .gradients import ONE, Case, Workbench, beyond, gaps, ratio, worst
+from .cases import Case
+from .gaps import beyond, gaps, ratio, worst
+from .gradients import ONE, Workbench
 from .switches import EVERYTHING, Off, coupled, draws_elsewhere, shares_parameters, steady, switched
 
 LOCAL = "local BatchNorm"
@@ -36,6 +38,12 @@ class Cause:
     by_law: bool = False
     """Whether the model itself asks for it, so that no strategy can be without: randomness of its own."""
 
+    def merged(self, other: Cause) -> Cause:
+        """Return the same cause as two batches show it: its part in each tensor, and what is left, at their largest."""
+        both = {name: max(gap, other.tensors.get(name, 0)) for name, gap in self.tensors.items()}
+        tensors = dict(sorted((other.tensors | both).items(), key=lambda each: -each[1]))
+        return dataclasses.replace(self, tensors=tensors, rest=max(self.rest, other.rest))
+
 
 @dataclass(frozen=True)
 class _Ground:
@@ -47,7 +55,10 @@ class _Ground:
 
 
 def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[Cause]:
-    """Return the causes of a gap under `strategy` in `case`, on rank 0; nothing on others (*collective*)."""
+    """Return the causes of a gap under `strategy` in `case`, one at least, on rank 0 (*collective*).
+
+    What other ranks return says nothing.
+    """
 
     def measured(case: Case, off: Off, *, rescaled: bool = False) -> dict[str, float]:
         theirs = bench.under(strategy, case, off)
@@ -65,7 +76,8 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
         ground, found = _of_the_exchange(bench, strategy, case, rest, measured, agreed)
     if not agreed(ground.rest):
         return [*found, *_unexplained(bench, strategy, case, rest, tolerance)] if bench.world.is_main else []
-    for switch in _switches(bench, strategy):
+    switches = _switches(bench, strategy)
+    for switch in switches:
         let_in = dataclasses.replace(EVERYTHING, **{switch: False})
         alone = measured(ground.case, let_in, rescaled=ground.rescaled)
         if switch == "randomness" and agreed(worst(alone)):
@@ -73,8 +85,17 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
             first, second = (bench.reference(ground.case, let_in, seed=seed) for seed in (1, 2))
             alone = gaps(first, second)
         if not agreed(worst(alone)) and bench.world.is_main:
-            found.append(_cause(switch, bench, strategy, beyond(alone, tolerance), ground.rest))
-    return found if bench.world.is_main else []
+            found.append(_cause(switch, bench, beyond(alone, tolerance), ground.rest))
+    if bench.world.gather(bool(found))[0]:
+        return found if bench.world.is_main else []
+    for number in range(2, len(switches) + 1):
+        let_in = dataclasses.replace(EVERYTHING, **dict.fromkeys(switches[:number], False))
+        together = measured(case, let_in)
+        if not agreed(worst(together)):
+            sentence = f"none of {', '.join(switches[:number])} makes the gradients differ alone, and together they do"
+            return [Cause("several together", sentence, beyond(together, tolerance), ground.rest)]
+    sentence = "measured again, the gradients agree: what makes them differ is not there each time"
+    return [Cause("unexplained", sentence, {}, ground.rest)]
 
 
 Measure = Callable[..., dict[str, float]]
@@ -98,26 +119,22 @@ def _of_the_exchange(
             )
             return _Ground(whole, False, gap), [Cause("accumulation", sentence, dict(rest), gap)]
     parts = bench.replicas * case.accumulation
-    even = Case("even shares", case.start, case.start + (case.stop - case.start) // parts * parts, case.accumulation)
+    even = Case("even shares", case.start, case.start + case.size // parts * parts, case.accumulation)
     if case.start < even.stop < case.stop and agreed(gap := worst(measured(even, EVERYTHING))):
         sentence = (
             "ranks' means are averaged, whatever their numbers of samples (a mean of means): with even shares the "
             "gradients agree; divide the summed loss by the global count instead"
         )
         return _Ground(even, False, gap), [Cause("mean of means", sentence, dict(rest), gap)]
-    if agreed(gap := worst(measured(case, EVERYTHING, rescaled=True))):
-        factor = _factor(bench, strategy, case)
+    theirs, ours = bench.under(strategy, case, EVERYTHING), bench.reference(case, EVERYTHING)
+    factor = ratio(theirs, ours) if ours else 1.0
+    if agreed(gap := worst(gaps(theirs, ours, factor))):
         sentence = (
             f"every gradient is {factor:.6g} times one process's: the exchange sums or divides by a wrong count; "
             "divided by that factor, all agree"
         )
         return _Ground(case, True, gap), [Cause("a wrong count", sentence, dict(rest), gap)]
     return _Ground(case, False, worst(rest)), []
-
-
-def _factor(bench: Workbench, strategy: str, case: Case) -> float:
-    theirs, ours = bench.under(strategy, case, EVERYTHING), bench.reference(case, EVERYTHING)
-    return ratio(theirs, ours) if ours else 1.0
 
 
 def _switches(bench: Workbench, strategy: str) -> list[str]:
@@ -129,7 +146,7 @@ def _switches(bench: Workbench, strategy: str) -> list[str]:
     return found + ["sharing"] * shares_parameters(model)
 
 
-def _cause(switch: str, bench: Workbench, strategy: str, tensors: dict[str, float], rest: float) -> Cause:
+def _cause(switch: str, bench: Workbench, tensors: dict[str, float], rest: float) -> Cause:
     if switch == "loss":
         return Cause(*_loss_cause(bench), tensors, rest)
     name, sentence = {

@@ -45,16 +45,19 @@ def check(config: RunConfig, world: World, refused: Exception) -> None:
         return
     plain = dataclasses.replace(config.precision, name="fp32")
     parallel = dataclasses.replace(config.parallel, strategy="single", devices=None, batchnorm="auto")
+    plain_config = dataclasses.replace(config, precision=plain, parallel=parallel)
     try:
-        job = assemble(dataclasses.replace(config, precision=plain, parallel=parallel), World.alone(world.device))
-        _tried(job.model, _sample(job, torch.float32))
+        job = assemble(plain_config, World.alone(world.device))
     except (RequestError, RuntimeError):
         return  # then it is not float64 that it cannot
     watch = _Watching()
     try:
+        _tried(job.model, _sample(job, torch.float32))
         with watch:
             _tried(job.model.double(), _sample(job, torch.float64))
     except RuntimeError as error:
+        if not watch.last:
+            return  # it runs in neither
         said = " ".join(str(error).split("\n")[0].split())
         raise RequestError(
             f"--model {config.model.name} cannot run in float64: {watch.last} raised {type(error).__name__}: {said}; "

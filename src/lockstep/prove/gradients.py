@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -31,6 +29,8 @@ from ..kinds import KINDS
 from ..randomness import seed_all
 from ..verify.digest import digest
 from ..world import World
+from .cases import Case, cases
+from .gaps import Gradients
 from .switches import NOTHING, Off, by_sample, switched, untied
 
 if TYPE_CHECKING:
@@ -38,50 +38,8 @@ if TYPE_CHECKING:
 
 Step = Callable[[nn.Module, Tensor, Tensor], None]
 """A training step of the user's own, forward and backward: step(model, x, y) leaves gradients in the parameters."""
-Gradients = dict[str, Tensor]
 Micros = list[tuple[Tensor, Tensor]]
 ONE = "single"
-_FLOOR = 1e-3
-"""Below this share of the model's largest gradient, a tensor's differences are measured against that one: gradients
-that mathematics makes zero, such as a bias's before BatchNorm, hold rounding noise, which differs freely."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A global batch: positions [start, stop) of the first epoch's order, in `accumulation` global micro-batches."""
-
-    name: str
-    start: int
-    stop: int
-    accumulation: int = 1
-
-
-def cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) -> list[Case]:
-    """Return the batches to compare, each once; a step of the user's own accumulates, if at all, by itself.
-
-    Raises `RequestError` where the data set or the batch is smaller than the number of replicas.
-    """
-    size = min(config.batch.size, samples)
-    if size < replicas:
-        what = f"--batch {config.batch.size}" if size == config.batch.size else f"a training set of {samples} samples"
-        raise RequestError(
-            f"{what[0].upper()}{what[1:]} does not split into {replicas} replicas, each of which needs a sample; "
-            f"use {size} replicas or fewer."
-        )
-    found = [Case("the first batch", 0, size)]
-    if size % replicas == 0 and size > replicas:
-        found.append(Case("an uneven batch", 0, size - 1))
-    last = samples % size
-    if last and not config.batch.drop_last and (last >= replicas or not own_step):
-        found.append(Case("the epoch's last batch", samples - last, samples))
-    parts = config.batch.accumulate or 2
-    if not own_step and size // parts >= replicas and parts > 1:
-        found.append(Case(f"{parts} micro-batches", 0, size, parts))
-    return [case for at, case in enumerate(found) if dataclasses.replace(case, name="") not in _nameless(found[:at])]
-
-
-def _nameless(found: Sequence[Case]) -> list[Case]:
-    return [dataclasses.replace(case, name="") for case in found]
 
 
 class Workbench:
@@ -201,12 +159,12 @@ class Workbench:
     def read(self, case: Case) -> Micros:
         """Return the global micro-batches as this rank reads them: x (n, …) and y (n,) of each."""
         if case not in self._read:
-            self._read[case] = self._fetch(case, BatchPlan(global_size=_size(case), ranks=1, accumulation=1), 0)
+            self._read[case] = self._fetch(case, BatchPlan(global_size=case.size, ranks=1, accumulation=1), 0)
         return self._read[case]
 
     def share(self, case: Case, *, same: bool = False) -> Micros:
         """Return this rank's shares as it reads them, or, `same` on all ranks, as rank 0 does."""
-        plan = BatchPlan(global_size=_size(case), ranks=self.world.size, accumulation=case.accumulation)
+        plan = BatchPlan(global_size=case.size, ranks=self.world.size, accumulation=case.accumulation)
         if not same:
             return self._fetch(case, plan, self.world.rank)
         whole = self.read(case)
@@ -237,7 +195,7 @@ class Workbench:
             if seed is not None:
                 seed_all(seed)
             if self.step is None and exchanges:
-                train_step(dataclasses.replace(job, loss_fn=loss_fn), Batch(case.stop - case.start, iter(parts)))
+                train_step(dataclasses.replace(job, loss_fn=loss_fn), Batch(case.size, iter(parts)))
             else:
                 for x, y, _ in parts:
                     (self._own_step or _plain_step)(job.replica, x, y)
@@ -271,46 +229,3 @@ def _asked(step: Step) -> Step:
 
 def _plain_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
     model(x).sum().backward()
-
-
-def _size(case: Case) -> int:
-    return case.stop - case.start
-
-
-def gaps(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0) -> dict[str, float]:
-    """Return, for each tensor, the largest |theirs ÷ scale - reference| by the tensor's largest |value|.
-
-    Infinite where only one side has it or a value is not finite; tensors much smaller than the largest one are
-    measured by that (`_FLOOR`).
-    """
-    largest = max((float(each.abs().max()) for each in reference.values() if each.numel()), default=0.0)
-    found = {}
-    for name in {**reference, **theirs}:
-        a, b = theirs.get(name), reference.get(name)
-        if a is None or b is None:
-            found[name] = math.inf
-            continue
-        if not a.numel():
-            found[name] = 0.0
-            continue
-        gap = float((a / scale - b).abs().max())
-        size = max(float(b.abs().max()), _FLOOR * largest)
-        found[name] = gap / size if size and math.isfinite(gap) else (math.inf if gap else 0.0)
-    return found
-
-
-def worst(found: Mapping[str, float]) -> float:
-    """Return the largest gap; 0 of none."""
-    return max(found.values(), default=0.0)
-
-
-def beyond(found: Mapping[str, float], tolerance: float) -> dict[str, float]:
-    """Return the gaps beyond `tolerance`, the largest first."""
-    return {name: gap for name, gap in sorted(found.items(), key=lambda each: -each[1]) if gap > tolerance}
-
-
-def ratio(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Return the number k for which k × `reference` comes nearest to `theirs`, in least squares; 1 where all are 0."""
-    shared = [name for name in reference if name in theirs]
-    square = sum(float((reference[name] ** 2).sum()) for name in shared)
-    return sum(float((theirs[name] * reference[name]).sum()) for name in shared) / square if square else 1.0

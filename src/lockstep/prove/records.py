@@ -16,6 +16,7 @@ from ..errors import ProofError, RequestError, counted
 from ..proof import Check, from_json
 from ..verify import exactly_once
 from ..verify.pages import NAME, read
+from ..verify.planned import Planned
 from . import on_disk
 from .claim import Claim
 from .on_disk import CONFIG, MANIFEST, STEPS, SUMMARY, Records
@@ -132,8 +133,7 @@ def ledger(run: Records, held: Check | None) -> Check:
             for _ in read(path):  # raises for a last page that is cut short, as no kill leaves it in a run with an end
                 pass
         begun = next((part.first_step for part in run.parts if on_disk.keeps_ledger(part)), None)
-        check = exactly_once.check(
-            path,
+        planned = Planned(
             global_batch=config.batch.size,
             seed=config.seed,
             drop_last=config.batch.drop_last,
@@ -141,6 +141,7 @@ def ledger(run: Records, held: Check | None) -> Check:
             steps=made,
             evaluations=[] if begun is None else [row["step"] for row in run.rows("eval") if row["step"] > begun],
         )
+        check = exactly_once.check(path, planned)
     except RequestError as error:
         check = _LEDGER.judged([str(error).partition(";")[0]], times=0)
     return dataclasses.replace(check, cost_s=held.cost_s) if held is not None and held.cost_s is not None else check

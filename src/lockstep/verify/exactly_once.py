@@ -1,28 +1,25 @@
 """Whether a run's ledger holds what it has to: each sample exactly once an epoch, where and when the plan says.
 
-Order and shares are pure functions of the run's seed, its global batch and the world it ran in. So each share of each
-step can be computed again and compared: another order, a batch that came twice or not at all, and a rank with a seed
-of its own are found, and the rank is named. The pages are gone through several times, one at a time, so that a ledger
+The pages are gone through several times, one at a time, so that a ledger
 of any length takes one byte of memory for each sample of the data set.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
-from ..batching import BatchPlan
-from ..data.order import Order
 from ..errors import counted
 from ..proof import Check
 from .ledger import Tally
-from .pages import EVAL, TRAIN, Indices, Page, TornError, places, read
+from .pages import EVAL, TRAIN, Page, TornError, of_kind, places, read
+from .planned import Planned, evaluated, trained
 
 _PLACES = 4
 """Places of a repeated sample that a sentence names, and findings that a check does."""
@@ -71,38 +68,18 @@ class _File:
         return read(self.path, torn_ok=self.torn_ok)
 
 
-def check(
-    path: Path,
-    *,
-    global_batch: int,
-    seed: int,
-    drop_last: bool,
-    first: int | None = None,
-    steps: int | None = None,
-    evaluations: Collection[int] = (),
-) -> Check:
-    """Return what there is to say of the ledger at `path`, of a run with these options.
+def check(path: Path, planned: Planned) -> Check:
+    """Return what there is to say of the ledger at `path` of a run that was `planned`.
 
-    `steps` is how many optimizer steps the run made, `first` the one from which on it kept a ledger, and `evaluations`
-    the steps after which it evaluated since: where they are known, a ledger that lacks some of it is found.
     Raises `RequestError` for a file that is not there or is damaged. A last page that a kill cut short is none.
     """
     begun_s = time.perf_counter()
-    asked = partial(
-        judge,
-        global_batch=global_batch,
-        seed=seed,
-        drop_last=drop_last,
-        first=first,
-        steps=steps,
-        evaluations=evaluations,
-    )
     torn = ""
     try:
-        verdict = asked(_File(path, False))
+        verdict = judge(_File(path, False), planned)
     except TornError:
         torn = "; a last page that a kill cut short is left out"
-        verdict = asked(_File(path, True))
+        verdict = judge(_File(path, True), planned)
     said = "; ".join(verdict.findings[:_PLACES]) or verdict.covers
     if (more := len(verdict.findings) - _PLACES) > 0:
         said += f"; and {counted(more, 'more finding')}"
@@ -119,39 +96,29 @@ def check(
     )
 
 
-def judge(
-    pages: Iterable[Page],
-    *,
-    global_batch: int,
-    seed: int,
-    drop_last: bool = False,
-    first: int | None = None,
-    steps: int | None = None,
-    evaluations: Collection[int] = (),
-) -> Verdict:
+def judge(pages: Iterable[Page], planned: Planned) -> Verdict:
     """Return what is wrong with `pages`, which are gone through several times: a sequence, or a file's.
 
-    Asked is: whether each step is there once, from `first` and up to `steps` where these are given, and an evaluation
-    after each step in `evaluations`; whether each whole epoch and each
-    evaluation held each sample once (with `drop_last`, as many samples as its steps take), and an epoch that is not
-    whole none twice; and whether each rank computed in each step what `BatchPlan` and `Order` give it.
+    Asked is: whether each step is there once, between the first and the last that are known, and an evaluation after
+    each step that had one; whether each whole epoch and each evaluation held each sample once (without a smaller last
+    batch, as many samples as its steps take), and an epoch that is not whole none twice; and whether each rank
+    computed in each step what `BatchPlan` and `Order` give it.
     """
     assert iter(pages) is not pages, "an iterator can be gone through once"
-    plan = _Plan(global_batch, seed, drop_last)
-    trained = [(page.epoch, page.first_step, page.last_step) for page in pages if page.kind == TRAIN]
-    epochs = sorted({epoch for epoch, _, _ in trained})
+    spans = [(page.epoch, page.first_step, page.last_step) for page in of_kind(TRAIN, pages)]
+    epochs = sorted({epoch for epoch, _, _ in spans})
     first_epoch, last_epoch = (epochs[0], epochs[-1]) if epochs else (0, 0)
     found = [
         *_changes(pages),
-        *_steps(pages, first, steps),
-        *_epochs(pages, plan, first_epoch, last_epoch),
-        *_evaluations(pages, evaluations),
-        *_shares(pages, plan),
+        *_steps(pages, planned),
+        *_epochs(pages, planned, first_epoch, last_epoch),
+        *_evaluations(pages, planned),
+        *trained(pages, planned),
     ]
     return Verdict(
         findings=tuple(found),
-        first_step=min((first for _, first, _ in trained), default=0),
-        last_step=max((last for _, _, last in trained), default=0),
+        first_step=min((first for _, first, _ in spans), default=0),
+        last_step=max((last for _, _, last in spans), default=0),
         first_epoch=first_epoch,
         last_epoch=last_epoch,
         epochs=len(epochs),
@@ -159,35 +126,10 @@ def judge(
     )
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What a run's steps were to be."""
-
-    global_batch: int
-    seed: int
-    drop_last: bool
-
-    def of(self, page: Page) -> BatchPlan:
-        """Return how the steps of the page are shared out."""
-        return BatchPlan(global_size=self.global_batch, ranks=page.ranks, accumulation=page.accumulation)
-
-    def steps_per_epoch(self, page: Page) -> int:
-        """Return the optimizer steps in an epoch."""
-        return self.of(page).steps(page.samples, drop_last=self.drop_last)
-
-    def expected(self, page: Page) -> int:
-        """Return how many samples come in an epoch."""
-        return min(page.samples, self.steps_per_epoch(page) * self.global_batch)
-
-
-def _of(pages: Iterable[Page], kind: str, epoch: int | None = None) -> Iterator[Page]:
-    return (page for page in pages if page.kind == kind and epoch in (None, page.epoch))
-
-
 def _changes(pages: Iterable[Page]) -> Iterator[str]:
     """Yield what changed that stays as it is, whatever the world: the data set, and the number of micro-batches."""
     before: Page | None = None
-    for page in _of(pages, TRAIN):
+    for page in of_kind(TRAIN, pages):
         if before is not None and page.samples != before.samples:
             yield (
                 f"from step {page.first_step} on, the training set has {counted(page.samples, 'sample')}, and had "
@@ -201,14 +143,15 @@ def _changes(pages: Iterable[Page]) -> Iterator[str]:
         before = page
 
 
-def _steps(pages: Iterable[Page], first: int | None, steps: int | None) -> Iterator[str]:
+def _steps(pages: Iterable[Page], planned: Planned) -> Iterator[str]:
     """Yield which steps are missing between the first and the last, or there twice."""
     missing: list[tuple[int, int]] = []
     twice: list[tuple[int, int]] = []
+    first, steps = planned.first, planned.steps
     last = None if first is None else first - 1
-    if first is not None and (begin := next(_of(pages, TRAIN), None)) is not None and begin.first_step < first:
+    if first is not None and (begin := next(of_kind(TRAIN, pages), None)) is not None and begin.first_step < first:
         last = None  # what lies before is there as well
-    for page in _of(pages, TRAIN):
+    for page in of_kind(TRAIN, pages):
         if last is not None and page.first_step > last + 1:
             missing.append((last + 1, page.first_step - 1))
         if last is not None and page.first_step <= last:
@@ -232,31 +175,26 @@ def _range(ranges: Sequence[tuple[int, int]]) -> str:
     return f"step {first} is" if number == 1 else f"{counted(number, 'step')} (the first: {first}) are"
 
 
-def _epochs(pages: Iterable[Page], plan: _Plan, first_epoch: int, last_epoch: int) -> Iterator[str]:
+def _epochs(pages: Iterable[Page], planned: Planned, first_epoch: int, last_epoch: int) -> Iterator[str]:
     """Yield of each epoch why it did not hold each sample once."""
-    for epoch, group in groupby(_of(pages, TRAIN), key=lambda page: page.epoch):
+    for epoch, group in groupby(of_kind(TRAIN, pages), key=lambda page: page.epoch):
         tally, first, last = _tallied(group)
         # A ledger may begin in the middle of an epoch, and a run end there; in between, no epoch has an excuse.
-        per_epoch = plan.steps_per_epoch(first)
+        per_epoch = planned.steps_per_epoch(first)
         begun = epoch != first_epoch or first.first_step == epoch * per_epoch + 1
         ended = epoch != last_epoch or last.last_step >= (epoch + 1) * per_epoch
-        repeated = _repeated(partial(_of, pages, TRAIN, epoch), tally)
-        if found := tally.finding(plan.expected(first) if begun and ended else None, repeated=repeated):
+        repeated = _repeated(partial(of_kind, TRAIN, pages, epoch), tally)
+        if found := tally.finding(planned.samples_per_epoch(first) if begun and ended else None, repeated=repeated):
             yield f"epoch {epoch}: {found}"
 
 
-def _evaluations(pages: Iterable[Page], expected: Collection[int]) -> Iterator[str]:
+def _evaluations(pages: Iterable[Page], planned: Planned) -> Iterator[str]:
     """Yield of each evaluation why it did not hold each sample once, or not on the rank that has it."""
-    if missing := sorted({*expected} - {page.first_step for page in _of(pages, EVAL)}):
+    if missing := sorted({*planned.evaluations} - {page.first_step for page in of_kind(EVAL, pages)}):
         yield f"{counted(len(missing), 'evaluation')} (the first after step {missing[0]}) not there"
-    for page in _of(pages, EVAL):
+    for page in of_kind(EVAL, pages):
         tally, _, _ = _tallied([page])
-        said = [tally.finding(page.samples, repeated=_repeated(partial(iter, [page]), tally))]
-        deviations = _Deviations()
-        for rank in range(page.ranks):
-            first, end = (page.samples * part // page.ranks for part in (rank, rank + 1))
-            deviations.compare(page, page.first_step, rank, np.arange(first, end))
-        said.append(deviations.said)
+        said = tally.finding(page.samples, repeated=_repeated(partial(iter, [page]), tally)), evaluated(page)
         if found := ", and ".join(filter(None, said)):
             yield f"the evaluation after step {page.first_step}: {found}"
 
@@ -288,107 +226,3 @@ def _repeated(pages: Callable[[], Iterable[Page]], tally: Tally) -> str:
     often_said = "twice" if len(found) == 2 else f"{len(found)} times"
     others = f" and {counted(more, 'more sample')} more than once" if more else ""
     return f"sample {sample} came {often_said} ({where}){others}"
-
-
-@dataclass
-class _Deviations:
-    """The shares that are not the planned ones: the first in a clause, and of which ranks and steps they all are."""
-
-    first: str = ""
-    shares: int = 0
-    steps: set[int] = field(default_factory=set)
-    ranks: set[int] = field(default_factory=set)
-
-    def compare(self, page: Page, step: int, rank: int, planned: Indices) -> None:
-        """Note the rank's share of the step if it is not `planned`, in this order."""
-        real = page.share(step, rank)
-        if np.array_equal(real, planned):
-            return
-        self.first = self.first or f"rank {rank} {_unlike(real, planned)} in step {step}"
-        self.shares += 1
-        self.steps.add(step)
-        self.ranks.add(rank)
-
-    @property
-    def said(self) -> str:
-        """The first, and how many there are, in a clause; empty where there is none."""
-        if self.shares <= 1:
-            return self.first
-        some = sorted(self.ranks)
-        named = ", ".join(map(str, some[:_PLACES])) + ", …" * (len(some) > _PLACES)
-        ranks = f"rank {named} alone" if len(some) == 1 else f"ranks {named}"
-        return (
-            f"{self.first}; {counted(self.shares, 'share')} in {counted(len(self.steps), 'step')} deviate, of {ranks}"
-        )
-
-
-def _unlike(real: Indices, planned: Indices) -> str:
-    """Return in words how the share `real` is not the one that was planned."""
-    if len(real) != len(planned):
-        return f"computed {counted(len(real), 'sample')} where the plan has {len(planned)}"
-    at = int(np.argmax(real != planned))
-    if np.array_equal(np.sort(real), np.sort(planned)):
-        return f"computed its samples in another order, sample {real[at]} before {planned[at]},"
-    return f"computed sample {real[at]} where the plan has {planned[at]}"
-
-
-def _shares(pages: Iterable[Page], plan: _Plan) -> Iterator[str]:
-    """Yield the first share of a step that is not the planned one, and how many are not."""
-    deviations, strange = _Deviations(), []
-    shares = _Shares(plan)
-    for page in _of(pages, TRAIN):
-        ends = [0, *page.ends[page.ranks - 1 :: page.ranks].tolist()]
-        for number, (begin, end) in enumerate(pairwise(ends)):
-            step = page.first_step + number
-            if begin == end:
-                continue  # a missing step
-            if (planned := shares.of(page, step)) is None:
-                strange.append((step, page.epoch))
-                continue
-            counts, indices = planned
-            if not (np.array_equal(page.counts[number], counts) and np.array_equal(page.indices[begin:end], indices)):
-                for rank, share in enumerate(np.split(indices, np.cumsum(counts)[:-1])):
-                    deviations.compare(page, step, rank, share)
-    if strange:
-        step, epoch = strange[0]
-        more = f", and so are {counted(len(strange) - 1, 'more step')}" if len(strange) > 1 else ""
-        yield f"step {step} is noted in epoch {epoch}, to which it does not belong{more}"
-    if deviations.shares:
-        yield deviations.said
-
-
-class _Shares:
-    """The planned shares of one step after the other; keeps the order of the epoch, and how batches are shared out."""
-
-    def __init__(self, plan: _Plan) -> None:
-        self._plan = plan
-        self._order = Order(0, seed=plan.seed, epoch=0)
-        self._epoch = -1
-        self._layouts: dict[tuple[BatchPlan, int], tuple[Indices, Indices]] = {}
-
-    def of(self, page: Page, step: int) -> tuple[Indices, Indices] | None:
-        """Return the planned counts (ranks,) and samples (counts.sum(),) of a step; None if it is of another epoch."""
-        plan, per_epoch = self._plan.of(page), self._plan.steps_per_epoch(page)
-        within = step - 1 - page.epoch * per_epoch
-        if not 0 <= within < per_epoch:
-            return None
-        if (self._order.samples, self._epoch) != (page.samples, page.epoch):
-            self._order, self._epoch = Order(page.samples, seed=self._plan.seed, epoch=page.epoch), page.epoch
-        start, stop = plan.batch(within, page.samples)
-        if (key := (plan, stop - start)) not in self._layouts:
-            self._layouts[key] = _layout(plan, stop - start)
-        counts, places = self._layouts[key]
-        return counts, self._order.indices(start, stop)[places]
-
-
-def _layout(plan: BatchPlan, count: int) -> tuple[Indices, Indices]:
-    """Return how a batch of `count` samples is shared out.
-
-    That is how many each rank has, (ranks,), and their places in the batch, (count,), by rank and in the order in
-    which the rank computes them.
-    """
-    by_rank = [
-        np.concatenate([np.arange(share.start, share.stop) for share in plan.split(0, count, rank)])
-        for rank in range(plan.ranks)
-    ]
-    return np.array([len(own) for own in by_rank]), np.concatenate(by_rank)

@@ -194,6 +194,11 @@ def _damaged(at: str) -> RequestError:
     )
 
 
+def of_kind(kind: str, pages: Iterable[Page], epoch: int | None = None) -> Iterator[Page]:
+    """Return those of `pages` that are of `kind`, TRAIN or EVAL, and of `epoch` where one is given."""
+    return (page for page in pages if page.kind == kind and epoch in (None, page.epoch))
+
+
 def where(pages: Iterable[Page], sample: int) -> list[tuple[int, int, int]]:
     """Return (epoch, step, rank) of each time that `sample` was trained on."""
     return [place for page in pages if page.kind == TRAIN for place in places(page, sample)]
