@@ -102,10 +102,12 @@ class Job:
         That is no business of statistics which each rank takes over its own samples: an evaluation takes rank 0's.
         """
         found = dict(self.strategy.replicated(self.model, self.optimizer.each))
-        if self.batchnorm == "sync":
-            found |= {f"model/{name}": held for name, held in sync_batchnorm.statistics(self.model).items()}
         if self.average is not None:
             found |= {f"ema/{name}": held for name, held in self.average.module.named_parameters()}
+        if self.batchnorm == "sync":
+            found |= {f"model/{name}": held for name, held in sync_batchnorm.statistics(self.model).items()}
+        if self.batchnorm == "sync" and self.average is not None:
+            found |= {f"ema/{name}": held for name, held in sync_batchnorm.statistics(self.average.module).items()}
         return found
 
     def local_buffers(self) -> dict[str, Tensor]:

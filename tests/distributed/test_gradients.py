@@ -204,7 +204,7 @@ def test_dropout_under_dp_is_always_explained(pool: RankPool) -> None:
 
 def test_a_bit_that_flips_after_the_exchange_is_named(pool: RankPool) -> None:
     answer = examined(pool, ranks=3, fault="bit")["ddp"]
-    assert answer.unlike == ("0.weight",)
+    assert answer.unlike == {"0.weight": {1}}
     assert answer.fails
     assert all(row.gap < 1e-12 for row in answer.rows), "rank 0 has the right ones"
 

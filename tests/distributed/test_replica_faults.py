@@ -138,6 +138,19 @@ def test_one_bit_that_flips_while_training_is_found(pool: RankPool, name: str, e
     assert proof.times == found_at // every
 
 
+def _replicated(world: World, values: dict[str, Any]) -> set[str]:
+    return {*assemble(override(RunConfig(), **TRAINED | values), world).replicated()}
+
+
+def test_statistics_beside_averaged_weights_are_compared_where_they_are_synchronised(pool: RankPool) -> None:
+    values = {"model": "resnet8", "strategy": "ddp", "ema": 0.9}
+    names = "model/stem.1.running_var", "ema/stem.1.running_var"
+    for batchnorm in ("sync", "local"):
+        for found in pool.run(2, _replicated, values | {"batchnorm": batchnorm}):
+            assert found.issuperset(names) == (batchnorm == "sync")
+            assert found.isdisjoint(names) == (batchnorm == "local")
+
+
 @pytest.mark.parametrize("name", [f"optimizer/{WEIGHT}/momentum_buffer", "model/stem.1.running_mean", f"ema/{WEIGHT}"])
 def test_the_same_number_that_is_none_on_all_ranks_is_found(pool: RankPool, name: str) -> None:
     values = {"model": "resnet8", "strategy": "ddp", "verify_every": 1, "max_steps": 9, "ema": 0.9}

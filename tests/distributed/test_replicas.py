@@ -114,6 +114,15 @@ def test_each_tensor_is_judged_by_what_most_ranks_have(pool: RankPool) -> None:
     assert found == [[("a", (2,), False), ("b", (1,), True), ("c", (0, 1, 2), True)]] * 3
 
 
+def _lacking(world: World) -> list[tuple[str, tuple[int, ...], float | None]]:
+    names = ("b", "a") if world.rank else ("a",)
+    return [(each.name, each.ranks, each.gap) for each in compare(world, dict.fromkeys(names, torch.ones(3)))]
+
+
+def test_a_tensor_that_a_rank_lacks_is_named(pool: RankPool) -> None:
+    assert pool.run(3, _lacking) == [[("b", (0,), None)]] * 3
+
+
 def _spaced(world: World) -> list[int]:
     tensors = _replica()
     check = ReplicaCheck(world, lambda: tensors, None)

@@ -179,7 +179,7 @@ def test_a_difference_is_said_in_words(tmp_path: Path, capsys: pytest.CaptureFix
     assert "(10, 64) in A, (9, 64) in B" in told
     assert "0, other bits (float32 in A, float64 in B)" in told
     assert f"{count} of BatchNorm statistics, 1 of linear and embedding weights, 1 of convolution weights" in err
-    assert "1 tensor only in A, 1 tensor in B." in err
+    assert "1 tensor only in A; 1 tensor only in B." in err
 
 
 def _one(a: Tensor, b: Tensor) -> difference.Difference:
@@ -236,6 +236,13 @@ def test_every_kind_of_number_is_compared(dtype: torch.dtype) -> None:
     assert (found.ulps is None) == (not dtype.is_floating_point)
     nothing = _one(torch.zeros(0), torch.zeros(0, dtype=torch.float64))
     assert (nothing.absolute, nothing.elements, nothing.dtypes) == (0.0, 0, "float32 in A, float64 in B")
+
+
+def test_whole_numbers_beyond_those_that_floats_hold_are_compared() -> None:
+    found = _one(torch.tensor([2**62 + 1, -5]), torch.tensor([2**62, -5]))
+    assert (found.differing, found.absolute, found.relative) == (1, 1.0, 2.0**-62)
+    ends = torch.iinfo(torch.int64)
+    assert _one(torch.tensor([ends.min]), torch.tensor([ends.max])).absolute == 2.0**64
 
 
 def test_a_tensor_of_many_parts_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,6 +238,22 @@ def test_whatever_lies_there_a_verdict_comes_of_it(copy: Path, capsys: pytest.Ca
             (copy / name).write_bytes(data)
 
 
+@pytest.mark.parametrize(
+    ("gone", "failing"),
+    [
+        ("summary.json", ["summary"]),
+        ("steps.jsonl", ["files"]),
+        ("config.toml", ["files"]),
+        ("manifest.json", ["files"]),
+    ],
+)
+def test_a_file_that_is_gone_is_told_once(copy: Path, gone: str, failing: list[str]) -> None:
+    (copy / gone).unlink()
+    assert [check.name for check in records.judge(copy).failing] == failing
+    if gone == "steps.jsonl":
+        assert _found(copy)["replicas"].found.endswith("steps.jsonl cannot be read")
+
+
 def test_a_summary_of_an_earlier_start_is_no_summary_of_this_one(copy: Path) -> None:
     before = (copy / "summary.json").read_bytes()
     _train(copy, "--epochs", 3, "--resume", "auto", "--max-steps", 70)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .. import own
@@ -42,8 +43,9 @@ class Answer:
     causes: tuple[Cause, ...]
     unused: tuple[str, ...]
     """Parameters that the loss does not reach on some rank, under a strategy that refuses that."""
-    unlike: tuple[str, ...]
-    """Parameters whose gradients were not the same bits on all ranks after the exchange."""
+    unlike: Mapping[str, frozenset[int]]
+    """Parameters whose gradients were not the same bits on all ranks after the exchange, and the ranks that deviate:
+    all where no more than half agree."""
     by_design: str
     """Why a difference is no fault, where that is known: the strategy, which nobody asked for, or the model says so."""
 
@@ -140,27 +142,28 @@ def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -
     has_ranks = KINDS[strategy].has_ranks
     found = bench.cases
     rows: list[Row] = []
-    unlike: dict[str, None] = {}
+    unlike: dict[str, frozenset[int]] = {}
     for case in found:
         theirs = bench.under(strategy, case)
         if has_ranks:
-            unlike |= dict.fromkeys(each.name for each in compare(bench.world, theirs))
+            for each in compare(bench.world, theirs):
+                unlike[each.name] = unlike.get(each.name, frozenset()) | {*each.ranks}
         gap = gaps(theirs, bench.reference(case))
         rows.append(Row(case.name, _split(case, bench.replicas), worst(gap), beyond(gap, tolerance)))
     causes_found: dict[str, Cause] = {}
     failing = bench.world.gather([bool(row.tensors) for row in rows])[0]
     for case, fails in zip(found, failing, strict=True):
         if fails:
-            for each in causes.find(bench, strategy, case, tolerance):
-                before = causes_found.get(each.name)
-                causes_found[each.name] = each if before is None else before.merged(each)
+            for cause in causes.find(bench, strategy, case, tolerance):
+                before = causes_found.get(cause.name)
+                causes_found[cause.name] = cause if before is None else before.merged(cause)
     lacking = bench.unused if has_ranks and not bench.config.parallel.find_unused else []
     return Answer(
         strategy=strategy,
         rows=tuple(rows),
         causes=tuple(causes_found.values()),
         unused=tuple(lacking),
-        unlike=tuple(unlike),
+        unlike=unlike,
         by_design=_by_design(bench, strategy, causes_found, bool(lacking or unlike), alone=alone),
     )
 

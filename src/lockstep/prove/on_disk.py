@@ -18,6 +18,7 @@ from typing import Any
 from ..checkpoint import peek
 from ..config import RunConfig
 from ..errors import RequestError
+from ..folders import run_of
 from ..options import read_toml
 
 CONFIG, MANIFEST, STEPS, SUMMARY = "config.toml", "manifest.json", "steps.jsonl", "summary.json"
@@ -145,9 +146,9 @@ def find(path: Path) -> Path:
 
     Raises `RequestError` where there is none.
     """
-    for folder in (path, *list(path.absolute().parents)[:2]):  # RUN/checkpoints/last
-        if (folder / STEPS).is_file() or (folder / MANIFEST).is_file():
-            return folder
+    folder = run_of(path)
+    if folder is not None and ((folder / STEPS).is_file() or (folder / MANIFEST).is_file()):
+        return folder
     found = f"lies in no run's folder: there is neither {STEPS} nor {MANIFEST}" if path.exists() else "is not there"
     raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")
 

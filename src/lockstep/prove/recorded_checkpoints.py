@@ -60,8 +60,7 @@ def _best(run: Records, on_disk: set[int]) -> Row | None:
 def _of_another_run(meta: Mapping[str, Any], run: Records) -> Iterator[str]:
     """Yield the options in which the checkpoint is not of the run's config."""
     if run.config is None:
-        yield f"{CONFIG} cannot be read, with which it is compared"
-        return
+        return  # which is what the claim about the files says
     saved = meta.get("config", {})
     for name, value in resume.identity(run.config).items():
         # An option that is newer than the checkpoint cannot have been another one.
@@ -91,8 +90,7 @@ def _not_last(meta: Mapping[str, Any], run: Records, saved: set[int]) -> Iterato
         yield f"it is of step {step}; the records go to {run.last_step}, and tell of a checkpoint of step {least}"
     if step == run.last_step:
         yield from _of_other_scores(meta, run)
-    told = None if run.summary is None else run.summary.get("best_top1")
-    if run.exit == 0 and meta.get("best_top1") != told:
+    if run.exit == 0 and run.summary is not None and meta.get("best_top1") != (told := run.summary.get("best_top1")):
         yield f"its best_top1 is {meta.get('best_top1')}, and {SUMMARY} has {told}"
 
 

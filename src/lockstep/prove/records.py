@@ -105,7 +105,7 @@ def files(run: Records) -> Check:
 def replicas(run: Records, held: Check | None) -> Check:
     """Judge what the run itself wrote of its replicas: they must have been the same, also after the last step."""
     if not run.parts or run.summary is None:
-        why = run.unfinished or f"{SUMMARY} cannot be read"
+        why = run.lacking(STEPS) or run.unfinished or f"{SUMMARY} cannot be read"
         return _REPLICAS.open(f"nothing tells how often they were compared: {why}")
     if held is None:
         ranks = run.parts[-1].start["plan"]["ranks"]

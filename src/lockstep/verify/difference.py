@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,7 +65,10 @@ class Comparison:
         if not beyond and not lacking:
             if not self.differences:
                 return f"The same bits: {tensors}."
-            return f"The same within {tolerance:g}: {tensors}, of which {len(self.differences)} are not the same bits."
+            are = "is" if len(self.differences) == 1 else "are"
+            return (
+                f"The same within {tolerance:g}: {tensors}, of which {len(self.differences)} {are} not the same bits."
+            )
         kinds = Counter(each.kind for each in beyond)
         said = []
         if len(kinds) == 1 and not lacking:
@@ -73,8 +77,8 @@ class Comparison:
         elif beyond:
             parts = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
             said.append(f"{len(beyond)} of {tensors} differ: {parts}")
-        if lacking:
-            said.append(f"{counted(len(self.only_a), 'tensor')} only in A, {counted(len(self.only_b), 'tensor')} in B")
+        only = [(len(self.only_a), "only in A"), (len(self.only_b), "only in B")]
+        said += [f"{counted(number, 'tensor')} {where}" for number, where in only if number]
         return f"{'; '.join(said)}."
 
 
@@ -137,8 +141,12 @@ def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
     absolute, largest, differing, ulps = 0.0, 0.0, 0, 0
     parts = zip(torch.split(_flat(a), _PART), torch.split(_flat(b), _PART), strict=True) if a.numel() else ()
     for x, y in parts:
-        as_they_are = same_type and x.element_size() > 1  # torch does not subtract floats of 8 bits
-        gap, size, count = _gap(x, y) if as_they_are else _gap(x.double(), y.double())
+        if not dtypes and a.dtype in INTEGERS.values():
+            gap, size, count = _whole_gap(x.long(), y.long())
+        elif same_type and x.element_size() > 1:  # torch does not subtract floats of 8 bits
+            gap, size, count = _gap(x, y)
+        else:
+            gap, size, count = _gap(x.double(), y.double())
         absolute, largest, differing = max(absolute, gap), max(largest, size), differing + count
         if same_type:
             ulps = max(ulps, _ulps(x, y))
@@ -159,6 +167,14 @@ def _gap(x: Tensor, y: Tensor) -> tuple[float, float, int]:
     gaps = (x - y).abs().masked_fill_(same, 0).nan_to_num_(nan=math.inf, posinf=math.inf)
     size = max(float(each.nan_to_num(0, 0, 0).abs().max()) for each in (x, y))
     return float(gaps.max()), size, len(same) - int(same.sum())
+
+
+def _whole_gap(x: Tensor, y: Tensor) -> tuple[float, float, int]:
+    """Return what `_gap` does of whole numbers (n,) of 64 bits, of which float64 holds those up to 2**53 only."""
+    # Of far numbers with opposite signs the difference takes all 64 bits: read without a sign it is right.
+    gaps = torch.where(x > y, x - y, y - x).numpy().view(np.uint64)
+    size = max(abs(int(edge)) for each in (x, y) for edge in torch.aminmax(each))
+    return float(gaps.max()), float(size), int(np.count_nonzero(gaps))
 
 
 def _ulps(x: Tensor, y: Tensor) -> int:

@@ -92,14 +92,14 @@ def differing(own: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> list[str
 
 
 def compare(world: World, tensors: Mapping[str, Tensor]) -> list[Found]:
-    """Return the tensors that are not the same bits on all ranks (*collective*)."""
+    """Return the tensors that are not the same bits on all ranks, or that some lack (*collective*)."""
     by_rank: list[dict[str, int]] = world.gather(_by_name(tensors))
     found: list[Found] = []
-    for name, tensor in tensors.items():
-        values = [theirs[name] for theirs in by_rank]
+    for name in dict.fromkeys(name for theirs in by_rank for name in theirs):
+        values = [theirs.get(name) for theirs in by_rank]
         if len(set(values)) > 1:
-            gap = _gap(world, tensor) if len(found) < MEASURED else None
-            found.append(Found(name, _unlike_most(values), gap))
+            measurable = None not in values and len(found) < MEASURED
+            found.append(Found(name, _unlike_most(values), _gap(world, tensors[name]) if measurable else None))
     return found
 
 
@@ -151,7 +151,7 @@ def _by_name(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: found[name] for name in tensors}
 
 
-def _unlike_most(values: Sequence[int]) -> tuple[int, ...]:
+def _unlike_most(values: Sequence[int | None]) -> tuple[int, ...]:
     """Return the ranks whose value is not that of the majority; all ranks where there is none."""
     (value, count), *_ = Counter(values).most_common(1)
     if 2 * count <= len(values):

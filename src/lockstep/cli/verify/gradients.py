@@ -179,7 +179,10 @@ def _reasons(answer: Answer) -> Iterator[str]:
             "refuses that; freeze them, use them, or pass --find-unused, as was done to measure."
         )
     if answer.unlike:
-        yield f"[bold]ranks differ[/]: after the exchange ranks hold other bits of {_first(answer.unlike)}."
+        ranks = sorted(frozenset().union(*answer.unlike.values()))
+        who = " and ".join(f"rank {rank}" for rank in ranks)
+        hold = "holds other bits than the rest" if len(ranks) == 1 else "hold bits of their own"
+        yield f"[bold]ranks differ[/]: after the exchange {who} {hold}, in {_first([*answer.unlike])}."
     if answer.by_design:
         yield f"That is so by design: {escape(answer.by_design)}."
 
