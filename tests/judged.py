@@ -270,6 +270,20 @@ class Infinite(Plain):
         return self[2]((self[0](x) * 0).sqrt())  # type: ignore[no-any-return]
 
 
+class Irreversible(Plain):
+    """A net that raises in its backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = super().forward(x)
+        if scores.requires_grad:
+            scores.register_hook(_no_way)
+        return scores
+
+
+def _no_way(gradient: Tensor) -> None:
+    raise RuntimeError("no way back")
+
+
 class Single(Plain):
     """A net that computes in float32, whatever it is given."""
 
@@ -335,6 +349,11 @@ def updating_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
 def raising_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Raise."""
     raise KeyError("nothing")
+
+
+def failing_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Raise what torch raises."""
+    raise RuntimeError("no such kernel")
 
 
 def two_argument_step(model: nn.Module, x: Tensor) -> None:

@@ -182,6 +182,7 @@ def test_a_step_that_knows_its_ranks_agrees(pool: RankPool) -> None:
         ("no_step", "--step leaves no gradient"),
         ("updating_step", "--step changes the model's weights: leave optimizer.step() out"),
         ("raising_step", "--step raised KeyError"),
+        ("failing_step", "--step raised RuntimeError"),
         ("two_argument_step", "--step raised TypeError"),
     ],
 )
@@ -194,6 +195,14 @@ def test_a_step_that_cannot_be_judged_is_refused(pool: RankPool, step: str, said
 def test_what_is_no_number_in_one_process_is_refused(pool: RankPool) -> None:
     said = pool.run(2, _examined, RANKS, {"model": "tests.judged:Infinite"}, 1e-9, "", "")
     assert all(each.startswith("One process's gradients are not finite numbers (0.weight") for each in said)
+
+
+def test_a_model_that_raises_in_its_backward_pass_is_refused(pool: RankPool) -> None:
+    for said in pool.run(2, _examined, RANKS, {"model": "tests.judged:Irreversible"}, 1e-9, "", ""):
+        assert re.match(
+            r"One process's step of --model tests\.judged:Irreversible raised RuntimeError( at .*)?: no way back; ",
+            said,
+        )
 
 
 def test_dropout_under_dp_is_always_explained(pool: RankPool) -> None:

@@ -136,7 +136,13 @@ class Workbench:
         """Raise `RequestError`, on every rank, where one process has no gradients to compare with."""
 
         def attempt() -> None:
-            found = self.reference(self.cases[0])
+            try:
+                found = self.reference(self.cases[0])
+            except RequestError:
+                raise
+            except Exception as error:  # whatever a model, a loss or a step raises that one process runs by itself
+                whose = "--step" if self.step else f"One process's step of --model {self.config.model.name}"
+                raise RequestError(f"{whose} {own.raised(error)}; there is nothing to compare.") from error
             if self.world.is_main and not found:
                 raise RequestError("--step leaves no gradient in the model's parameters: it has to call backward().")
             if names := [name for name, each in found.items() if not bool(each.isfinite().all())]:
