@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ProofError, RequestError, counted
-from . import output
+from . import output, words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,26 +78,15 @@ class _Asked:
     all: bool
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, whose complaint becomes our sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        raise RequestError(f"lockstep diff: {message}; lockstep diff --help shows how it is used.")
-
-
-def _parsed(given: Sequence[str]) -> _Asked:
-    parser = _Parser(prog="lockstep diff", add_help=False, allow_abbrev=False)
-    parser.add_argument("paths", nargs="*", metavar="A B")
-    parser.add_argument("--tolerance", type=float, default=0.0)
-    parser.add_argument("--all", action="store_true")
-    asked = parser.parse_args(given)
-    if len(asked.paths) != 2:
+def _parsed(given: list[str]) -> _Asked:
+    own, rest = words.take(given, {"--tolerance": float, "--all": bool})
+    if strange := [word for word in rest if word.startswith("-")]:
+        raise RequestError(f"lockstep diff has no flag {strange[0]}; lockstep diff --help shows those that it has.")
+    if len(rest) != 2:
         raise RequestError(
-            f"lockstep diff compares two checkpoints, found {len(asked.paths)}; as in lockstep diff runs/a runs/b."
+            f"lockstep diff compares two checkpoints, found {len(rest)}; as in lockstep diff runs/a runs/b."
         )
-    if not (asked.tolerance >= 0 and math.isfinite(asked.tolerance)):
-        raise RequestError(f"--tolerance {asked.tolerance}: give 0 or more, such as 1e-6.")
-    return _Asked((Path(asked.paths[0]), Path(asked.paths[1])), asked.tolerance, asked.all)
+    return _Asked((Path(rest[0]), Path(rest[1])), own.get("--tolerance", 0.0), own.get("--all", False))
 
 
 def _comparable(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:

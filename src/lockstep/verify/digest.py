@@ -208,7 +208,11 @@ def _weighed(digests: Sequence[Tensor]) -> Tensor:
     return _sum_of(torch.stack([*digests]))
 
 
-@functools.lru_cache(maxsize=4096)
 def _keys(count: int, device: torch.device) -> Tensor:
     """Return (count,) odd int64 numbers, each another one."""
+    return _computed_keys(1 << (count - 1).bit_length(), device)[:count]
+
+
+@functools.cache  # powers of two up to the words of a layer: two megabytes a device
+def _computed_keys(count: int, device: torch.device) -> Tensor:
     return (torch.arange(1, count + 1, device=device) * _KEY) | 1

@@ -24,9 +24,9 @@ from ...proof import Check
 from ...prove import curve, curve_words, variants
 from ...prove.curve import Outcome
 from ...prove.variants import Setup
-from .. import flags, output
+from .. import flags, output, words
 from ..train import preflight
-from . import devices, words
+from . import devices
 
 _USAGE = """\
 usage: lockstep verify curve [RECIPE] [--tolerance T] [flags of lockstep train]

@@ -18,9 +18,9 @@ from ...config import RunConfig
 from ...errors import ProofError, counted
 from ...kinds import KINDS
 from ...launchers import table as launchers
-from .. import flags, output
+from .. import flags, output, words
 from ..train import preflight
-from . import devices, kept, words
+from . import devices, kept
 
 if TYPE_CHECKING:
     from ...prove.answer import Answer, Report

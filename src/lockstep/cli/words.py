@@ -1,4 +1,4 @@
-"""The flags that a proof has for itself, taken out of the words before `flags.parse` sees those of a run."""
+"""The flags that a verb has for itself: those of a run are options of a config, which `flags.parse` reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import RequestError
+from ..errors import RequestError
 
 
 def take(given: list[str], own: Mapping[str, type]) -> tuple[dict[str, Any], list[str]]:
