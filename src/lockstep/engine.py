@@ -88,13 +88,14 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
             _saver(config, world, recorder, loaded) as saver,  # which makes the folder, if nobody has
             Proofs(job, meter, recorder, step=progress.step) as proofs,
         ):
-            while progress.step < job.total_steps or progress.evaluated < progress.step:
-                _train_epoch(job, progress, meter, proofs, stop, saver)
-                _evaluate_epoch(job, progress, recorder, proofs, stop, saver)
+            try:
+                while progress.step < job.total_steps or progress.evaluated < progress.step:
+                    _train_epoch(job, progress, meter, proofs, stop, saver)
+                    _evaluate_epoch(job, progress, recorder, proofs, stop, saver)
+            except NonFiniteLossError as bad:
+                raise _explain(bad, job, proofs.explain_loss(progress.step, bad.step)) from bad
             saver.conclude(job, progress)
         return _result(job, progress, meter, proofs, recorder)
-    except NonFiniteLossError as bad:
-        raise _explain(bad, job) from bad
     finally:
         job.data.close()
 
@@ -216,8 +217,11 @@ def _rehearse(job: Job) -> None:
     batches.close()
 
 
-def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
-    """Return the error for a loss that is not finite, after saving which samples this rank computed."""
+def _explain(bad: NonFiniteLossError, job: Job, replicas: str) -> RunError:
+    """Return the error for a loss that is not finite, after saving which samples this rank computed.
+
+    `replicas` is a sentence on what they may have to do with it, or "".
+    """
     folder = job.config.record.output
     where = ""
     if folder is not None and job.world.rank in bad.ranks:
@@ -229,7 +233,9 @@ def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
     if folder is not None:
         where = f"; the batch's sample indices are in {folder / 'failures'}"
     ranks = " and ".join(f"rank {rank}" for rank in bad.ranks)
-    return RunError(f"The loss at step {bad.step} is not a finite number on {ranks}{where}. {remedy(job)}")
+    return RunError(
+        f"The loss at step {bad.step} is not a finite number on {ranks}{where}. {remedy(job)} {replicas}".rstrip()
+    )
 
 
 def _result(job: Job, progress: Progress, meter: Meter, proofs: Proofs, recorder: Recorder) -> RunResult:

@@ -73,6 +73,10 @@ class Proofs:
         if self._ledger is not None:
             self._ledger.flush(epoch)
 
+    def explain_loss(self, step: int, bad_step: int) -> str:
+        """Return what replicas may have to do with a loss that is not finite, as `ReplicaCheck` does (*collective*)."""
+        return self._replicas.explain_loss(step, bad_step)
+
     def before_save(self, step: int) -> None:
         """Compare the replicas unless that was done after `step`: what is saved is what all hold (*collective*)."""
         self._replicas.confirm(step, self._meter.step_s)

@@ -111,7 +111,7 @@ def _differing(world: World) -> list[tuple[str, tuple[int, ...], bool]]:
 
 def test_each_tensor_is_judged_by_what_most_ranks_have(pool: RankPool) -> None:
     found = pool.run(3, _differing)
-    assert found == [[("a", (2,), False), ("b", (1,), True), ("c", (0, 1, 2), True)]] * 3
+    assert found == [[("a", (2,), False), ("c", (0, 1, 2), True), ("b", (1,), True)]] * 3
 
 
 def _lacking(world: World) -> list[tuple[str, tuple[int, ...], float | None]]:
@@ -121,6 +121,31 @@ def _lacking(world: World) -> list[tuple[str, tuple[int, ...], float | None]]:
 
 def test_a_tensor_that_a_rank_lacks_is_named(pool: RankPool) -> None:
     assert pool.run(3, _lacking) == [[("b", (0,), None)]] * 3
+
+
+def _apart(world: World, kind: str) -> str:
+    tensors = {"a": torch.zeros(40, 40), "b": torch.ones(3)}
+    if kind == "each its own" and world.rank:
+        tensors["ab"[world.rank - 1]][0] = world.rank
+    if kind == "all bits set" and world.rank == 1:
+        tensors["a"].view(torch.int32).fill_(-1)
+    try:
+        ReplicaCheck(world, lambda: tensors, 1).check(1, 0.1)
+    except ProofError as error:
+        return str(error)
+    return ""
+
+
+def test_each_rank_is_named_with_what_differs_there(pool: RankPool) -> None:
+    for said in pool.run(3, _apart, "each its own"):
+        assert (
+            "rank 1 differs from the others in a by up to 1; rank 2 differs from the others in b by up to 1; " in said
+        )
+
+
+def test_memory_that_reads_as_ones_is_seen(pool: RankPool) -> None:
+    for said in pool.run(3, _apart, "all bits set"):
+        assert "rank 1 differs from the others in a by a value that is not finite; " in said
 
 
 def _spaced(world: World) -> list[int]:

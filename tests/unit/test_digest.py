@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.verify.digest import differing, digest, digests, largest_gap
+from lockstep.verify.digest import _LAYERED, _LAYERS, differing, digest, digests, largest_gap
 
 SIZES = (1, 3, 7, 8, 511, 512, 513, 4097, 70_001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
@@ -86,6 +89,55 @@ def test_one_bit_that_flips_in_two_words_is_seen(bit: int) -> None:
             changed[start] ^= mask
             changed[start + distance] ^= mask
             assert int(digest([changed.view(torch.float32)])) != before
+
+
+def _rows(weight: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    return weight[[*order, *range(len(order), len(weight))]]
+
+
+MOVED = {
+    "rows of ones and zeros": (torch.eye(8, dtype=torch.float64), (1, 0, 3, 2)),
+    "more rows of them": (torch.eye(16), (1, 2, 3, 0)),
+    "layers": (torch.randn(31, 1025, dtype=torch.float64), (5, 3, 1, 0, 2, 4)),
+    "other layers": (torch.randn(29, 1130, dtype=torch.float64), (5, 3, 1, 0, 2, 4)),
+    "pairs of rows in a layer": (torch.randn(62, 1025), (2, 3, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_rows_that_change_places_are_seen_within_two_turns(name: str) -> None:
+    weight, order = MOVED[name]
+    moved = _rows(weight, order)
+    assert any(int(digest([weight], turn)) != int(digest([moved], turn)) for turn in (0, 1))
+    assert digests([weight]).tolist() != digests([moved]).tolist()
+
+
+def test_a_row_and_its_mirror_are_told_apart() -> None:
+    weight = torch.randn(8, 4, dtype=torch.float64)
+    weight[5] = weight[2].flip(0)
+    assert int(digest([weight])) != int(digest([_rows(weight, (0, 1, 5, 3, 4, 2))]))
+
+
+@pytest.mark.parametrize("size", [1, 3, 64, 40_001])
+def test_all_bits_set_are_told_from_none(size: int) -> None:
+    zeros = torch.zeros(size)
+    ones = zeros.clone()
+    ones.view(torch.int32).fill_(-1)
+    assert int(digest([zeros])) != int(digest([ones]))
+    assert int(digest([torch.tensor([5, 7])])) != int(digest([torch.tensor([~5, 7])]))
+
+
+def test_no_two_words_meet_in_both_layerings() -> None:
+    first, second = _LAYERS
+    for words in range(_LAYERED, 4 * _LAYERED):
+        depths = words // first, words // second
+        assert math.lcm(*depths) >= min(first * depths[0], second * depths[1])
+
+
+def test_a_column_of_a_matrix_is_digested() -> None:
+    for length in (5, 50_000):
+        column = torch.randn(length, 3)[:, 1]
+        assert int(digest([column])) == int(digest([column.clone()]))
 
 
 def test_a_tensor_of_many_pieces_is_digested_whole() -> None:

@@ -1,11 +1,11 @@
 """A digest of tensors, computed where they lie: one 64-bit number, which is another one if a single bit is.
 
-A tensor's bytes are read once, as 64-bit integers. The tensor is cut into 31 layers that are laid upon each other and
-summed, wrapping around at 2⁶⁴: so a word meets those an odd number of words away, about a 31st of the tensor, and
-never a neighbour, nor one at a power of two, as rows and blocks of memory mostly lie. Each sum is then mixed and
-multiplied by an odd key of its own, and all are added. Every step can be undone modulo 2⁶⁴: whatever changes one sum,
-such as a flipped bit or an element of another value, changes the digest for certain; differences in several sums, such
-as elements that change places, cancel with a chance of 2⁻⁶⁴. Whole numbers add up to the same in any order, so that
+A tensor's bytes are read once, as 64-bit integers. The tensor is cut into layers that are laid upon each other and
+summed, wrapping around at 2⁶⁴: so a word meets only those a multiple of a layer away. Each sum is then mixed and
+multiplied by an odd key of its own, and all are added. A change of one sum changes the digest for certain, such as a
+flipped bit; changes of several cancel with a chance of 2⁻⁶³, such as those of elements that change places. What cancels
+within a sum, such as words one layer apart that change places, is not seen: but the layers are 31 and 29 by turns, and
+no two words meet in both, so that the next comparison sees it. Whole numbers add up to the same in any order, so that
 the digest is the same on every device, with any number of threads.
 
 torch.hash_tensor, which combines bits by exclusive or, does not see elements that change places at all, and on a CPU
@@ -20,9 +20,10 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,16 +31,17 @@ from ..state import laid_out_as
 from ..world import World
 from .difference import INTEGERS
 
-_LAYERS = 31  # with fewer, what follows takes longer; with more, the sum
+_LAYERS = 31, 29
+"""With fewer, what follows takes longer; with more, the sums. Primes: so no two words meet in both layerings."""
 _LAYERED = 1 << 14
 """Words from which on layers are worth it; below, each word has a key of its own."""
 _PIECE = 1 << 22
-"""Words that are digested at a time: keys are as many as the words of a layer, and kept."""
+"""Words that are cut into layers at a time: keys are as many as the words of two layers, and kept."""
+_GROUP = 1 << 16
+"""Words that are mixed and summed at a time: they stay in the processor's caches."""
 _SMALL_BYTES = 1 << 17
 """Tensors below this size are digested together: each call on one costs as much as reading some ten thousand bytes."""
-_KEY = 0x9E3779B97F4A7C15 - (1 << 64)
-MEASURED = 3
-"""Tensors of which the size of the difference is looked for, where many differ."""
+_KEY = 0x9E3779B97F4A7C15
 
 
 class Found(NamedTuple):
@@ -49,11 +51,13 @@ class Found(NamedTuple):
     ranks: tuple[int, ...]
     """Those that are unlike most; all of them where no more than half agree."""
     gap: float | None
-    """Largest |difference| from rank 0's; NaN where a value is none, None where it was not looked for."""
+    """Largest |difference| from rank 0's; NaN where a value is none, None where a rank lacks the tensor."""
 
 
-def digest(tensors: Sequence[Tensor]) -> Tensor:
+def digest(tensors: Sequence[Tensor], turn: int = 0) -> Tensor:
     """Return the digest (0-dim int64, on their device) of all `tensors`, in their order; nothing is waited for.
+
+    `turn` numbers the comparison: the next one sees what this one may not.
 
     Tensors are taken in memory order: ranks that compare have the same memory format.
     """
@@ -66,15 +70,16 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
         else:
             bodies.append(flat)
     bodies += [torch.cat(group) for group in small.values()]
-    return _weighed([_folded(body) for body in bodies])
+    layers = _LAYERS[turn % len(_LAYERS)]
+    return _folded(part for body in bodies for part in _parts(body, layers))
 
 
 def digests(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the digest of each tensor by itself, (n,) int64."""
-    return torch.stack([_folded(_flat(tensor)) for tensor in tensors])
+    """Return the digest of each tensor by itself, (n,) int64; all turns are in it."""
+    return torch.stack([_folded(_parts(_flat(tensor), *_LAYERS)) for tensor in tensors])
 
 
-def differing(own: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> list[str]:
+def differing(own: Mapping[str, Tensor], copy: Mapping[str, Tensor], turn: int = 0) -> list[str]:
     """Return the names in `copy`, on whatever device, that are not the same bits as the tensors of that name in `own`.
 
     The order in memory may be another one. The host waits for both devices, and compares the numbers itself: what
@@ -85,22 +90,25 @@ def differing(own: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> list[str
         each if mine.stride() == each.stride() else laid_out_as(mine, each)
         for mine, each in zip(ours, copy.values(), strict=True)
     ]
-    if not ours or int(digest(ours)) == int(digest(theirs)):
+    if not ours or int(digest(ours, turn)) == int(digest(theirs, turn)):
         return []
     pairs = zip(copy, digests(ours).tolist(), digests(theirs).tolist(), strict=True)
     return [name for name, mine, their in pairs if mine != their]
 
 
 def compare(world: World, tensors: Mapping[str, Tensor]) -> list[Found]:
-    """Return the tensors that are not the same bits on all ranks, or that some lack (*collective*)."""
+    """Return the tensors that are not the same bits on all ranks, or that some lack (*collective*).
+
+    First those that some lack or where a value is no number, then the largest difference.
+    """
     by_rank: list[dict[str, int]] = world.gather(_by_name(tensors))
     found: list[Found] = []
     for name in dict.fromkeys(name for theirs in by_rank for name in theirs):
         values = [theirs.get(name) for theirs in by_rank]
         if len(set(values)) > 1:
-            measurable = None not in values and len(found) < MEASURED
-            found.append(Found(name, _unlike_most(values), _gap(world, tensors[name]) if measurable else None))
-    return found
+            gap = None if None in values else _gap(world, tensors[name])
+            found.append(Found(name, _unlike_most(values), gap))
+    return sorted(found, key=lambda each: -math.inf if each.gap is None or math.isnan(each.gap) else -each.gap)
 
 
 def spread(world: World, tensors: Mapping[str, Tensor]) -> dict[str, float]:
@@ -178,41 +186,68 @@ def _flat(tensor: Tensor) -> Tensor:
     tensor = _plain(tensor)
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)
-    flat = tensor.reshape(-1)
+    flat = tensor.reshape(-1).contiguous()  # of one dimension, reshape keeps a stride
     return flat.view(INTEGERS[flat.element_size()])
 
 
-def _folded(flat: Tensor) -> Tensor:
-    """Return the digest (0-dim int64) of whole numbers (n,)."""
+def _parts(flat: Tensor, *layerings: int) -> Iterator[Tensor]:
+    """Yield what the digest of whole numbers (n,) is made of, (m,) int64 each: sums over layers, and words as they are.
+
+    `layerings` are the numbers of layers to cut into, one after the other.
+    """
     per_word = 8 // flat.element_size()
     if flat.storage_offset() % per_word:
         flat = flat.clone()  # words begin where memory has them
     whole = len(flat) // per_word * per_word
-    words, rest = flat[:whole].view(torch.int64), flat[whole:].long()
-    if len(words) > _PIECE:
-        pieces = [words[at : at + _PIECE] for at in range(0, len(words), _PIECE)]
-        return _weighed([_folded(each) for each in (*pieces, rest)])
-    deep = 0 if len(words) < _LAYERED else (len(words) // _LAYERS - 1) | 1  # odd
-    sums = words[: deep * _LAYERS].view(_LAYERS, deep).sum(0)
-    return _sum_of(torch.cat([sums, words[deep * _LAYERS :], rest]))
+    words = flat[:whole].view(torch.int64)
+    for at in range(0, len(words), _PIECE):
+        piece = words[at : at + _PIECE]
+        layered = 0
+        if len(piece) >= _LAYERED:
+            for layers in layerings:
+                deep = len(piece) // layers
+                yield piece[: layers * deep].view(layers, deep).sum(0)
+            layered = min(len(piece) // layers * layers for layers in layerings)
+        if layered < len(piece):
+            yield piece[layered:]
+    if whole < len(flat) or whole == 0:  # nothing at all is a part as well
+        yield flat[whole:].long()
 
 
-def _sum_of(parts: Tensor) -> Tensor:
-    """Return the keyed sum (0-dim int64) of whole numbers (n,)."""
+def _folded(parts: Iterable[Tensor]) -> Tensor:
+    """Return the digest (0-dim int64) of whole numbers, (m,) int64 each."""
+    sums: list[Tensor] = []
+    held: list[Tensor] = []
+    count = 0
+    for part in parts:
+        held.append(part)
+        count += len(part)
+        if count >= _GROUP:
+            sums.append(_sum_of(torch.cat(held)))
+            held, count = [], 0
+    if held:
+        sums.append(_sum_of(torch.cat(held)))
+    return _sum_of(torch.stack(sums))
+
+
+def _sum_of(numbers: Tensor) -> Tensor:
+    """Return the keyed sum (0-dim int64) of whole numbers (n,) int64, which it changes."""
     # Mixed, since an odd factor leaves a difference in the highest bit as it is, and two of these would cancel.
-    mixed = (parts >> 32) ^ parts
-    return (mixed * _keys(len(parts), parts.device)).sum()
-
-
-def _weighed(digests: Sequence[Tensor]) -> Tensor:
-    return _sum_of(torch.stack([*digests]))
+    halves = numbers.view(torch.int32).view(-1, 2)
+    halves[:, 0] ^= halves[:, 1]
+    return numbers.mul_(_keys(len(numbers), numbers.device)).sum()
 
 
 def _keys(count: int, device: torch.device) -> Tensor:
-    """Return (count,) odd int64 numbers, each another one."""
+    """Return (count,) odd int64 numbers in no order: of evenly spaced ones, moves to and fro would cancel."""
     return _computed_keys(1 << (count - 1).bit_length(), device)[:count]
 
 
-@functools.cache  # powers of two up to the words of a layer: two megabytes a device
+@functools.cache  # powers of two up to the words of two layers: some megabytes a device
 def _computed_keys(count: int, device: torch.device) -> Tensor:
-    return (torch.arange(1, count + 1, device=device) * _KEY) | 1
+    # SplitMix64 (G. Steele, D. Lea, C. Flood, 2014) of 1, 2, 3, …
+    found = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_KEY)
+    found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    found = (found ^ (found >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(found.view(np.int64)).to(device)

@@ -21,7 +21,7 @@ from ..proof import BIT_FOR_BIT, Check
 from ..world import World
 from . import finite
 from .buffers import LocalBuffers
-from .digest import MEASURED, compare, device_groups, differing, digest, largest_gap
+from .digest import Found, compare, device_groups, differing, digest, largest_gap
 
 SHARE = 0.004
 """Of the time of training that the checks may take, by default: below half a percent."""
@@ -65,6 +65,8 @@ class ReplicaCheck:
         self._last_cost_s = 0.0
         self._begun_at: int | None = None
         self._failure: LockstepError | None = None
+        self._unknown_from: int | None = None
+        """The step whose loss was not finite, where replicas had not been compared right before."""
 
     def due(self, step: int) -> bool:
         """Whether the replicas are to be compared after `step`: the same on every rank."""
@@ -81,10 +83,9 @@ class ReplicaCheck:
         begin_s = self._clock()
         tensors = dict(sorted(self._tensors().items()))  # a file gives an optimizer's state in any order
         copies = self._copies()
-        numbers = any(differing(tensors, copy) for copy in copies), self._proposal(step, step_s)
-        # Filled, since the host would wait for a copy of its numbers.
-        filled = [torch.full((1,), number, dtype=torch.int64, device=self._world.device) for number in numbers]
-        by_rank = self._world.stack(torch.cat([facts(tensors, self._world.device), *filled])).tolist()
+        turn = self.checks
+        torn = any(differing(tensors, copy, turn) for copy in copies)
+        by_rank = self._told(tensors, turn, torn, self._proposal(step, step_s))
         self._failure = self._fault(step, tensors, copies, by_rank)
         if self._failure is not None:
             raise self._failure
@@ -104,13 +105,38 @@ class ReplicaCheck:
         if self._on and self._local.due(step):
             self._local.measure(step)
 
+    def explain_loss(self, step: int, bad_step: int) -> str:
+        """Compare the replicas after `step`, since the loss of `bad_step` was not finite (*collective*).
+
+        Returns a sentence for where a replica may have been ruined between two checks and taken the others with it; ""
+        where the loss cannot come of that. Raises `ProofError` where they are not the same bits.
+        """
+        if not self._on or not self._doubt(bad_step - 1):
+            return ""
+        tensors = dict(sorted(self._tensors().items()))
+        by_rank = self._told(tensors, self.checks)
+        if any(theirs != by_rank[0] for theirs in by_rank):
+            self._failure = self._apart(step, tensors)
+            raise self._failure
+        self._unknown_from = bad_step
+        return self._doubt(bad_step - 1)
+
+    def _told(self, tensors: Mapping[str, Tensor], turn: int, *numbers: int) -> list[list[int]]:
+        """Return of each rank its `facts`, and the `numbers` that it tells beside them (*collective*)."""
+        # Filled, since the host would wait for a copy of its numbers.
+        filled = [torch.full((1,), number, dtype=torch.int64, device=self._world.device) for number in numbers]
+        told: list[list[int]] = self._world.stack(
+            torch.cat([facts(tensors, self._world.device, turn), *filled])
+        ).tolist()
+        return told
+
     def proof(self) -> list[Check]:
         """Return what was checked and what came of it: of the replicas and, where ranks have any, of local buffers."""
         replicas = Check(
             name="replicas",
             claim="All ranks hold the same bits, of finite numbers: weights, optimizer state, synchronised statistics, "
             "averaged weights",
-            outcome=Check.FAILS if self._failure else Check.HOLDS if self.checks else Check.OPEN,
+            outcome=self._outcome(),
             times=self.checks + (self._failure is not None),
             tolerance=BIT_FOR_BIT,
             found=self._found(),
@@ -119,6 +145,11 @@ class ReplicaCheck:
         )
         return [replicas, *self._local.proof()]
 
+    def _outcome(self) -> str:
+        if self._failure:
+            return Check.FAILS
+        return Check.HOLDS if self.checks and self._unknown_from is None else Check.OPEN
+
     def _found(self) -> str:
         if self._failure:
             return str(self._failure).removesuffix(".")
@@ -126,6 +157,11 @@ class ReplicaCheck:
             return "switched off by --verify-every 0"
         if not self._on:
             return "one process, one set of weights"
+        if self._unknown_from is not None:
+            return (
+                f"{self._before()}; the loss at step {self._unknown_from} was not finite, and what became of them in "
+                "between is not known"
+            )
         if self.agreed_at is None or self._begun_at is None:
             return "no step was compared"
         if self.checks == 1:
@@ -133,7 +169,7 @@ class ReplicaCheck:
         mean = (self.agreed_at - self._begun_at) / (self.checks - 1)
         return (
             f"compared first after step {self._begun_at} and last after step {self.agreed_at}; "
-            f"every {counted(round(mean), 'step') if mean >= 1.5 else 'step'} on average"
+            f"every {'step' if mean == 1 else f'{mean:.3g} steps'} on average"
         )
 
     def _proposal(self, step: int, step_s: float) -> int:
@@ -150,13 +186,11 @@ class ReplicaCheck:
         self, step: int, tensors: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]], by_rank: list[list[int]]
     ) -> LockstepError | None:
         """Return what is wrong, the same on every rank, by what each of them told (*collective*)."""
-        if any(suspected for *_, suspected, _, _ in by_rank):
-            bad: list[list[str]] = self._world.gather(finite.not_finite(tensors)[: finite.NAMED])
-            # Where only some ranks have such numbers, the replicas differ, and the error for that says in what.
-            if all(bad):
-                return finite.error(step, dict.fromkeys(name for theirs in bad for name in theirs), self._remedy())
-        if any(theirs[:-3] != by_rank[0][:-3] for theirs in by_rank):
+        # Before all else: a rank whose numbers are none soon has the others' be none, and not the same ones.
+        if any(theirs[:-2] != by_rank[0][:-2] for theirs in by_rank):
             return self._apart(step, tensors)
+        if any(suspected for *_, suspected, _, _ in by_rank) and (names := finite.not_finite(tensors)):
+            return finite.error(step, names, f"{self._remedy()} {self._doubt(step - 1)}".strip())
         if any(torn for *_, torn, _ in by_rank):
             return self._torn(step, tensors, copies)
         return None
@@ -165,12 +199,12 @@ class ReplicaCheck:
         found = compare(self._world, tensors)
         if not found:
             return self._unsteady(step)
-        ranks = found[0].ranks
-        who = " and ".join(f"rank {rank}" for rank in ranks)
-        differ = "differs from the others" if len(ranks) == 1 else "differ"
-        named = [(each.name, each.gap) for each in found[:MEASURED] if each.ranks == ranks]
+        by_ranks: dict[tuple[int, ...], list[Found]] = {}
+        for each in found:
+            by_ranks.setdefault(each.ranks, []).append(each)
+        clauses = [_apart_in(ranks, theirs) for ranks, theirs in by_ranks.items()]
         return ProofError(
-            f"The replicas are not the same bits after step {step}: {who} {differ} in {_listed(named, len(found))}; "
+            f"The replicas are not the same bits after step {step}: {'; '.join(clauses)}; "
             f"before, they were {self._before()}. Memory that flips bits does this, or code that treats ranks "
             "differently; continue from a checkpoint of before."
         )
@@ -196,30 +230,47 @@ class ReplicaCheck:
         named = [(name, gap) for device, name, gap in found if device == where]
         return ProofError(
             f"The copies of rank {rank}'s weights on {where} are not the same bits as its own after step {step}: they "
-            f"differ in {_listed(named[:MEASURED], len(named))}; before, they were {self._before()}. Copies from one "
+            f"differ in {_listed(named)}; before, they were {self._before()}. Copies from one "
             "GPU to another that go wrong do this, or memory that flips bits; continue from a checkpoint of before "
             f"with --strategy {with_ranks()}."
+        )
+
+    def _doubt(self, step: int) -> str:
+        """Return a sentence on what numbers that are none may come of; "" if replicas were compared after `step`."""
+        if self._world.size == 1 or (self.agreed_at is not None and self.agreed_at >= step):
+            return ""
+        return (
+            f"The replicas were {self._before()}; whether one of them was ruined since, and the others by it, "
+            "--verify-every 1 tells, from a checkpoint of before."
         )
 
     def _before(self) -> str:
         return "never compared" if self.agreed_at is None else f"the same after step {self.agreed_at}"
 
 
-def facts(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+def _apart_in(ranks: Sequence[int], found: Sequence[Found]) -> str:
+    """Return in a clause in what these ranks differ."""
+    who = " and ".join(f"rank {rank}" for rank in ranks)
+    differ = "differs from the others" if len(ranks) == 1 else "differ"
+    return f"{who} {differ} in {_listed([(each.name, each.gap) for each in found])}"
+
+
+def facts(tensors: Mapping[str, Tensor], device: torch.device, turn: int = 0) -> Tensor:
     """Return what a rank tells of its tensors, (kinds of device + 1,) int64 on `device`; nothing is waited for.
 
-    That is the digest of those on each kind of device, and whether any may hold a number that is not finite.
+    That is the digest of those on each kind of device, and whether any may hold a number that is not finite. `turn`
+    numbers the comparison, as for `digest`.
     """
     groups = [list(group.values()) for group in device_groups(tensors)]
     suspected = torch.stack([finite.suspect(group).to(device) for group in groups]).any()
-    return torch.stack([*(digest(group).to(device) for group in groups), suspected.long()])
+    return torch.stack([*(digest(group, turn).to(device) for group in groups), suspected.long()])
 
 
-def _listed(named: Sequence[tuple[str, float | None]], count: int) -> str:
-    """Return in words the tensors `named`, each with the size of its difference, and how many of `count` are left."""
+def _listed(named: Sequence[tuple[str, float | None]]) -> str:
+    """Return in words the first of the tensors `named`, each with the size of its difference, and how many are left."""
     words = []
-    for name, gap in named:
+    for name, gap in named[: finite.NAMED]:
         size = "" if gap is None else f" by up to {gap:.3g}" if math.isfinite(gap) else " by a value that is not finite"
         words.append(f"{name}{size}")
-    left = count - len(named)
+    left = len(named) - len(words)
     return f"{', '.join(words)}, and in {counted(left, 'more tensor')}" if left else " and ".join(words)
