@@ -291,6 +291,37 @@ class Single(Plain):
         return super().forward(x.float())  # type: ignore[no-any-return]
 
 
+class Strict(Plain):
+    """A net that refuses other numbers than float32 by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError("float32 only")
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+class SingleBackward(Plain):
+    """A net whose backward pass has no float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = super().forward(x)
+        if scores.requires_grad:
+            scores.register_hook(lambda gradient: gradient @ torch.eye(scores.shape[1]))
+        return scores
+
+
+class ByFirst(Plain):
+    """A net that takes another layer where the first sample of the batch has a negative feature."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.other = nn.Linear(16, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self[1](self[0](x))
+        return self.other(y) + 0 * self[2](y) if x[0, 2] < 0 else self[2](y) + 0 * self.other(y)  # type: ignore[no-any-return]
+
+
 class PartlySingle(Plain):
     """A net whose first layer multiplies in float32."""
 
@@ -298,6 +329,11 @@ class PartlySingle(Plain):
         weight, bias = self[0].parameters()
         y = nn.functional.linear(x.float(), weight.float(), bias.float())
         return self[2](self[1](y.to(x.dtype)))  # type: ignore[no-any-return]
+
+
+def single_loss(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    """Weigh classes by float32 numbers, which torch does not take for float64 scores."""
+    return nn.functional.cross_entropy(scores, labels, weight=torch.ones(scores.shape[1]), reduction=reduction)
 
 
 def mean_loss(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:

@@ -202,7 +202,7 @@ def _evaluate(
         job.world,
         batch=job.eval_batch,
         autocast=job.precision.autocast,
-        loss_fn=losses.evaluated(job.loss_fn),
+        loss_fn=losses.evaluated(job.config.optim, job.loss_fn),
         stop=stop,
         note=note,
     )

@@ -210,7 +210,8 @@ def assemble(
             f"{asked.size}; use --batch {len(data.train)} or less."
         )
     model, batchnorm = _model(config, world, strategy, data, prepare)
-    loss_fn = losses.build(config.optim, classes=config.model.classes or data.train.classes)
+    classes = config.model.classes or data.train.classes
+    loss_fn = losses.build(config.optim, classes=classes, device=world.device, dtype=precision.dtype)
     if world.device.type == "cpu" and precision.channels_last and not config.precision.compile:
         model = sync_batchnorm.fold(model)
     model = precision.place(model, world.device)

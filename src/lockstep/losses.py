@@ -20,28 +20,31 @@ LossFunction = Callable[..., Tensor]
 """(scores (n, classes), labels (n,), reduction="sum") -> the sum over the samples, 0-dim."""
 
 
-def build(config: OptimConfig, *, classes: int) -> LossFunction:
-    """Return the loss that training takes.
+def build(
+    config: OptimConfig, *, classes: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> LossFunction:
+    """Return the loss that training takes, of scores of `dtype` on `device`.
 
     Raises `RequestError` where the user's own cannot be found, or does not return one number for a batch's sum.
     """
     if ":" not in config.loss:
         return functools.partial(nn.functional.cross_entropy, label_smoothing=config.label_smoothing)
     found: LossFunction = own.load("--loss", config.loss)
-    _check(config.loss, found, classes)
+    _check(config.loss, found, torch.zeros(2, classes, device=device, dtype=dtype, requires_grad=True))
     return found
 
 
-def evaluated(training: LossFunction) -> LossFunction:
+def evaluated(config: OptimConfig, training: LossFunction) -> LossFunction:
     """Return the loss that an evaluation reports: labels are not smoothed there."""
-    return nn.functional.cross_entropy if isinstance(training, functools.partial) else training
+    return training if ":" in config.loss else nn.functional.cross_entropy
 
 
-def _check(name: str, loss_fn: LossFunction, classes: int) -> None:
+def _check(name: str, loss_fn: LossFunction, scores: Tensor) -> None:
+    """Raise `RequestError` where `loss_fn` does not give one number for `scores` (n, classes)."""
     wanted = 'it is called as loss(scores, labels, reduction="sum") and returns the sum over the samples, one number'
-    scores = torch.zeros(2, classes, requires_grad=True)
+    labels = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
     try:
-        found = loss_fn(scores, torch.zeros(2, dtype=torch.int64), reduction="sum")
+        found = loss_fn(scores, labels, reduction="sum")
     except Exception as error:
         raise RequestError(f"--loss {name} {own.raised(error)}; {wanted}.") from error
     if not isinstance(found, Tensor) or found.dim() != 0 or not found.requires_grad:

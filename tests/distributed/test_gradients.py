@@ -151,6 +151,7 @@ FOUND: list[tuple[list[str], dict[str, Any]]] = [
     (["data"], {"fault": "order"}),
     (["several together"], {"model": "tests.judged:NoisyInTraining"}),
     (["coupled samples"], {"model": "tests.judged:Coupled"}),
+    (["coupled samples"], {"model": "tests.judged:ByFirst"}),
     (["coarser arithmetic"], {"model": "tests.judged:PartlySingle"}),
 ]
 
@@ -270,11 +271,23 @@ def test_what_is_so_by_design_is_told_with_what_agrees_without(pool: RankPool) -
     assert re.search(r"ddp differs by .* by design \(randomness\), and agrees within [\d.]+e-1\d without", check.found)
 
 
-def test_a_model_without_float64_is_told_by_its_operation(pool: RankPool) -> None:
-    values: dict[str, Any] = {"model": "tests.judged:Single"}
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"model": "tests.judged:Single"}, "tests.judged:Single cannot run in float64: at aten::addmm, RuntimeError"),
+        ({"model": "tests.judged:Strict"}, "tests.judged:Strict cannot run in float64: at aten::.*, TypeError"),
+        ({"model": "tests.judged:SingleBackward"}, "cannot run in float64: at aten::.*, RuntimeError"),
+        (
+            {"loss": "tests.judged:single_loss"},
+            "with its loss cannot run in float64: at aten::nll_loss.*, RuntimeError",
+        ),
+    ],
+    ids=str,
+)
+def test_a_model_without_float64_is_told_by_its_operation(pool: RankPool, values: dict[str, Any], where: str) -> None:
     said = pool.run(2, _examined, RANKS, values, 1e-9, "", "")
     assert len(set(said)) == 1
-    assert "cannot run in float64: aten::addmm raised RuntimeError" in said[0]
+    assert re.search(where, said[0]), said
     assert "--precision fp32, whose tolerance is 0.0001" in said[0]
     assert examined(pool, tolerance=1e-4, precision="fp32", **values)["ddp"].agrees
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,14 +30,19 @@ def detached(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
     return scores.detach().sum()
 
 
+weighted = functools.partial(torch.nn.functional.cross_entropy, weight=torch.ones(3))
+
+
 def test_a_loss_of_ones_own_is_called_for_training_and_evaluation() -> None:
     config = override(RunConfig(), loss="tests.judged:margin_loss").optim
     found = losses.build(config, classes=3)
     scores, labels = torch.eye(3) * 0.5, torch.arange(3)
     assert float(found(scores, labels, reduction="sum")) == pytest.approx(3 * 2 * 0.5 / 3)
-    assert losses.evaluated(found) is found
-    smoothed = losses.build(override(RunConfig(), label_smoothing=0.1).optim, classes=3)
-    assert losses.evaluated(smoothed) is torch.nn.functional.cross_entropy
+    assert losses.evaluated(config, found) is found
+    asked = override(RunConfig(), loss="tests.unit.test_losses:weighted").optim
+    assert losses.evaluated(asked, losses.build(asked, classes=3)) is weighted
+    smoothing = override(RunConfig(), label_smoothing=0.1).optim
+    assert losses.evaluated(smoothing, losses.build(smoothing, classes=3)) is torch.nn.functional.cross_entropy
 
 
 @pytest.mark.parametrize(

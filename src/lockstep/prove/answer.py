@@ -121,18 +121,17 @@ def examine(config: RunConfig, world: World, names: list[str], tolerance: float,
     user's own. Raises `RequestError` for a model that cannot run in the config's precision, or too few samples.
     """
     begun_s = time.perf_counter()
+    bench = None
+    own_step = own.load("--step", step) if step else None
     try:
-        bench = Workbench(config, world, own.load("--step", step) if step else None)
-    except RequestError as refused:
-        float64.check(config, world, refused)
-        raise
-    try:
+        bench = Workbench(config, world, own_step)
         answers = [_answer(bench, name, tolerance, alone=len(names) == 1) for name in names]
-    except RuntimeError as error:
-        float64.check(config, world, error)
+    except (RequestError, RuntimeError) as error:
+        float64.check(config, world, error, own_step)
         raise
     finally:
-        bench.close()
+        if bench is not None:
+            bench.close()
     cost_s = time.perf_counter() - begun_s
     return Report(config.precision.name, tolerance, bench.replicas, tuple(answers), cost_s) if world.is_main else None
 

@@ -120,7 +120,11 @@ def _of_the_exchange(
             return _Ground(whole, False, gap), [Cause("accumulation", sentence, dict(rest), gap)]
     parts = bench.replicas * case.accumulation
     even = Case("even shares", case.start, case.start + case.size // parts * parts, case.accumulation)
-    if case.start < even.stop < case.stop and agreed(gap := worst(measured(even, EVERYTHING))):
+    if case.start < even.stop < case.stop and all(
+        # The others that are even as well: one alone may agree by chance.
+        agreed(gap := worst(measured(each, EVERYTHING)))
+        for each in (*(each for each in bench.cases if not each.size % (bench.replicas * each.accumulation)), even)
+    ):
         sentence = (
             "ranks' means are averaged, whatever their numbers of samples (a mean of means): with even shares the "
             "gradients agree; divide the summed loss by the global count instead"
@@ -205,7 +209,7 @@ def _unexplained(
     tensors = beyond(rest, tolerance)
     with switched(job.model, EVERYTHING):
         is_steady = steady(job.model, x) and not draws_elsewhere(job.model, x)
-        layer = coupled(job.model, x, tolerance) if is_steady else None
+        layer = coupled(job.model, x, bench.shares_of_first(case), tolerance) if is_steady else None
     if not is_steady:
         sentence = (
             "the model draws from NumPy's or Python's generator, or one of its own, which cannot be switched off; draw "

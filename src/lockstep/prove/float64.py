@@ -6,13 +6,14 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..config import RunConfig
 from ..errors import RequestError
 from ..job import Job, assemble
 from ..world import World
+from .gradients import Step
 
 TOLERANCES = {"fp64": 1e-9}
 TOLERANCE = 1e-4
@@ -36,32 +37,32 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-def check(config: RunConfig, world: World, refused: Exception) -> None:
+def check(config: RunConfig, world: World, refused: Exception, step: Step | None = None) -> None:
     """Raise `RequestError` where `config`'s model runs in float32 and not in float64, which `refused` came of.
 
-    To be called on every rank that has met `refused`; each finds the same.
+    `step` is a training step of the user's own. To be called on every rank that has met `refused`; each finds the same.
     """
     if config.precision.name != "fp64":
         return
     plain = dataclasses.replace(config.precision, name="fp32")
     parallel = dataclasses.replace(config.parallel, strategy="single", devices=None, batchnorm="auto")
-    plain_config = dataclasses.replace(config, precision=plain, parallel=parallel)
     try:
-        job = assemble(plain_config, World.alone(world.device))
-    except (RequestError, RuntimeError):
-        return  # then it is not float64 that it cannot
+        job = assemble(dataclasses.replace(config, precision=plain, parallel=parallel), World.alone(world.device))
+    except Exception:  # whatever the user's code raises: then it is not float64 that it cannot
+        return
     watch = _Watching()
     try:
-        _tried(job.model, _sample(job, torch.float32))
+        _try(job, torch.float32, step)
         with watch:
-            _tried(job.model.double(), _sample(job, torch.float64))
-    except RuntimeError as error:
+            _try(job, torch.float64, step)
+    except Exception as error:
         if not watch.last:
             return  # it runs in neither
         said = " ".join(str(error).split("\n")[0].split())
+        whose = f"--model {config.model.name}{' with its loss' if ':' in config.optim.loss else ''}"
         raise RequestError(
-            f"--model {config.model.name} cannot run in float64: {watch.last} raised {type(error).__name__}: {said}; "
-            f"verify it with --precision fp32, whose tolerance is {TOLERANCE:g}."
+            f"{whose} cannot run in float64: at {watch.last}, {type(error).__name__} was raised: {said}; verify it with "
+            f"--precision fp32, whose tolerance is {TOLERANCE:g}."
         ) from refused
     finally:
         job.data.close()
@@ -75,11 +76,13 @@ def coarse(job: Job, x: Tensor) -> list[str]:
     return list(watch.coarse)
 
 
-def _sample(job: Job, dtype: torch.dtype) -> Tensor:
-    given = job.data.train.dtype
-    dtype = dtype if given.is_floating_point else given
-    return torch.zeros((2, *job.data.train.shape), dtype=dtype, device=job.world.device)
-
-
-def _tried(model: nn.Module, x: Tensor) -> None:
-    model(x).sum().backward()
+def _try(job: Job, dtype: torch.dtype, step: Step | None) -> None:
+    """Run the model forward and backward on two samples in `dtype`, with its loss, or `step` in place of that."""
+    model, train, device = job.model.to(dtype), job.data.train, job.world.device
+    x = torch.zeros((2, *train.shape), dtype=dtype if train.dtype.is_floating_point else train.dtype, device=device)
+    y = torch.zeros(2, dtype=torch.int64, device=device)
+    if step is not None:
+        step(model, x, y)
+        return
+    loss: Tensor = job.loss_fn(model(x), y, reduction="sum")
+    loss.backward()  # type: ignore[no-untyped-call]

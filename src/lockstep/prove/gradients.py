@@ -183,6 +183,12 @@ class Workbench:
             for (x, y), part, start in zip(whole, positions, starts, strict=True)
         ]
 
+    def shares_of_first(self, case: Case) -> list[slice]:
+        """Return what each replica has of the first global micro-batch."""
+        plan = BatchPlan(global_size=case.size, ranks=self.replicas, accumulation=case.accumulation)
+        firsts = [plan.split(0, case.size, rank)[0] for rank in range(self.replicas)]
+        return [slice(first.start, first.stop) for first in firsts]
+
     def _fetch(self, case: Case, plan: BatchPlan, rank: int) -> Micros:
         job = next(iter(self._jobs.values()))
         plan = dataclasses.replace(plan, accumulation=case.accumulation)
@@ -196,7 +202,7 @@ class Workbench:
         job.model.zero_grad()
         loss_fn = by_sample(job.loss_fn) if off.loss else job.loss_fn
         parts = [(x, y, number == len(micros)) for number, (x, y) in enumerate(micros, 1)]
-        with switched(job.model, off), warnings.catch_warnings():
+        with switched(job.model, off, job.strategy.devices), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
             if seed is not None:
                 seed_all(seed)

@@ -45,10 +45,13 @@ EVERYTHING = Off(data=True, randomness=True, statistics=True, loss=True, sharing
 
 
 @contextmanager
-def switched(model: nn.Module, off: Off) -> Iterator[None]:
-    """Switch off what of `off` the model itself has, within the block; its buffers are then as before."""
+def switched(model: nn.Module, off: Off, devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Switch off what of `off` the model itself has, within the block.
+
+    Its buffers, and the generators of the host and of `devices`, are then as before.
+    """
     buffers = {name: held.clone() for name, held in model.named_buffers()}
-    with ExitStack() as stack, kept():
+    with ExitStack() as stack, kept(devices):
         if off.randomness:
             stack.enter_context(_without_randomness(model))
             # The loss may draw as well, and what is computed again in the backward pass (activation checkpointing).
@@ -193,29 +196,28 @@ def draws_elsewhere(model: nn.Module, x: Tensor) -> bool:
     return bool(seen[0] != seen[-1])
 
 
-def coupled(model: nn.Module, x: Tensor, tolerance: float) -> str | None:
+def coupled(model: nn.Module, x: Tensor, shares: Sequence[slice], tolerance: float) -> str | None:
     """Return the first layer that couples the samples of a batch: for the same samples it makes something else.
 
-    None if none does. `model` is called with x (n, …) and with its first half; to be used where batch statistics and
-    randomness are switched off.
+    None if none does. `model` is called with x (n, …) and with each of the `shares` of it that are not empty; to be used
+    where batch statistics and randomness are switched off.
     """
-    half = len(x) // 2
-    whole, part = (_passed(model, each) for each in (x, x[:half]))
+    whole = _passed(model, x)
 
-    def differ(ours: Tensor, theirs: Tensor) -> bool:
-        if theirs.shape[:1] != (half,) or ours.shape[1:] != theirs.shape[1:] or not ours.numel():
+    def differ(ours: Tensor, theirs: Tensor, rows: slice) -> bool:
+        ours = ours[rows] if ours.dim() else ours
+        if ours.shape != theirs.shape or len(theirs) != len(x[rows]) or not ours.numel():
             return False  # not a sample a row
         ours, theirs = ours.double(), theirs.double()
-        return float((ours[:half] - theirs).abs().max()) > tolerance * float(ours.abs().max())
+        return float((ours - theirs).abs().max()) > tolerance * float(ours.abs().max())
 
-    for name, theirs in part.items():
-        ours = whole.get(name)
-        if ours is None:
-            continue
-        if differ(ours.given, theirs.given):
-            return f"the model's own forward, before {name}"
-        if differ(ours.made, theirs.made):
-            return name
+    for rows in (each for each in shares if len(x[each])):
+        for name, theirs in _passed(model, x[rows]).items():
+            ours = whole.get(name)
+            if ours is None or differ(ours.given, theirs.given, rows):
+                return f"the model's own forward, before {name}"
+            if differ(ours.made, theirs.made, rows):
+                return name
     return None
 
 
