@@ -205,11 +205,12 @@ def _unexplained(
 ) -> list[Cause]:
     """Return the layer that couples the samples of a batch, or that no cause was found; on rank 0."""
     job = bench.job(ONE)
-    ((x, _), *_) = bench.read(case)
+    micros = [x for x, _ in bench.read(case)]
     tensors = beyond(rest, tolerance)
-    with switched(job.model, EVERYTHING):
-        is_steady = steady(job.model, x) and not draws_elsewhere(job.model, x)
-        layer = coupled(job.model, x, bench.shares_of_first(case), tolerance) if is_steady else None
+    with switched(job.model, EVERYTHING, job.strategy.devices):
+        is_steady = steady(job.model, micros[0]) and not draws_elsewhere(job.model, micros[0])
+        parts = zip(micros, bench.rows(case), strict=True) if is_steady else ()
+        layer = next(filter(None, (coupled(job.model, x, shares, tolerance) for x, shares in parts)), None)
     if not is_steady:
         sentence = (
             "the model draws from NumPy's or Python's generator, or one of its own, which cannot be switched off; draw "
@@ -221,7 +222,11 @@ def _unexplained(
             f"{layer}: what it makes of a sample depends on the others of the batch, and a rank has its own share alone"
         )
         return [Cause("coupled samples", sentence, tensors, worst(rest))]
-    if job.precision.name == "fp64" and worst(tensors) < float64.TOLERANCE and (found := float64.coarse(job, x)):
+    if (
+        job.precision.name == "fp64"
+        and worst(tensors) < float64.TOLERANCE
+        and (found := float64.coarse(job, micros[0]))
+    ):
         sentence = (
             f"the model computes a part in less than float64 ({', '.join(found[:3])}), whose rounding this is; "
             f"verify with --tolerance {float64.TOLERANCE:g}"

@@ -61,8 +61,8 @@ def check(config: RunConfig, world: World, refused: Exception, step: Step | None
         said = " ".join(str(error).split("\n")[0].split())
         whose = f"--model {config.model.name}{' with its loss' if ':' in config.optim.loss else ''}"
         raise RequestError(
-            f"{whose} cannot run in float64: at {watch.last}, {type(error).__name__} was raised: {said}; verify it with "
-            f"--precision fp32, whose tolerance is {TOLERANCE:g}."
+            f"{whose} cannot run in float64: at {watch.last}, {type(error).__name__} was raised: {said}; verify it "
+            f"with --precision fp32, whose tolerance is {TOLERANCE:g}."
         ) from refused
     finally:
         job.data.close()

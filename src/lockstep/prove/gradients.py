@@ -183,11 +183,14 @@ class Workbench:
             for (x, y), part, start in zip(whole, positions, starts, strict=True)
         ]
 
-    def shares_of_first(self, case: Case) -> list[slice]:
-        """Return what each replica has of the first global micro-batch."""
+    def rows(self, case: Case) -> list[list[slice]]:
+        """Return of each global micro-batch which of its rows each replica has."""
         plan = BatchPlan(global_size=case.size, ranks=self.replicas, accumulation=case.accumulation)
-        firsts = [plan.split(0, case.size, rank)[0] for rank in range(self.replicas)]
-        return [slice(first.start, first.stop) for first in firsts]
+        by_rank = [plan.split(0, case.size, rank) for rank in range(self.replicas)]
+        return [
+            [slice(share.start - shares[0].start, share.stop - shares[0].start) for share in shares]
+            for shares in zip(*by_rank, strict=True)
+        ]
 
     def _fetch(self, case: Case, plan: BatchPlan, rank: int) -> Micros:
         job = next(iter(self._jobs.values()))

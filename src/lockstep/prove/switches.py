@@ -199,7 +199,7 @@ def draws_elsewhere(model: nn.Module, x: Tensor) -> bool:
 def coupled(model: nn.Module, x: Tensor, shares: Sequence[slice], tolerance: float) -> str | None:
     """Return the first layer that couples the samples of a batch: for the same samples it makes something else.
 
-    None if none does. `model` is called with x (n, …) and with each of the `shares` of it that are not empty; to be used
+    None if none does. `model` is called with x (n, …) and with each of its `shares` that is not empty; to be used
     where batch statistics and randomness are switched off.
     """
     whole = _passed(model, x)
