@@ -14,13 +14,13 @@ import numpy as np
 
 from . import folders, proof, resume
 from .config import RunConfig
-from .errors import ProofError, RequestError
+from .errors import ProofError, RequestError, counted
 from .job import Job, Note
 from .meter import Meter
 from .proof import Check
 from .record.base import Recorder
 from .saving import remedy
-from .verify import exactly_once, pages
+from .verify import pages
 from .verify.ledger import Ledger
 from .verify.replicas import ReplicaCheck
 
@@ -88,18 +88,24 @@ class Proofs:
         plan, drop_last = self._job.plan, self._job.config.batch.drop_last
         expected = self._job.steps_per_epoch * plan.global_size if drop_last else self._job.samples
         self._epochs += 1
-        if finding := self._ledger.close_epoch(epoch, expected):
-            self._short = finding
-            raise ProofError(
-                f"Not each sample was trained on exactly once, by {pages.NAME}: {finding}. The data's order or its "
-                "loader differs from rank to rank; lockstep verify run tells where."
-            )
+        self._ask(self._ledger.close_epoch(epoch, expected), "trained on")
 
     def end_evaluation(self, epoch: int, step: int) -> None:
-        """Write down which samples the evaluation after `step` took (*collective*)."""
+        """Write down which samples the evaluation after `step` took (*collective*).
+
+        Raises `ProofError` where it did not take each sample exactly once.
+        """
         if self._ledger is not None:
-            self._ledger.flush_evaluation(epoch, step)
             self._evaluations += 1
+            self._ask(self._ledger.flush_evaluation(epoch, step), "evaluated")
+
+    def _ask(self, finding: str | None, taken: str) -> None:
+        if finding:
+            self._short = finding
+            raise ProofError(
+                f"Not each sample was {taken} exactly once, by {pages.NAME}: {finding}. The data's order or its "
+                "loader differs from rank to rank; lockstep verify run tells where."
+            )
 
     def checks(self) -> dict[str, dict[str, Any]]:
         """Return what was proved so far, as summary.json has it under "proof"."""
@@ -108,16 +114,19 @@ class Proofs:
     def _of_ledger(self) -> list[Check]:
         if self._ledger is None:
             return []
-        found = self._short or f"{self._epochs:,} epochs and {self._evaluations:,} evaluations are recorded"
+        found = (
+            self._short
+            or f"{counted(self._epochs, 'whole epoch')} and {counted(self._evaluations, 'evaluation')} were asked"
+        )
         if self._ledger.waiting:
             found += f"; {self._ledger.waiting} pages could not be written ({self._ledger.trouble})"
-        judged = self._epochs > 0
+        judged = self._epochs + self._evaluations
         return [
             Check(
                 name="ledger",
-                claim=exactly_once.CLAIM,
+                claim="Each epoch and each evaluation held each sample exactly once",
                 outcome=Check.FAILS if self._short else Check.HOLDS if judged else Check.OPEN,
-                times=self._epochs,
+                times=judged,
                 tolerance="exactly",
                 found=found,
                 cost_s=self._ledger.cost_s,

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,12 +43,12 @@ def _other_order(rank_seed: int) -> None:
     Order.__init__ = wrong  # type: ignore[method-assign]
 
 
-def _other_batches(change: Any) -> None:
+def _other_batches(change: Any, *, trains: bool = True) -> None:
     right = ResidentTensors.stream
 
     def wrong(self: ResidentTensors, shares: Any, *, epoch: int) -> Any:
-        # Only the training set's: an evaluation that lacks samples does not get as far as its ledger.
-        return right(self, change(shares) if len(self) == SAMPLES else shares, epoch=epoch)
+        # An evaluation that lacks samples does not get as far as its ledger.
+        return right(self, change(shares) if (len(self) == SAMPLES) == trains else shares, epoch=epoch)
 
     ResidentTensors.stream = wrong  # type: ignore[method-assign]
 
@@ -57,6 +58,11 @@ def _twice(shares: Any) -> Any:
     for number, share in enumerate(shares):
         yield before if number == 4 else share
         before = share
+
+
+def _first_twice(shares: Any) -> Any:
+    for share in shares:
+        yield np.array([share[0], *share[:-1]])
 
 
 def _swapped(shares: Any) -> Any:
@@ -74,6 +80,7 @@ FAULTS: dict[str, Any] = {
     "": lambda: None,
     "another seed": lambda: _other_order(1),
     "a batch twice, one dropped": lambda: _other_batches(_twice),
+    "an evaluated sample twice": lambda: _other_batches(_first_twice, trains=False),
     "two batches swapped": lambda: _other_batches(_swapped),
 }
 
@@ -149,11 +156,22 @@ def test_samples_that_come_twice_or_never_stop_the_run(
         assert not re.search(rf"; rank {other} computed|of rank {other} alone", found.found)
 
 
+def test_an_evaluation_that_takes_a_sample_twice_stops_the_run(pool: RankPool, tmp_path: Path) -> None:
+    told = pool.run(3, _trained, {"output": tmp_path}, "an evaluated sample twice", 1)
+    assert len(set(told)) == 1
+    assert told[0].startswith(
+        "Not each sample was evaluated exactly once, by ledger.bin: the evaluation after step 15: "
+    )
+    assert "rank 1 computed sample" in told[0]
+    assert judged(tmp_path).outcome == Check.FAILS
+
+
 def test_batches_in_another_order_are_found_afterwards(pool: RankPool, tmp_path: Path) -> None:
     # Each sample comes exactly once, and yet not where the plan has it.
     assert pool.run(2, _trained, {"output": tmp_path}, "two batches swapped", 1) == ["", ""]
     found = judged(tmp_path)
     assert found.outcome == Check.FAILS
+    assert "planned" in found.claim
     assert "rank 1" in found.found
     assert "step 3" in found.found
 
@@ -168,10 +186,12 @@ def test_the_command_keeps_the_account_and_says_so(tmp_path: Path) -> None:
     words = ("--model", "mlp", "--epochs", 1, "--ledger", "--accelerator", "cpu", "--output", "run")
     done = command(tmp_path, "train", "digits", *words)
     assert done.code == 0, done
-    assert "ledger at 1 check" in done.out
+    assert "ledger at 2 checks" in done.out
     assert "ledger.bin" in done.out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["proof"]["ledger"]["outcome"] == "holds"
+    own = summary["proof"]["ledger"]
+    assert (own["outcome"], own["times"]) == ("holds", 2)
+    assert "planned" not in own["claim"], "where each sample was computed, lockstep verify run asks"
     assert "each sample exactly once" in (tmp_path / "run" / "proof.md").read_text()
 
 

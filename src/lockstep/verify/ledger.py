@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ..errors import RequestError, counted
 from .pages import EVAL, TRAIN, Indices, Page, bits_for, pack, read, unpack
+from .planned import evaluated
 
 if TYPE_CHECKING:  # a ledger is read and judged without torch
     from ..world import World
@@ -137,12 +138,18 @@ class Ledger:
         self._keep(TRAIN, epoch, self._samples, notes)
         self.cost_s += time.perf_counter() - begun_s
 
-    def flush_evaluation(self, epoch: int, step: int) -> None:
-        """Write the evaluation after `step`, in `epoch`, as one page (*collective*)."""
+    def flush_evaluation(self, epoch: int, step: int) -> str | None:
+        """Write the evaluation after `step`, in `epoch`, as one page (*collective*).
+
+        Returns, on every rank, why it did not hold each sample once, on the rank that has it; None where it did.
+        """
         begun_s = time.perf_counter()
         notes, self._evaluated = [(step, indices) for indices in self._evaluated], []
-        self._keep(EVAL, epoch, self._evaluated_samples, notes)
+        page = self._keep(EVAL, epoch, self._evaluated_samples, notes)
+        finding = (evaluated(page) if page else "nothing of it was noted") if self._world.is_main else ""
+        said: str = self._world.gather(finding)[0]
         self.cost_s += time.perf_counter() - begun_s
+        return f"the evaluation after step {step}: {said}" if said else None
 
     def close_epoch(self, epoch: int, expected: int) -> str | None:
         """Return, on every rank, why `epoch` did not hold each sample exactly once; None where it did (*collective*).
@@ -177,16 +184,18 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _keep(self, kind: str, epoch: int, samples: int, notes: list[tuple[int, Indices]]) -> None:
+    def _keep(self, kind: str, epoch: int, samples: int, notes: list[tuple[int, Indices]]) -> Page | None:
+        """Write what was noted as one page, and return it, on rank 0; None on others, and where nothing was noted."""
         gathered = _exchange(self._world, notes, bits_for(samples))
-        if gathered is not None:
-            first_step, counts, indices = gathered
-            ranks = self._world.size
-            page = Page(kind, epoch, first_step, ranks, self._accumulation, samples, counts, indices)
-            self._count(page)
-            if self._file is not None:
-                self._waiting.append(page.encode())
-                self._write()
+        if gathered is None:
+            return None
+        first_step, counts, indices = gathered
+        page = Page(kind, epoch, first_step, self._world.size, self._accumulation, samples, counts, indices)
+        self._count(page)
+        if self._file is not None:
+            self._waiting.append(page.encode())
+            self._write()
+        return page
 
     def _count(self, page: Page) -> None:
         if page.kind == TRAIN:
