@@ -1,7 +1,7 @@
 """What was proved of a run: each check as a value, in `summary.json` under "proof" and, readable, in `proof.md`.
 
-A check says what it claims, how often it looked, against which tolerance, what came out, and what that took. Whoever
-checks something, while a run trains or long after, adds a `Check` to the run's folder; nobody else writes these files.
+A check says what it claims, how often it looked, against which tolerance, what came out, and what that took. A run
+writes its own when it ends (`record.manifest`); whoever checks something afterwards adds to them (`add`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class Check:
     HOLDS: ClassVar[str] = "holds"
     FAILS: ClassVar[str] = "fails"
     OPEN: ClassVar[str] = "not checked"
+    MEASURED: ClassVar[str] = "measured"
 
     name: str
     """Its key in `summary.json`: replicas, ledger, …"""
     claim: str
     """What was checked, as a sentence without its full stop."""
     outcome: str
-    """HOLDS, FAILS or OPEN."""
+    """HOLDS, FAILS or OPEN; MEASURED for what is told and not judged."""
     times: int = 0
     """How often it was checked."""
     tolerance: str = ""
@@ -101,7 +102,8 @@ def page(folder: Path, held: Mapping[str, Mapping[str, Any]] | None) -> bytes:
 def add(folder: Path, checks: Iterable[Check], **more: Any) -> None:
     """Write `checks`, and the fields `more`, into the folder's summary.json and proof.md, beside what is there.
 
-    A check replaces the one of its name. Raises OSError where the folder cannot be written.
+    A check replaces the one of its name. Raises OSError where the folder cannot be written, and ValueError where its
+    summary.json is damaged.
     """
     path = folder / SUMMARY
     summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

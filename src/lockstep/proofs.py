@@ -47,6 +47,7 @@ class Proofs:
             local=job.local_buffers,
             copies=lambda: job.strategy.copies(job.model),
             remedy=self._remedy,
+            replicas=len(job.strategy.devices),
         )
         self._ledger = _ledger(job, step)
         self._epochs, self._evaluations, self._short = 0, 0, ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from lockstep.config import RunConfig
+from lockstep.engine import advance
 from lockstep.errors import ProofError
 from lockstep.job import Job, assemble
+from lockstep.meter import Meter
 from lockstep.options import override
+from lockstep.record.base import Nothing
 from lockstep.topology import Topology
 from lockstep.verify import finite
 from lockstep.verify.digest import differing, digest, digests
@@ -33,16 +37,22 @@ DTYPES = (
 )
 
 
-@pytest.fixture
-def pair() -> Iterator[World]:
-    """One rank that takes itself for one of two, in a process group of NCCL and gloo: it exchanges with itself alone.
+class Pair(NamedTuple):
+    """A world of one rank, and the same rank that takes itself for one of two: it exchanges with itself alone.
 
-    So a check does all that it does among several ranks, and finds them alike.
+    So a check in the second does all that it does among several ranks, and finds them alike.
     """
+
+    alone: World
+    doubled: World
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     world = World.join(Topology(), device, HashStore(), timeout_s=60)
-    yield World(Topology(size=2, local_size=2), device, world.group)
+    yield Pair(world, World(Topology(size=2, local_size=2), device, world.group))
     world.close()
 
 
@@ -84,18 +94,23 @@ def test_numbers_that_are_none_are_found_there(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer": "adamw", "lr": 1e-3, "ema": 0.9}])
-def test_nothing_is_waited_for_before_the_exchange(pair: World, options: dict[str, object]) -> None:
-    job = _on_gpu(pair, "ddp", **options)
+def test_nothing_is_waited_for_before_the_exchange(pair: Pair, options: dict[str, object]) -> None:
+    job = _on_gpu(pair.alone, "ddp", max_steps=1, **options)
+    meter = Meter(pair.alone, Nothing(), log_every=1, total_steps=1)
+    meter.start()
+    advance(job, 0, next(iter(job.batches(0))), meter)  # an optimizer has a state after its first step
     tensors = job.replicated()
-    facts(tensors, pair.device)  # what is made once
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with NoReading():
-            facts(tensors, pair.device)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    check = ReplicaCheck(pair, job.replicated, 1)
+    assert any(name.startswith("optimizer/") for name in tensors)
+    for turn in (0, 1):
+        facts(tensors, pair.alone.device, turn)  # what is made once
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with NoReading():
+                facts(tensors, pair.alone.device, turn)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    check = ReplicaCheck(pair.doubled, job.replicated, 1)
     for step in (1, 2):
         check.check(step, 0.1)
     assert (check.checks, check.agreed_at) == (2, 2)

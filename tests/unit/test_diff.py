@@ -243,6 +243,8 @@ def test_whole_numbers_beyond_those_that_floats_hold_are_compared() -> None:
     assert (found.differing, found.absolute, found.relative) == (1, 1.0, 2.0**-62)
     ends = torch.iinfo(torch.int64)
     assert _one(torch.tensor([ends.min]), torch.tensor([ends.max])).absolute == 2.0**64
+    large = np.array([2**64 - 1, 5], np.uint64)
+    assert _one(torch.from_numpy(large), torch.from_numpy(large - np.uint64(1))).absolute == 1.0
 
 
 def test_a_tensor_of_many_parts_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from lockstep import proof
 from lockstep.batching import BatchPlan
 from lockstep.files import write_json, write_whole
+from lockstep.proof import Check
 from lockstep.record import manifest, telemetry
 from lockstep.record.base import Nothing, Recorders
 from lockstep.record.console import PLAIN_EVERY_S, Screen, Terminal
@@ -273,6 +275,17 @@ def test_a_summary_has_the_same_keys_however_the_run_ended(tmp_path: Path) -> No
     resumed = manifest.Summary(tmp_path)
     resumed.record("start", first_step=3, epoch_s=[1.5])
     resumed.record("finish", **result)
+    assert summary() == result
+
+    # What was checked beside the run stays when it goes on; what it checks itself is as it now is.
+    proof.add(tmp_path, [Check(name="gradients", claim="The same", outcome=Check.HOLDS)])
+    going_on = manifest.Summary(tmp_path)
+    going_on.record("start", first_step=3, epoch_s=[1.5])
+    replicas = Check(name="replicas", claim="The same bits", outcome=Check.HOLDS)
+    going_on.record("finish", **result | {"proof": proof.by_name([replicas])})
+    assert [*summary()["proof"]] == ["gradients", "replicas"]
+    (tmp_path / "summary.json").write_text('{"top1": 0.')
+    going_on.record("finish", **result)
     assert summary() == result
 
     # Taken up for more epochs, and failed at once: what was measured before stays.

@@ -52,7 +52,12 @@ class Answer:
     @property
     def agrees(self) -> bool:
         """Whether the gradients are one process's, and can be had."""
-        return not (self.causes or self.unused or self.unlike or any(row.tensors for row in self.rows))
+        return not (self.causes or self.unused or self.differs)
+
+    @property
+    def differs(self) -> bool:
+        """Whether a gradient is not one process's, or not the same on all ranks."""
+        return bool(self.unlike) or any(row.tensors for row in self.rows)
 
     @property
     def fails(self) -> bool:
@@ -96,8 +101,9 @@ def in_words(answer: Answer) -> str:
     if answer.by_design:
         rest = max(cause.rest for cause in answer.causes)
         return f"{answer.strategy} differs by {largest:.1e} by design ({why}), and agrees within {rest:.1e} without"
-    differs = any(row.tensors for row in answer.rows)
-    return f"{answer.strategy} differs by {largest:.1e} ({why})" if differs else f"{answer.strategy} has {why}"
+    if answer.differs:
+        return f"{answer.strategy} differs by {largest:.1e} ({why})"
+    return f"{answer.strategy} agrees within {largest:.1e}, but has unused parameters, which training refuses"
 
 
 def strategies(asked: str) -> list[str]:

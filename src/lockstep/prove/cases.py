@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import RunConfig
-from ..errors import RequestError
+from ..errors import RequestError, counted
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,14 @@ def cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) -> 
     """
     size = min(config.batch.size, samples)
     if size < replicas:
-        what = f"--batch {config.batch.size}" if size == config.batch.size else f"a training set of {samples} samples"
+        what = (
+            f"--batch {config.batch.size}"
+            if size == config.batch.size
+            else f"a training set of {counted(samples, 'sample')}"
+        )
         raise RequestError(
-            f"{what[0].upper()}{what[1:]} does not split into {replicas} replicas, each of which needs a sample; "
-            f"use {size} replicas or fewer."
+            f"{what[0].upper()}{what[1:]} does not split into {replicas} replicas, each of which needs a sample to be "
+            f"compared; {f'give --devices {size} or fewer' if size > 1 else 'give more samples'}."
         )
     found = [Case("the first batch", 0, size)]
     if size % replicas == 0 and size > replicas:

@@ -20,7 +20,7 @@ class Claim:
     def judged(self, problems: Iterable[str], *, times: int, found: str = "") -> Check:
         """Return the check: it fails with the first of the `problems`, clauses that name the place, if there is any."""
         first, *others = [*problems, ""]
-        outcome = Check.FAILS if first else Check.HOLDS
+        outcome = Check.FAILS if first else Check.HOLDS if times else Check.OPEN
         if first:
             more = len(others) - 1
             found = f"{first}; and {counted(more, 'more finding')}" if more > 0 else first

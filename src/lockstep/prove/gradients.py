@@ -144,10 +144,14 @@ class Workbench:
                 whose = "--step" if self.step else f"One process's step of --model {self.config.model.name}"
                 raise RequestError(f"{whose} {own.raised(error)}; there is nothing to compare.") from error
             if self.world.is_main and not found:
-                raise RequestError("--step leaves no gradient in the model's parameters: it has to call backward().")
+                raise RequestError(
+                    "--step leaves no gradient in the model's parameters: it has to call backward(), and to leave what "
+                    "that gives."
+                )
             if names := [name for name, each in found.items() if not bool(each.isfinite().all())]:
                 raise RequestError(
-                    f"One process's gradients are not finite numbers ({', '.join(names[:3])}): nothing can be compared."
+                    f"One process's gradients are not finite numbers ({', '.join(names[:3])}): nothing can be "
+                    "compared; look at the data, and at what the model divides by or takes the root of."
                 )
 
         self.world.together(attempt)

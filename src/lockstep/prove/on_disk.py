@@ -228,7 +228,9 @@ def _row(number: int, line: bytes) -> Row | str:
     event = fields["event"]
     wanted = _FIELDS.get(event, {}).items()
     # Exactly: a bool is no number here.
-    bad = [name for name, kinds in wanted if name not in fields or type(fields[name]) not in kinds]
+    if lacking := [name for name, _ in wanted if name not in fields]:
+        return f"is an event {event} that lacks {' and '.join(lacking)}"
+    bad = [name for name, kinds in wanted if type(fields[name]) not in kinds]
     if event == "start" and not bad:
         plan = {name: fields["plan"].get(name) for name in ("global_size", "ranks", "accumulation")}
         positive = {"steps_per_epoch": fields["steps_per_epoch"], "epochs": fields["epochs"], **plan}

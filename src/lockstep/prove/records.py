@@ -125,7 +125,7 @@ def ledger(run: Records, held: Check | None) -> Check:
     if config is None:
         return _LEDGER.open(f"{CONFIG} cannot be read")
     if not path.exists():
-        is_lost = (config.proof.ledger and run.exit == 0) or (held is not None and held.times > 0)
+        is_lost = any(map(on_disk.keeps_ledger, run.parts)) or (held is not None and held.times > 0)
         return _LEDGER.judged([f"the run kept a {NAME}, and it is not there"], times=0) if is_lost else _NO_LEDGER
     made = run.last_step if run.exit in _COMPLETE and run.parts else None
     try:

@@ -84,8 +84,10 @@ class Summary:
             # What this process did not measure, since it took up a run that others had begun, stays as it was.
             before = self._before()
             told = {key: before.get(key) if value is None else value for key, value in ended.items()}
-            if self._first_step == told["steps"]:  # a complete run was taken up: nothing was trained, nor checked anew
-                told["proof"] = before.get("proof") or told["proof"]
+            ours, others = told.get("proof") or {}, before.get("proof") or {}
+            # What was checked beside the run, such as gradients, stays. Where a complete run was taken up, nothing was
+            # trained, nor checked anew.
+            told["proof"] = (ours | others if self._first_step == told["steps"] else others | ours) or None
             write_json(self._folder / proof.SUMMARY, told)
             write_whole(self._folder / proof.SHEET, proof.page(self._folder, told.get("proof")))
 
@@ -108,8 +110,11 @@ class Summary:
 
     def _before(self) -> dict[str, Any]:
         path = self._folder / proof.SUMMARY
-        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        return found
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):  # one that is damaged is written anew
+            found = {}
+        return found if isinstance(found, dict) else {}
 
     def close(self) -> None:
         """Do nothing."""

@@ -1,1 +1,1 @@
-"""Proofs that models are the same: of replicas while they train, of N ranks against one, of two checkpoints."""
+"""What proofs are made with: digests and replicas, the sample ledger, the difference of two checkpoints."""

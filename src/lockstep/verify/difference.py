@@ -17,6 +17,7 @@ STATISTICS = "BatchNorm statistics"
 _STATISTICS_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 _PART = 1 << 14
 """Elements that are compared at once: what the passes over them make stays in the processor's caches."""
+_WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint64))
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -141,8 +142,8 @@ def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
     absolute, largest, differing, ulps = 0.0, 0.0, 0, 0
     parts = zip(torch.split(_flat(a), _PART), torch.split(_flat(b), _PART), strict=True) if a.numel() else ()
     for x, y in parts:
-        if not dtypes and a.dtype in INTEGERS.values():
-            gap, size, count = _whole_gap(x.long(), y.long())
+        if not dtypes and a.dtype in _WHOLE:
+            gap, size, count = _whole_gap(x, y)
         elif same_type and x.element_size() > 1:  # torch does not subtract floats of 8 bits
             gap, size, count = _gap(x, y)
         else:
@@ -170,10 +171,11 @@ def _gap(x: Tensor, y: Tensor) -> tuple[float, float, int]:
 
 
 def _whole_gap(x: Tensor, y: Tensor) -> tuple[float, float, int]:
-    """Return what `_gap` does of whole numbers (n,) of 64 bits, of which float64 holds those up to 2**53 only."""
+    """Return what `_gap` does of whole numbers (n,), of which float64 holds those up to 2**53 only."""
+    a, b = (each.numpy() if each.dtype == torch.uint64 else each.long().numpy() for each in (x, y))
     # Of far numbers with opposite signs the difference takes all 64 bits: read without a sign it is right.
-    gaps = torch.where(x > y, x - y, y - x).numpy().view(np.uint64)
-    size = max(abs(int(edge)) for each in (x, y) for edge in torch.aminmax(each))
+    gaps = np.where(a > b, a - b, b - a).view(np.uint64)
+    size = max(abs(int(edge)) for each in (a, b) for edge in (each.min(), each.max()))
     return float(gaps.max()), float(size), int(np.count_nonzero(gaps))
 
 

@@ -40,6 +40,7 @@ class ReplicaCheck:
         local: Callable[[], Mapping[str, Tensor]] = dict,
         copies: Callable[[], Sequence[Mapping[str, Tensor]]] = list,
         remedy: Callable[[], str] = str,
+        replicas: int = 1,
     ) -> None:
         """`tensors` returns what has to be the same on every rank, by name, in any order.
 
@@ -47,7 +48,7 @@ class ReplicaCheck:
         `clock` tells the time in seconds. `local` returns the buffers that each rank keeps for itself, by name.
         `copies` returns tensors as each further device of this process has them, named as in `tensors`.
         `remedy` returns a sentence that says what to do about numbers that are not finite. It is called on every rank,
-        and raises where it knows a better error than theirs (*collective*).
+        and raises where it knows a better error than theirs (*collective*). `replicas` is how many this process has.
         """
         self.checks = 0
         self.cost_s = 0.0
@@ -57,7 +58,7 @@ class ReplicaCheck:
         self._tensors = tensors
         self._every = every
         self._clock = clock
-        self._local = LocalBuffers(world, local)
+        self._local = LocalBuffers(world, local, replicas)
         self._copies = copies
         self._remedy = remedy
         self._on = every != 0 and (world.size > 1 or len(copies()) > 0)

@@ -211,6 +211,7 @@ def _table(answer: Answer, most: int | None) -> Table:
     table.add_column("difference", justify="right")
     table.add_column("because of")
     ordered = sorted(gaps.items(), key=lambda each: -each[1])
+    most = most if most is None or len(ordered) > most + 1 else None  # a line that says "1 more" is no shorter
     for name, gap in ordered[:most]:
         why = [cause.name for cause in answer.causes if name in cause.tensors]
         table.add_row(escape(name), f"{gap:.1e}", ", ".join(why))
@@ -235,4 +236,5 @@ def _kept(config: RunConfig, report: Report) -> str:
 def _sentence(failing: Sequence[Answer], kept: str) -> str:
     from ...prove.answer import in_words
 
-    return f"{'; '.join(in_words(each) for each in failing)}: not the gradient of one process.{kept}"
+    but = ": not the gradient of one process" if any(each.differs for each in failing) else ""
+    return f"{'; '.join(in_words(each) for each in failing)}{but}.{kept}"

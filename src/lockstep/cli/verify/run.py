@@ -28,7 +28,7 @@ Exit code: 0 nothing is wrong, 3 a claim is wrong, 2 there is no run. A run with
 """
 _WIDE = 140
 """Columns where there is no terminal."""
-_STYLES = {Check.HOLDS: "green", Check.FAILS: "bold red", Check.OPEN: "dim"}
+_STYLES = {Check.HOLDS: "green", Check.FAILS: "bold red", Check.OPEN: "dim", Check.MEASURED: "cyan"}
 
 
 def main(given: list[str]) -> int:
@@ -84,8 +84,10 @@ def _show(console: Console, folder: Path, judged: Judgement) -> None:
 
 def _verdict(folder: Path, judged: Judgement) -> str:
     held = sum(check.outcome == Check.HOLDS for check in judged.checks)
-    left = len(judged.checks) - held - len(judged.failing)
+    measured = sum(check.outcome == Check.MEASURED for check in judged.checks)
+    left = len(judged.checks) - held - measured - len(judged.failing)
     said = f"{folder}: {counted(held, 'claim')} hold{'s' if held == 1 else ''}"
     said += f", {len(judged.failing)} {'is' if len(judged.failing) == 1 else 'are'} wrong" if judged.failing else ""
+    said += f", {measured} {'is' if measured == 1 else 'are'} measured" if measured else ""
     said += f", {left} not checked" if left else ""
     return f"{said}. The run is not complete: {judged.unfinished}." if judged.unfinished else f"{said}."
