@@ -35,7 +35,8 @@ def test_all_variants_of_the_recipe_are_one_model(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in _summary(run)["variants"]}
     assert {name: row["verdict"] for name, row in rows.items()} == {
         "single": "reference",
-        "dp-2": "another model",
+        "ddp-2-local": "reference",
+        "dp-2": "holds",
         "ddp-2": "holds",
         "ddp-3": "holds",
         "single-accum-2": "reference",
@@ -63,10 +64,10 @@ def test_all_variants_of_the_recipe_are_one_model(tmp_path: Path) -> None:
     assert [len(rows[name]["commands"]) for name in ("ddp-2", "ddp-2-by-hand", "ddp-2-resumed")] == [1, 2, 2]
     assert 0 < rows["ddp-2"]["loss"] < 1e-9
     check = _summary(run)["proof"]["curve"]
-    assert (check["outcome"], check["times"]) == ("holds", 7)
-    assert "dp-2: another model by design" in check["found"]
+    assert (check["outcome"], check["times"]) == ("holds", 8)
+    assert "dp-2: by design not one device's model" in check["found"]
     assert "**holds**" in (run / "proof.md").read_text()
-    assert "The same model: 7 comparisons over 6 steps" in ended.out
+    assert "The same model: 8 comparisons over 6 steps" in ended.out
 
 
 def test_dropout_parts_ranks_from_one_device_and_not_the_launchers(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ What mathematics makes zero, such as the gradient of a bias before a BatchNorm, 
 differs freely; so does a loss that is the small difference of large numbers. With a tolerance of 1e-9, differences of
 such values then count from 1e-12 on.
 """
-HOLDS, PARTS, ANOTHER, REFERENCE, LEFT_OUT = "holds", "parts", "another model", "reference", "left out"
+HOLDS, PARTS, REFERENCE, LEFT_OUT = "holds", "parts", "reference", "left out"
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Outcome:
 
     variant: Variant
     verdict: str
-    """HOLDS or PARTS; ANOTHER (by design), LEFT_OUT, or REFERENCE, of which nothing is claimed."""
+    """HOLDS or PARTS; LEFT_OUT, or REFERENCE, of which nothing is claimed."""
     note: str = ""
-    """Why it is another model, or was left out."""
+    """Why it was left out, or is compared with that partner."""
     commands: tuple[Command, ...] = ()
     parting: Parting | None = None
     seconds: float = 0.0
@@ -180,28 +180,7 @@ def _trained(setup: Setup, variant: Variant, *, tolerance: float, steps: int) ->
         return trained
     ours, theirs = (read(setup.folder / name) for name in (variant.name, variant.partner))
     parting = compare(ours, theirs, tolerance=0 if variant.same_bits else tolerance)
-    chosen = [_chosen(setup, name) for name in (variant.name, variant.partner)]
-    verdict, note = judge(setup.config, parting, *chosen)
-    return dataclasses.replace(trained, verdict=verdict, note=note, parting=parting)
-
-
-def judge(config: RunConfig, parting: Parting, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the verdict on a variant and a note on it; `ours` and `theirs` say what each `auto` came to.
-
-    Batch statistics of each replica make another model of a run: no fault, unless that is what the user asked about.
-    """
-    was_asked = config.parallel.strategy != "auto" or config.parallel.batchnorm == "local"
-    if parting.holds:
-        return HOLDS, ""
-    if was_asked or _statistics(ours) == _statistics(theirs):
-        return PARTS, ""
-    return ANOTHER, f"under {ours['strategy']}, each of {ours['devices']} replicas takes batch statistics of its own"
-
-
-def _statistics(chosen: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the kind of a run's batch statistics, and of how many replicas each takes its own."""
-    kind = chosen["batchnorm"]
-    return kind, chosen["devices"] if kind == "local" else 0
+    return dataclasses.replace(trained, verdict=HOLDS if parting.holds else PARTS, note=variant.note, parting=parting)
 
 
 def _chosen(setup: Setup, name: str) -> dict[str, Any]:

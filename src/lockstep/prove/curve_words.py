@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import counted
 from ..proof import BIT_FOR_BIT, Check
-from .curve import ANOTHER, PARTS, Outcome
+from .curve import PARTS, Outcome
 
 
 def check(found: Sequence[Outcome], tolerance: float, precision: str, cost_s: float) -> Check:
@@ -36,8 +36,8 @@ def _held(claims: Sequence[Outcome], tolerance: float) -> str:
 
 
 def _besides(found: Sequence[Outcome]) -> str:
-    said = [each.variant.name for each in found if each.verdict == ANOTHER]
-    return f"; {', '.join(said)}: another model by design, with batch statistics of each replica" if said else ""
+    said = ", ".join(each.variant.name for each in found if each.is_claim and each.variant.note)
+    return f"; {said}: by design not one device's model, but that of local batch statistics" if said else ""
 
 
 def _parted(parted: Sequence[Outcome], claims: int, precision: str) -> str:

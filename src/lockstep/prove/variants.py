@@ -57,6 +57,10 @@ class Variant:
     """Who starts the ranks: torchrun, hand, or empty for the command itself."""
     begun_as: Way | None = None
     """How the first half of the steps was trained, where the run was stopped there and continued."""
+    local: bool = False
+    """Whether each rank takes batch statistics of its own, as the partner's replicas have to."""
+    note: str = ""
+    """Why its partner is another one than might be expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,10 @@ def others(setup: Setup, *, has_statistics: bool) -> list[Variant]:
     """
     alone, once, twice = setup.reference, setup.accumulation, 2 * setup.accumulation
     ways = list(_ways(setup))
-    found = [Variant(name=way.name, way=way, accumulation=once, partner=alone.name) for way in ways]
+    found = []
+    for way in ways:
+        variant = Variant(name=way.name, way=way, accumulation=once, partner=alone.name)
+        found += _apart(variant) if has_statistics and _keeps_statistics_apart(setup, way) else [variant]
     ranked = [way for way in ways if KINDS[way.strategy].has_ranks and way.devices == setup.devices]
     if ranked:
         cut = Variant(
@@ -118,6 +125,23 @@ def others(setup: Setup, *, has_statistics: bool) -> list[Variant]:
     for way in ours:
         found += _continued(way, alone, same_bits=_is_exact(setup))
     return found
+
+
+def _keeps_statistics_apart(setup: Setup, way: Way) -> bool:
+    """Whether nobody asked for it, and yet each replica has to take batch statistics of its own."""
+    asked = setup.config.parallel
+    return asked.strategy == "auto" and asked.batchnorm == "auto" and way.devices > 1 and way.ranks == 1
+
+
+def _apart(variant: Variant) -> list[Variant]:
+    """Return ranks that take batch statistics of their own as well, and the variant compared with them."""
+    way = Way(auto(several=True), variant.way.devices)
+    partner = dataclasses.replace(variant, name=f"{way.name}-local", way=way, partner="", local=True)
+    note = (
+        f"each of {variant.way.devices} replicas takes batch statistics of its own: by design not one device's model, "
+        "but that of as many ranks which do so too"
+    )
+    return [partner, dataclasses.replace(variant, partner=partner.name, note=note)]
 
 
 def _ways(setup: Setup) -> Iterator[Way]:
@@ -213,7 +237,8 @@ def _python(module: str, *words: str) -> Command:
 def _train(setup: Setup, variant: Variant, way: Way, *more: str) -> Command:
     files = ("--config", str(setup.folder / CONFIG), "--output", str(setup.folder / variant.name))
     cut = () if variant.accumulation == setup.accumulation else ("--accumulate", str(variant.accumulation))
-    return ("train", *files, "--strategy", way.strategy, *_devices(setup, way), *cut, *more)
+    local = ("--batchnorm", "local") if variant.local else ()
+    return ("train", *files, "--strategy", way.strategy, *_devices(setup, way), *cut, *local, *more)
 
 
 def _devices(setup: Setup, way: Way) -> Command:
