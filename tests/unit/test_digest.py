@@ -54,6 +54,14 @@ def test_no_two_of_many_are_alike(seed: int, size: int) -> None:
     assert len({int(digest([tensor])) for tensor in tensors}) == len({tensor.numpy().tobytes() for tensor in tensors})
 
 
+@pytest.mark.parametrize("tensor", [torch.arange(9), torch.randn(64), torch.arange(40_000), torch.zeros(0)], ids=len)
+def test_what_is_digested_stays_as_it_is(tensor: torch.Tensor) -> None:
+    before = tensor.clone()
+    digest([tensor])
+    digests([tensor])
+    assert torch.equal(tensor, before)
+
+
 def test_tensors_that_change_places_are_seen() -> None:
     a, b, small = _some(70_001, torch.float32), _some(70_001, torch.float32, seed=1), _some(5, torch.float32, seed=2)
     assert len({int(digest(each)) for each in ([a, b, small], [b, a, small], [a, b, small, small])}) == 3
