@@ -310,6 +310,29 @@ class SingleBackward(Plain):
         return scores
 
 
+class Scaled(Coupled):
+    """A net with a layer of one number, beside one that couples samples."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.temperature = Temperature()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self[3](self[2](self[1](self[0](x))))
+        return first * self.temperature(x.new_ones(()))  # type: ignore[no-any-return]
+
+
+class Temperature(nn.Module):
+    """A number that is learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logarithm = nn.Parameter(torch.zeros(()))
+
+    def forward(self, one: Tensor) -> Tensor:
+        return one * self.logarithm.exp()
+
+
 class ByFirst(Plain):
     """A net that takes another layer where the first sample of the batch has a negative feature."""
 

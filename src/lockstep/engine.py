@@ -93,9 +93,12 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
                     _train_epoch(job, progress, meter, proofs, stop, saver)
                     _evaluate_epoch(job, progress, recorder, proofs, stop, saver)
             except NonFiniteLossError as bad:
-                raise _explain(bad, job, proofs.explain_loss(progress.step, bad.step)) from bad
+                bad.doubt = proofs.explain_loss(progress.step, bad.step)
+                raise
             saver.conclude(job, progress)
         return _result(job, progress, meter, proofs, recorder)
+    except NonFiniteLossError as bad:
+        raise _explain(bad, job) from bad
     finally:
         job.data.close()
 
@@ -217,11 +220,8 @@ def _rehearse(job: Job) -> None:
     batches.close()
 
 
-def _explain(bad: NonFiniteLossError, job: Job, replicas: str) -> RunError:
-    """Return the error for a loss that is not finite, after saving which samples this rank computed.
-
-    `replicas` is a sentence on what they may have to do with it, or "".
-    """
+def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
+    """Return the error for a loss that is not finite, after saving which samples this rank computed."""
     folder = job.config.record.output
     where = ""
     if folder is not None and job.world.rank in bad.ranks:
@@ -234,7 +234,7 @@ def _explain(bad: NonFiniteLossError, job: Job, replicas: str) -> RunError:
         where = f"; the batch's sample indices are in {folder / 'failures'}"
     ranks = " and ".join(f"rank {rank}" for rank in bad.ranks)
     return RunError(
-        f"The loss at step {bad.step} is not a finite number on {ranks}{where}. {remedy(job)} {replicas}".rstrip()
+        f"The loss at step {bad.step} is not a finite number on {ranks}{where}. {remedy(job)} {bad.doubt}".rstrip()
     )
 
 

@@ -216,6 +216,6 @@ def _latest(config: RunConfig) -> Path | None:
 def run_of(path: Path) -> Path | None:
     """Return the run's folder that a checkpoint lies in, or the path itself if it is one."""
     for folder in (path, *list(path.absolute().parents)[:2]):  # RUN/checkpoints/last
-        if any((folder / name).exists() for name in ("steps.jsonl", _BEGUN)) or (folder / "checkpoints").is_dir():
+        if (folder / "steps.jsonl").exists() or (folder / "checkpoints").is_dir():
             return folder
     return None

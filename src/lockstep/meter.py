@@ -198,6 +198,8 @@ class NonFiniteLossError(Exception):
         super().__init__(f"the loss of step {step} is not finite on ranks {ranks}")
         self.step = step
         self.ranks = ranks
+        self.doubt = ""
+        """A sentence on what else it may come of, where that is not known."""
 
 
 def _hits(last: tuple[Tensor, Tensor]) -> tuple[float, float]:

@@ -17,6 +17,8 @@ from .errors import counted
 from .files import write_json, write_whole
 
 SUMMARY, SHEET = "summary.json", "proof.md"
+OF_THE_MODEL = frozenset(("gradients", "curve"))
+"""Checks of a config's model: they hold however far a run has come, which those of its records do not."""
 BIT_FOR_BIT = "bit for bit"
 
 

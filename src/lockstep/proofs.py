@@ -48,9 +48,10 @@ class Proofs:
             copies=lambda: job.strategy.copies(job.model),
             remedy=self._remedy,
             replicas=len(job.strategy.devices),
+            begun=step,
         )
         self._ledger = _ledger(job, step)
-        self._epochs, self._evaluations, self._short = 0, 0, ""
+        self._evaluations, self._short = 0, ""
         if self._ledger is not None:
             add = self._ledger.add
             self.note = lambda step, indices: add(step + 1, indices)
@@ -88,8 +89,7 @@ class Proofs:
             return
         plan, drop_last = self._job.plan, self._job.config.batch.drop_last
         expected = self._job.steps_per_epoch * plan.global_size if drop_last else self._job.samples
-        self._epochs += 1
-        self._ask(self._ledger.close_epoch(epoch, expected), "trained on")
+        self._ask(self._ledger.close_epoch(epoch, expected), "Not each sample was trained on exactly once")
 
     def end_evaluation(self, epoch: int, step: int) -> None:
         """Write down which samples the evaluation after `step` took (*collective*).
@@ -98,14 +98,15 @@ class Proofs:
         """
         if self._ledger is not None:
             self._evaluations += 1
-            self._ask(self._ledger.flush_evaluation(epoch, step), "evaluated")
+            finding = self._ledger.flush_evaluation(epoch, step)
+            self._ask(finding, "The evaluation did not take each sample exactly once, as planned")
 
-    def _ask(self, finding: str | None, taken: str) -> None:
+    def _ask(self, finding: str | None, wrong: str) -> None:
         if finding:
             self._short = finding
             raise ProofError(
-                f"Not each sample was {taken} exactly once, by {pages.NAME}: {finding}. The data's order or its "
-                "loader differs from rank to rank; lockstep verify run tells where."
+                f"{wrong}, by {pages.NAME}: {finding}. The data's order or its loader differs from rank to rank; "
+                "lockstep verify run tells where."
             )
 
     def checks(self) -> dict[str, dict[str, Any]]:
@@ -115,13 +116,12 @@ class Proofs:
     def _of_ledger(self) -> list[Check]:
         if self._ledger is None:
             return []
-        found = (
-            self._short
-            or f"{counted(self._epochs, 'whole epoch')} and {counted(self._evaluations, 'evaluation')} were asked"
-        )
+        epochs = self._ledger.whole_epochs
+        asked = f"{counted(epochs, 'whole epoch')} and {counted(self._evaluations, 'evaluation')} were asked"
+        found = self._short or asked
         if self._ledger.waiting:
             found += f"; {self._ledger.waiting} pages could not be written ({self._ledger.trouble})"
-        judged = self._epochs + self._evaluations
+        judged = epochs + self._evaluations
         return [
             Check(
                 name="ledger",

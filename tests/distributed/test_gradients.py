@@ -152,6 +152,7 @@ FOUND: list[tuple[list[str], dict[str, Any]]] = [
     (["several together"], {"model": "tests.judged:NoisyInTraining"}),
     (["coupled samples"], {"model": "tests.judged:Coupled"}),
     (["coupled samples"], {"model": "tests.judged:ByFirst"}),
+    (["coupled samples"], {"model": "tests.judged:Scaled"}),
     (["coarser arithmetic"], {"model": "tests.judged:PartlySingle"}),
 ]
 

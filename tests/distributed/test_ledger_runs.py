@@ -159,9 +159,8 @@ def test_samples_that_come_twice_or_never_stop_the_run(
 def test_an_evaluation_that_takes_a_sample_twice_stops_the_run(pool: RankPool, tmp_path: Path) -> None:
     told = pool.run(3, _trained, {"output": tmp_path}, "an evaluated sample twice", 1)
     assert len(set(told)) == 1
-    assert told[0].startswith(
-        "Not each sample was evaluated exactly once, by ledger.bin: the evaluation after step 15: "
-    )
+    begins = "The evaluation did not take each sample exactly once, as planned, by ledger.bin: the evaluation after "
+    assert told[0].startswith(f"{begins}step 15: ")
     assert "rank 1 computed sample" in told[0]
     assert judged(tmp_path).outcome == Check.FAILS
 

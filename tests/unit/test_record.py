@@ -284,6 +284,17 @@ def test_a_summary_has_the_same_keys_however_the_run_ended(tmp_path: Path) -> No
     replicas = Check(name="replicas", claim="The same bits", outcome=Check.HOLDS)
     going_on.record("finish", **result | {"proof": proof.by_name([replicas])})
     assert [*summary()["proof"]] == ["gradients", "replicas"]
+    # A claim about half a run's records is none about the whole run's; what a start has looked at is never lost.
+    half = Check(name="losses", claim="Each loss is a number", outcome=Check.HOLDS, times=4)
+    proof.add(tmp_path, [half])
+    going_on.record("finish", **result | {"proof": proof.by_name([replicas])})
+    assert [*summary()["proof"]] == ["gradients", "replicas"]
+    broken = manifest.Summary(tmp_path)
+    broken.record("start", first_step=4, epoch_s=[1.5, 1.6])
+    torn = Check(name="replicas", claim="The same bits", outcome=Check.FAILS, times=1)
+    broken.record("proof", checks=proof.by_name([torn]))
+    broken.record("failed", exit=3, error="The replicas are not the same bits.")
+    assert summary()["proof"]["replicas"]["outcome"] == "fails"
     (tmp_path / "summary.json").write_text('{"top1": 0.')
     going_on.record("finish", **result)
     assert summary() == result

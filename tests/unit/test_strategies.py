@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.batching import BatchPlan
 from lockstep.config import ParallelConfig
 from lockstep.errors import RequestError
 from lockstep.kinds import KINDS
@@ -38,6 +39,21 @@ def test_replicas_are_the_plain_module(replicas: int, samples: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert len(theirs) == len(gradients) == 4
     torch.testing.assert_close(theirs, gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("samples", "replicas"), [(64, 3), (128, 5), (10, 4), (3, 4), (29, 2)])
+def test_replicas_have_the_shares_of_ranks(samples: int, replicas: int) -> None:
+    sizes: list[int] = []
+
+    class Counting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            sizes.append(len(x))
+            return super().forward(x)
+
+    ThreadReplicas(Counting(2, 2), replicas)(torch.ones(samples, 2))
+    plan = BatchPlan(global_size=samples, ranks=replicas, accumulation=1)
+    (shares,) = zip(*(plan.split(0, samples, rank) for rank in range(replicas)), strict=True)
+    assert sorted(sizes) == sorted(len(share) for share in shares if len(share))
 
 
 def test_a_batch_without_a_sample_passes() -> None:

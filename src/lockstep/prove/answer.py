@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import own
@@ -155,13 +155,13 @@ def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -
                 unlike[each.name] = unlike.get(each.name, frozenset()) | {*each.ranks}
         gap = gaps(theirs, bench.reference(case))
         rows.append(Row(case.name, _split(case, bench.replicas), worst(gap), beyond(gap, tolerance)))
-    causes_found: dict[str, Cause] = {}
+    causes_found: dict[tuple[str, str], Cause] = {}
     failing = bench.world.gather([bool(row.tensors) for row in rows])[0]
     for case, fails in zip(found, failing, strict=True):
         if fails:
             for cause in causes.find(bench, strategy, case, tolerance):
-                before = causes_found.get(cause.name)
-                causes_found[cause.name] = cause if before is None else before.merged(cause)
+                before = causes_found.get(key := (cause.name, cause.sentence))
+                causes_found[key] = cause if before is None else before.merged(cause)
     lacking = bench.unused if has_ranks and not bench.config.parallel.find_unused else []
     return Answer(
         strategy=strategy,
@@ -169,16 +169,16 @@ def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -
         causes=tuple(causes_found.values()),
         unused=tuple(lacking),
         unlike=unlike,
-        by_design=_by_design(bench, strategy, causes_found, bool(lacking or unlike), alone=alone),
+        by_design=_by_design(bench, strategy, [*causes_found.values()], bool(lacking or unlike), alone=alone),
     )
 
 
-def _by_design(bench: Workbench, strategy: str, found: dict[str, Cause], faulty: bool, *, alone: bool) -> str:
+def _by_design(bench: Workbench, strategy: str, found: Sequence[Cause], faulty: bool, *, alone: bool) -> str:
     """Return why the causes found are no fault; "" where one is."""
     if faulty or not found:
         return ""
     reasons = []
-    for cause in found.values():
+    for cause in found:
         if cause.by_law:
             reasons.append("the model's own randomness is drawn by each rank for itself")
         elif cause.name == causes.LOCAL and not alone and not bench.job(strategy).strategy.can_sync_batchnorm:

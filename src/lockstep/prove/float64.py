@@ -59,7 +59,8 @@ def check(config: RunConfig, world: World, refused: Exception, step: Step | None
         if not watch.last:
             return  # it runs in neither
         said = " ".join(str(error).split("\n")[0].split())
-        whose = f"--model {config.model.name}{' with its loss' if ':' in config.optim.loss else ''}"
+        loss = " with its loss" if ":" in config.optim.loss else ""
+        whose = f"--model {config.model.name}{loss if step is None else ' with its --step'}"
         raise RequestError(
             f"{whose} cannot run in float64: at {watch.last}, {type(error).__name__} was raised: {said}; verify it "
             f"with --precision fp32, whose tolerance is {TOLERANCE:g}."

@@ -146,8 +146,8 @@ def find(path: Path) -> Path:
 
     Raises `RequestError` where there is none.
     """
-    folder = run_of(path)
-    if folder is not None and ((folder / STEPS).is_file() or (folder / MANIFEST).is_file()):
+    folder = run_of(path) or path
+    if (folder / STEPS).is_file() or (folder / MANIFEST).is_file():
         return folder
     found = f"lies in no run's folder: there is neither {STEPS} nor {MANIFEST}" if path.exists() else "is not there"
     raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")

@@ -79,12 +79,14 @@ def _held(run: Records) -> Mapping[str, Check]:
     found = {check.name: check for check in held if _is_whole(check)}
     for part in run.parts:
         told = next((row for row in reversed(part.rows) if row.event == "proof"), None)
-        if told is not None and (part.last_step > part.first_step or part is run.parts[0]):
+        if told is not None:
             try:
-                own = from_json(told.fields.get("checks"))
+                own = [check for check in from_json(told.fields.get("checks")) if _is_whole(check)]
             except (TypeError, AttributeError):
                 continue
-            found |= {check.name: check for check in own if _is_whole(check)}
+            # A start that made no step has nothing to say but what it has looked at.
+            has_steps = part.last_step > part.first_step or part is run.parts[0]
+            found |= {check.name: check for check in own if has_steps or check.times}
     return found
 
 
@@ -125,7 +127,8 @@ def ledger(run: Records, held: Check | None) -> Check:
     if config is None:
         return _LEDGER.open(f"{CONFIG} cannot be read")
     if not path.exists():
-        is_lost = any(map(on_disk.keeps_ledger, run.parts)) or (held is not None and held.times > 0)
+        noted = any(on_disk.keeps_ledger(part) for part in run.parts if part.last_step > part.first_step)
+        is_lost = noted or (held is not None and held.times > 0)
         return _LEDGER.judged([f"the run kept a {NAME}, and it is not there"], times=0) if is_lost else _NO_LEDGER
     made = run.last_step if run.exit in _COMPLETE and run.parts else None
     try:

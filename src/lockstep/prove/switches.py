@@ -206,7 +206,7 @@ def coupled(model: nn.Module, x: Tensor, shares: Sequence[slice], tolerance: flo
 
     def differ(ours: Tensor, theirs: Tensor, rows: slice) -> bool:
         ours = ours[rows] if ours.dim() else ours
-        if ours.shape != theirs.shape or len(theirs) != len(x[rows]) or not ours.numel():
+        if not theirs.dim() or ours.shape != theirs.shape or len(theirs) != len(x[rows]) or not ours.numel():
             return False  # not a sample a row
         ours, theirs = ours.double(), theirs.double()
         return float((ours - theirs).abs().max()) > tolerance * float(ours.abs().max())

@@ -84,12 +84,20 @@ class Summary:
             # What this process did not measure, since it took up a run that others had begun, stays as it was.
             before = self._before()
             told = {key: before.get(key) if value is None else value for key, value in ended.items()}
-            ours, others = told.get("proof") or {}, before.get("proof") or {}
-            # What was checked beside the run, such as gradients, stays. Where a complete run was taken up, nothing was
-            # trained, nor checked anew.
-            told["proof"] = (ours | others if self._first_step == told["steps"] else others | ours) or None
+            told["proof"] = self._proof(told, before) or None
             write_json(self._folder / proof.SUMMARY, told)
             write_whole(self._folder / proof.SHEET, proof.page(self._folder, told.get("proof")))
+
+    def _proof(self, told: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what this start has proved, and what stays of what was proved before."""
+        try:
+            others = proof.by_name(proof.from_json(before.get("proof")))
+        except (TypeError, AttributeError):  # somebody has edited it
+            others = {}
+        ours: dict[str, Any] = told.get("proof") or {}
+        if self._first_step == told["steps"]:  # a complete run was taken up, or this start failed in its first step
+            return others | {name: each for name, each in ours.items() if each["times"] or name not in others}
+        return {name: each for name, each in others.items() if name in proof.OF_THE_MODEL} | ours
 
     def _note(self, event: str, fields: Mapping[str, Any]) -> None:
         """Keep what a run that does not end will have come to."""

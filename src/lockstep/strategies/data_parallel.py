@@ -7,9 +7,12 @@ device, the model is copied anew at each step, and BatchNorm sees a replica's sh
 running statistics are the ones that stay.
 
 On GPUs this is torch.nn.DataParallel. On a CPU that class passes its input through, so here the same is done with
-threads: the same split, threads, gather and single backward pass, over replicas that share the parameters. Such
+threads: split, threads, gather and a single backward pass, over replicas that share the parameters. Such
 threads draw from the CPU's one random generator, in the order in which they happen to come: dropout under dp on a CPU,
 alone among all, is not the same bits twice. GPUs have a generator each.
+
+A batch is split as `BatchPlan` shares it out among ranks, so that each replica has what a rank of ddp would have:
+torch.nn.DataParallel by itself gives the last replica what is left (22, 22, 20 of 64, where ranks have 22, 21, 21).
 
 Autocast belongs to a thread, and torch.nn.DataParallel hands its threads only whether it is on, not its dtype: they
 would compute in float16 where bfloat16 was asked. `InAutocast` therefore takes the caller's dtype along.
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from threading import Thread
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +105,13 @@ class DeviceReplicas(nn.DataParallel[InAutocast]):
         """Return the module's output for `x` (batch first), computed in parts of the batch."""
         return super().forward(x, _autocast_dtype(x))  # type: ignore[no-any-return]
 
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any) -> tuple[Any, Any]:
+        """Return the inputs of each replica, (part of x, autocast dtype), on its device."""
+        x, dtype = inputs
+        sizes = [len(part) for part in _split(x, len(device_ids))]
+        parts = comm.scatter(x, device_ids[: len(sizes)], sizes)  # type: ignore[no-untyped-call]
+        return [(part, dtype) for part in parts], [kwargs or {} for _ in parts]
+
 
 class ThreadReplicas(nn.Module):
     """nn.DataParallel for a CPU: `replicas` threads, each with its share of the batch and of the processor's cores."""
@@ -115,7 +125,7 @@ class ThreadReplicas(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the module's output for `x` (batch first), computed in parts of the batch."""
         dtype = _autocast_dtype(x)
-        parts = x.chunk(self.replicas) if len(x) else (x,)
+        parts = _split(x, self.replicas)
         if len(parts) == 1 or not torch.is_grad_enabled():
             return self.module(x, dtype)  # type: ignore[no-any-return]
         # Replica 0 works on the module's own buffers, as in nn.DataParallel: its running statistics are kept.
@@ -157,6 +167,11 @@ class _Run(Thread):
             raise self._error
         assert self._output is not None
         return self._output
+
+
+def _split(x: Tensor, replicas: int) -> list[Tensor]:
+    """Return the parts of `x` (n, …) for at most so many replicas, the larger ones first; one where n is 0."""
+    return [part for part in x.tensor_split(replicas) if len(part)] or [x]
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -102,12 +102,12 @@ def compare(world: World, tensors: Mapping[str, Tensor]) -> list[Found]:
     First those that some lack or where a value is no number, then the largest difference.
     """
     by_rank: list[dict[str, int]] = world.gather(_by_name(tensors))
-    found: list[Found] = []
-    for name in dict.fromkeys(name for theirs in by_rank for name in theirs):
-        values = [theirs.get(name) for theirs in by_rank]
-        if len(set(values)) > 1:
-            gap = None if None in values else _gap(world, tensors[name])
-            found.append(Found(name, _unlike_most(values), gap))
+    names = dict.fromkeys(name for theirs in by_rank for name in theirs)
+    values = {name: [theirs.get(name) for theirs in by_rank] for name in names}
+    differing = [name for name, each in values.items() if len(set(each)) > 1]
+    shared = [name for name in differing if None not in values[name]]
+    gaps = dict(zip(shared, _gaps(world, [tensors[name] for name in shared]), strict=True))
+    found = [Found(name, _unlike_most(values[name]), gaps.get(name)) for name in differing]
     return sorted(found, key=lambda each: -math.inf if each.gap is None or math.isnan(each.gap) else -each.gap)
 
 
@@ -167,12 +167,15 @@ def _unlike_most(values: Sequence[int | None]) -> tuple[int, ...]:
     return tuple(rank for rank, theirs in enumerate(values) if theirs != value)
 
 
-def _gap(world: World, tensor: Tensor) -> float:
-    """Return the largest |difference| of any rank's `tensor` from rank 0's (*collective*)."""
-    reference = _plain(tensor).contiguous().clone()
-    world.broadcast([reference])
-    gaps: list[float] = world.gather(largest_gap(_plain(tensor), reference))
-    return math.nan if any(map(math.isnan, gaps)) else max(gaps)
+def _gaps(world: World, tensors: Sequence[Tensor]) -> list[float]:
+    """Return of each tensor the largest |difference| of any rank's from rank 0's (*collective*)."""
+    own = []
+    for tensor in tensors:
+        reference = _plain(tensor).contiguous().clone()
+        world.broadcast([reference])
+        own.append(largest_gap(_plain(tensor), reference))
+    told = zip(*world.gather(own), strict=True)
+    return [math.nan if any(map(math.isnan, each)) else max(each) for each in told]
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Whether a run's ledger holds what it has to: each sample exactly once an epoch, where and when the plan says.
 
-The pages are gone through several times, one at a time, so that a ledger
-of any length takes one byte of memory for each sample of the data set.
+The pages are gone through several times, one at a time, so that a ledger of any length takes one byte of memory for
+each sample of the data set.
 """
 
 from __future__ import annotations

@@ -90,6 +90,8 @@ class Ledger:
         """
         self.cost_s = 0.0
         """Seconds that this rank spent in the collective methods."""
+        self.whole_epochs = 0
+        """Epochs that were closed and are recorded from their beginning on; counted on rank 0."""
         self.trouble = ""
         """Why pages wait, in the system's words; empty where none does."""
         self._world = world
@@ -164,6 +166,7 @@ class Ledger:
                 finding = "no step of it was noted"
             else:
                 whole = self._first_step == epoch * self._steps_per_epoch + 1
+                self.whole_epochs += whole
                 finding = self._tally.finding(expected if whole else None)
         said: str | None = self._world.gather(finding)[0]
         return None if said is None else f"epoch {epoch}: {said}"

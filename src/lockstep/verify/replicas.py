@@ -41,6 +41,7 @@ class ReplicaCheck:
         copies: Callable[[], Sequence[Mapping[str, Tensor]]] = list,
         remedy: Callable[[], str] = str,
         replicas: int = 1,
+        begun: int = 0,
     ) -> None:
         """`tensors` returns what has to be the same on every rank, by name, in any order.
 
@@ -49,6 +50,7 @@ class ReplicaCheck:
         `copies` returns tensors as each further device of this process has them, named as in `tensors`.
         `remedy` returns a sentence that says what to do about numbers that are not finite. It is called on every rank,
         and raises where it knows a better error than theirs (*collective*). `replicas` is how many this process has.
+        `begun` is the step that the run goes on from: what is loaded or made anew is the same on every rank.
         """
         self.checks = 0
         self.cost_s = 0.0
@@ -66,6 +68,7 @@ class ReplicaCheck:
         self._last_cost_s = 0.0
         self._begun_at: int | None = None
         self._failure: LockstepError | None = None
+        self._begun = begun
         self._unknown_from: int | None = None
         """The step whose loss was not finite, where replicas had not been compared right before."""
 
@@ -116,7 +119,7 @@ class ReplicaCheck:
             return ""
         tensors = dict(sorted(self._tensors().items()))
         by_rank = self._told(tensors, self.checks)
-        if any(theirs != by_rank[0] for theirs in by_rank):
+        if any(theirs[:-1] != by_rank[0][:-1] for theirs in by_rank):
             self._failure = self._apart(step, tensors)
             raise self._failure
         self._unknown_from = bad_step
@@ -188,10 +191,14 @@ class ReplicaCheck:
     ) -> LockstepError | None:
         """Return what is wrong, the same on every rank, by what each of them told (*collective*)."""
         # Before all else: a rank whose numbers are none soon has the others' be none, and not the same ones.
-        if any(theirs[:-2] != by_rank[0][:-2] for theirs in by_rank):
+        if any(theirs[:-3] != by_rank[0][:-3] for theirs in by_rank):
             return self._apart(step, tensors)
-        if any(suspected for *_, suspected, _, _ in by_rank) and (names := finite.not_finite(tensors)):
-            return finite.error(step, names, f"{self._remedy()} {self._doubt(step - 1)}".strip())
+        if any(suspected for *_, suspected, _, _ in by_rank):
+            bad: list[list[str]] = self._world.gather(finite.not_finite(tensors))
+            if any(theirs != bad[0] for theirs in bad):
+                return self._apart(step, tensors)  # which this turn's digests do not tell
+            if bad[0]:
+                return finite.error(step, bad[0], f"{self._remedy()} {self._doubt(step - 1)}".strip())
         if any(torn for *_, torn, _ in by_rank):
             return self._torn(step, tensors, copies)
         return None
@@ -238,7 +245,7 @@ class ReplicaCheck:
 
     def _doubt(self, step: int) -> str:
         """Return a sentence on what numbers that are none may come of; "" if replicas were compared after `step`."""
-        if self._world.size == 1 or (self.agreed_at is not None and self.agreed_at >= step):
+        if self._world.size == 1 or step <= (self._begun if self.agreed_at is None else self.agreed_at):
             return ""
         return (
             f"The replicas were {self._before()}; whether one of them was ruined since, and the others by it, "
