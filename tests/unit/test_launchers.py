@@ -19,7 +19,7 @@ from lockstep import failures, hardware
 from lockstep.config import RunConfig
 from lockstep.errors import ProofError, RequestError, RunError, Stopped
 from lockstep.hardware import Gpu
-from lockstep.launchers import claims, devices, environment, rank, spawn, table
+from lockstep.launchers import claims, devices, dialects, environment, rank, spawn, table
 from lockstep.options import override
 from lockstep.topology import Topology
 
@@ -162,7 +162,7 @@ def test_an_entry_that_other_processes_cannot_find_is_refused() -> None:
 
 
 def test_torchruns_variables_say_the_place() -> None:
-    place = environment.read(TORCHRUN)
+    place = dialects.read(TORCHRUN)
     assert place.topology == Topology(
         rank=3, size=4, local_rank=1, local_size=2, node=1, nodes=2, address="10.0.0.1", port=29500
     )

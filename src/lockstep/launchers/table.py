@@ -16,7 +16,8 @@ from ..errors import RequestError, unknown
 from .base import Entry, Launcher
 from .devices import least_ranks as _least_ranks
 from .devices import processes, resolve
-from .environment import EnvironmentLauncher, started_elsewhere
+from .dialects import started_elsewhere
+from .environment import EnvironmentLauncher
 from .inline import InlineLauncher
 from .manual import ManualLauncher
 from .spawn import SpawnLauncher
