@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 import traceback
@@ -118,6 +119,8 @@ class Streamed:
         self._device = device
         self._queue = _Queue()
         self._running: Any = None
+        # Once, here: each worker would look for the place by writing a file there, which one that is killed leaves.
+        tempfile.gettempdir()
         with warnings.catch_warnings():
             # More of them than processors may well be what somebody asks for.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
