@@ -20,7 +20,7 @@ from torch import Tensor
 from . import losses, resume
 from .announce import announce
 from .config import RunConfig
-from .errors import RunError, Stopped
+from .errors import RunError, Stopped, ranks_named
 from .evaluation import evaluate
 from .files import write_json
 from .interrupts import StopRequest
@@ -232,7 +232,7 @@ def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
             write_json(path, {"step": bad.step, "rank": job.world.rank, "indices": indices})
     if folder is not None:
         where = f"; the batch's sample indices are in {folder / 'failures'}"
-    ranks = " and ".join(f"rank {rank}" for rank in bad.ranks)
+    ranks = ranks_named(bad.ranks)
     return RunError(
         f"The loss at step {bad.step} is not a finite number on {ranks}{where}. {remedy(job)} {bad.doubt}".rstrip()
     )

@@ -80,6 +80,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{plural * (number != 1)}"
 
 
+def ranks_named(ranks: Iterable[int]) -> str:
+    """Return ranks for a sentence: `rank 0 and rank 2`."""
+    return " and ".join(f"rank {rank}" for rank in ranks)
+
+
 def choose(kind: str, asked: str, known: Iterable[str]) -> str:
     """Return `asked` if it is among `known`; raise `unknown(...)` otherwise."""
     if asked not in (names := list(known)):

@@ -210,6 +210,15 @@ def test_a_copy_on_another_device_is_compared_too() -> None:
     assert (proof.outcome, proof.times) == (Check.FAILS, 2)
 
 
+def test_a_copy_whose_difference_one_turn_does_not_see_is_named_by_the_next() -> None:
+    own = torch.randn(31, 1025, dtype=torch.float64)
+    copy = own[[1, 0, *range(2, 31)]]  # rows as long as a layer is deep
+    check = ReplicaCheck(World.alone(), lambda: {"a": own}, 1, copies=lambda: [{"a": copy}])
+    check.check(1, 0.1)
+    with pytest.raises(ProofError, match=r"are not the same bits as its own after step 2: they differ in a by up to"):
+        check.check(2, 0.1)
+
+
 # ---- numbers that are no fault
 
 

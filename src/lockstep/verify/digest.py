@@ -57,9 +57,8 @@ class Found(NamedTuple):
 def digest(tensors: Sequence[Tensor], turn: int = 0) -> Tensor:
     """Return the digest (0-dim int64, on their device) of all `tensors`, in their order; nothing is waited for.
 
-    `turn` numbers the comparison: the next one sees what this one may not.
-
-    Tensors are taken in memory order: ranks that compare have the same memory format.
+    `turn` numbers the comparison: the next one sees what this one may not. Tensors are taken in memory order: ranks
+    that compare have the same memory format.
     """
     flats = [_flat(tensor) for tensor in tensors]
     small: dict[torch.dtype, list[Tensor]] = {}
@@ -104,10 +103,10 @@ def compare(world: World, tensors: Mapping[str, Tensor]) -> list[Found]:
     by_rank: list[dict[str, int]] = world.gather(_by_name(tensors))
     names = dict.fromkeys(name for theirs in by_rank for name in theirs)
     values = {name: [theirs.get(name) for theirs in by_rank] for name in names}
-    differing = [name for name, each in values.items() if len(set(each)) > 1]
-    shared = [name for name in differing if None not in values[name]]
+    unlike = [name for name, each in values.items() if len(set(each)) > 1]
+    shared = [name for name in unlike if None not in values[name]]
     gaps = dict(zip(shared, _gaps(world, [tensors[name] for name in shared]), strict=True))
-    found = [Found(name, _unlike_most(values[name]), gaps.get(name)) for name in differing]
+    found = [Found(name, _unlike_most(values[name]), gaps.get(name)) for name in unlike]
     return sorted(found, key=lambda each: -math.inf if each.gap is None or math.isnan(each.gap) else -each.gap)
 
 

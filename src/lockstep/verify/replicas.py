@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import LockstepError, ProofError, counted
+from ..errors import LockstepError, ProofError, counted, ranks_named
 from ..kinds import with_ranks
 from ..proof import BIT_FOR_BIT, Check
 from ..world import World
@@ -228,7 +228,7 @@ class ReplicaCheck:
         own = [
             (str(copy[name].device), name, largest_gap(tensors[name].cpu(), copy[name].cpu()))
             for copy in copies
-            for name in differing(tensors, copy)
+            for name in differing(tensors, copy, self.checks)  # the turn that found it
         ]
         told = self._world.gather(own)
         if not any(told):
@@ -258,9 +258,8 @@ class ReplicaCheck:
 
 def _apart_in(ranks: Sequence[int], found: Sequence[Found]) -> str:
     """Return in a clause in what these ranks differ."""
-    who = " and ".join(f"rank {rank}" for rank in ranks)
     differ = "differs from the others" if len(ranks) == 1 else "differ"
-    return f"{who} {differ} in {_listed([(each.name, each.gap) for each in found])}"
+    return f"{ranks_named(ranks)} {differ} in {_listed([(each.name, each.gap) for each in found])}"
 
 
 def facts(tensors: Mapping[str, Tensor], device: torch.device, turn: int = 0) -> Tensor:

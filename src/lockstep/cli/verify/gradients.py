@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ... import folders, own, proof
 from ...config import RunConfig
-from ...errors import ProofError, counted
+from ...errors import ProofError, counted, ranks_named
 from ...kinds import KINDS
 from ...launchers import table as launchers
 from .. import flags, output, words
@@ -180,9 +180,8 @@ def _reasons(answer: Answer) -> Iterator[str]:
         )
     if answer.unlike:
         ranks = sorted(frozenset().union(*answer.unlike.values()))
-        who = " and ".join(f"rank {rank}" for rank in ranks)
         hold = "holds other bits than the rest" if len(ranks) == 1 else "hold bits of their own"
-        yield f"[bold]ranks differ[/]: after the exchange {who} {hold}, in {_first([*answer.unlike])}."
+        yield f"[bold]ranks differ[/]: after the exchange {ranks_named(ranks)} {hold}, in {_first([*answer.unlike])}."
     if answer.by_design:
         yield f"That is so by design: {escape(answer.by_design)}."
 
