@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import torch
@@ -74,3 +75,15 @@ def differing() -> tuple[Dataset[Pair], Dataset[Pair]]:
         samples=39 if WAY == "fewer" else 40, classes=5 if WAY == "classes" else 4, shift=WAY == "relabelled"
     )
     return train, _Drawn()
+
+
+class _Hanging(_Drawn):
+    def __getitem__(self, index: int) -> Pair:
+        if index == 23:
+            time.sleep(600)
+        return torch.zeros(4), index % 4
+
+
+def hanging() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data of which one sample never comes, as from a disk that does not answer."""
+    return _Hanging(), _Drawn()

@@ -41,11 +41,14 @@ def train_step(job: Job, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """
     # Normalised once, by the global count: the sum over micro-batches and ranks is then the gradient of the mean.
     weight = job.strategy.averages_over / batch.count
+    pulse = job.world.pulse
     total = None
     for x, y, last in batch.micros:
+        pulse.enter("forward")
         with job.strategy.sync_on(job.replica, last=last), job.precision.autocast():
             logits = job.replica(x)
             loss = job.loss_fn(logits, y, reduction="sum")
+        pulse.enter("backward")
         job.precision.backward(loss, weight)
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
@@ -60,6 +63,7 @@ def advance(job: Job, step: int, batch: Batch, meter: Meter) -> tuple[Tensor, Te
     lr = job.lr(step)
     job.optimizer.set_lr(lr)
     loss, last = train_step(job, batch)
+    job.world.pulse.enter("step")
     norm = job.precision.step(job.optimizer.each, clip=job.config.optim.clip)
     job.optimizer.zero_grad()
     if job.average is not None:
@@ -76,10 +80,12 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     `RunError` for a loss that is not finite, `ProofError` for replicas that are not the same bits or an epoch that did
     not hold each sample once, and `Stopped` after Ctrl-C or SIGTERM, once saved.
     """
+    world.pulse.enter("setup")
     loaded = state or resume.load(config, world)
     job = assemble(config, world, accumulation=None if loaded is None else loaded.meta["accumulation"])
     try:
         progress = Progress() if loaded is None else restore(job, loaded)
+        world.pulse.step = progress.step
         world.together(lambda: announce(job, progress, recorder))
         job.strategy.settle(job.model, lambda: _rehearse(job))
         meter = _meter(job, recorder)
@@ -100,6 +106,7 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     except NonFiniteLossError as bad:
         raise _explain(bad, job) from bad
     finally:
+        world.pulse.enter("")
         job.data.close()
 
 
@@ -146,6 +153,7 @@ def _train_epoch(job: Job, progress: Progress, meter: Meter, proofs: Proofs, sto
     for batch in batches:
         last = advance(job, progress.step, batch, meter)
         progress.step += 1
+        job.world.pulse.step = progress.step
         proofs.after_step(progress.step)
         save = every is not None and progress.step % every == 0 and progress.step < end
         if progress.step == end or save or meter.due(stop.asked):

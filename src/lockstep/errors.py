@@ -85,6 +85,18 @@ def ranks_named(ranks: Iterable[int]) -> str:
     return " and ".join(f"rank {rank}" for rank in ranks)
 
 
+def ranks_in_short(ranks: Iterable[int]) -> str:
+    """Return many ranks for a sentence: `rank 3`, `ranks 0–2, 5`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    several = len(spans) > 1 or len(spans[0]) > 1
+    return f"rank{'s' * several} {', '.join('–'.join(map(str, span)) for span in spans)}"
+
+
 def choose(kind: str, asked: str, known: Iterable[str]) -> str:
     """Return `asked` if it is among `known`; raise `unknown(...)` otherwise."""
     if asked not in (names := list(known)):

@@ -46,7 +46,7 @@ def evaluate(
     samples = len(source)
     first, end = (samples * part // world.size for part in (world.rank, world.rank + 1))
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # top1, top5, loss, samples
-    with evaluating(model), torch.inference_mode():
+    with world.pulse.during("eval"), evaluating(model), torch.inference_mode():
         stream = source.stream(_batches(first, end, batch), epoch=0)
         left = math.ceil(math.ceil(samples / world.size) / batch)  # of the rank that has the most
         interval = 1

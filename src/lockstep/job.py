@@ -138,7 +138,7 @@ class Batches:
         self.wait_s = 0.0
         self._note = note
         self._before = epoch * job.steps_per_epoch
-        self._plan, self._rank = job.plan, job.world.rank
+        self._plan, self._rank, self._pulse = job.plan, job.world.rank, job.world.pulse
         self._samples = job.samples
         self._steps = range(first, job.steps_per_epoch)
         order = job.order(epoch)
@@ -161,6 +161,7 @@ class Batches:
 
     def _micros(self, step: int, count: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
         for number in range(count):
+            self._pulse.enter("data")
             begun_s = time.perf_counter()
             x, y, indices = next(self._stream)
             self.wait_s += time.perf_counter() - begun_s

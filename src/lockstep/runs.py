@@ -34,6 +34,7 @@ def run(config: RunConfig, world: World) -> RunResult:
     state = resume.load(config, world)  # what cannot be continued is refused before a folder is made
     with _claimed(config, world) as folder:
         config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=folder))
+        world.pulse.folder = folder
         state = state or resume.load(config, world)  # of the folder that --resume auto has found
         begun_s = time.time()
         recorder: Recorder = Nothing()

@@ -85,6 +85,10 @@ class Saver:
         """Save in the background; weights that were just `evaluated` may be the best (*collective*)."""
         if self._folder is None:
             return
+        with self._world.pulse.during("save"):
+            self._save(job, progress, evaluated=evaluated)
+
+    def _save(self, job: Job, progress: Progress, *, evaluated: bool) -> None:
         _check_weights(job, progress.step)
         state = _state(job, progress)
         if self._checkpoints is not None:

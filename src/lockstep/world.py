@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
 from .errors import RequestError
+from .pulse import Pulse
 from .topology import Topology
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None = None
     """The process group; None where there is one rank and nothing to exchange."""
+    pulse: Pulse = field(default_factory=Pulse, compare=False)
+    """What this rank is doing, for whoever watches it."""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> World:
@@ -46,12 +49,13 @@ class World:
         *,
         timeout_s: float,
         form_s: float | None = None,
+        pulse: Pulse | None = None,
     ) -> World:
         """Form the process group of all ranks over `store` and return it (*collective*).
 
         NCCL moves CUDA tensors, gloo everything else; both are set up where the device is a GPU. A collective
         that waits longer than `timeout_s` for a rank raises in the others; forming the group waits `form_s`, by
-        default as long.
+        default as long. `pulse` is what a watch over this rank reads.
         """
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -66,7 +70,7 @@ class World:
             # Public from torch 2.15 on; before, the same function has a private name alone.
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             set_timeout(timedelta(seconds=timeout_s))
-        return cls(topology, device, dist.group.WORLD)
+        return cls(topology, device, dist.group.WORLD, pulse or Pulse())
 
     @property
     def rank(self) -> int:
@@ -99,7 +103,8 @@ class World:
         if self.group is None:
             return tensor
         result = tensor.clone()
-        dist.all_reduce(result, op, group=self.group)
+        with self.pulse.during("all-reduce"):
+            dist.all_reduce(result, op, group=self.group)
         return result
 
     def stack(self, tensor: Tensor) -> Tensor:
@@ -107,7 +112,8 @@ class World:
         if self.group is None:
             return tensor[None]
         flat = tensor.new_empty(self.group.size() * tensor.numel())
-        dist.all_gather_into_tensor(flat, tensor.reshape(-1).contiguous(), group=self.group)
+        with self.pulse.during("all-gather"):
+            dist.all_gather_into_tensor(flat, tensor.reshape(-1).contiguous(), group=self.group)
         return flat.view(-1, *tensor.shape)
 
     def gather(self, item: Any) -> list[Any]:
@@ -117,10 +123,11 @@ class World:
             return [item]
         text = torch.frombuffer(bytearray(json.dumps(item).encode()), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(text)]), group=self.group)
-        longest = max(int(length) for length in lengths)
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=self.group)
+        with self.pulse.during("all-gather"):
+            dist.all_gather(lengths, torch.tensor([len(text)]), group=self.group)
+            longest = max(int(length) for length in lengths)
+            texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=self.group)
         return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
     def unlike(self, facts: dict[str, Any]) -> tuple[int, str] | None:
@@ -139,14 +146,16 @@ class World:
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Overwrite `tensors` with rank 0's, in place (*collective*)."""
         if self.group is not None:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0, group=self.group)
+            with self.pulse.during("broadcast"):
+                for tensor in tensors:
+                    dist.broadcast(tensor, src=0, group=self.group)
 
     def barrier(self) -> None:
         """Return once every rank has come here (*collective*)."""
         if self.group is not None:
             # An all-reduce of one CPU number: NCCL's own barrier would pick a device by itself.
-            dist.all_reduce(torch.zeros(1), group=self.group)
+            with self.pulse.during("barrier"):
+                dist.all_reduce(torch.zeros(1), group=self.group)
 
     def together(self, attempt: Callable[[], T]) -> T:
         """Return what `attempt`, which must not communicate, returns on this rank (*collective*).

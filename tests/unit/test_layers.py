@@ -34,6 +34,8 @@ LAYERS: list[list[str]] = [
         "versions",
         "interrupts",
         "own",
+        "pulse",
+        "watch",
     ],
     ["world", "state", "randomness"],
     ["data", "models", "nn", "precision", "optim", "losses", "strategies", "launchers", "record"],

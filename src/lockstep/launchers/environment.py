@@ -34,7 +34,15 @@ class EnvironmentLauncher:
         """Run the entry as the rank that the environment names; return its value on rank 0, else None."""
         place = dialects.read(env)
         topology = place.topology
-        with rank.accounted(topology.rank, config, lambda failure: _leave_word(failure, place.error_file)):
+
+        def leave_word(failure: Failure) -> None:
+            _leave_word(failure, place.error_file)
+
+        def tell(failure: Failure) -> None:
+            rank.say(failure)
+            leave_word(failure)
+
+        with rank.accounted(topology.rank, config, leave_word):
             _check_agrees(config.parallel, topology, knows_node=place.knows_node)
             return rank.run_met(
                 entry,
@@ -44,6 +52,7 @@ class EnvironmentLauncher:
                 index=topology.rank,
                 size=topology.size,
                 known=topology if place.knows_node else None,
+                tell=tell,
             )
 
 

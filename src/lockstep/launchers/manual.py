@@ -38,7 +38,7 @@ class ManualLauncher:
         url = _url(config.parallel, env)
         with rank.accounted(index, config):
             opens = _door(url, index, config.parallel.timeout)
-            return rank.run_met(entry, config, env, opens, index=index, size=size)
+            return rank.run_met(entry, config, env, opens, index=index, size=size, tell=rank.say)
 
 
 def _who(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[int, int]:

@@ -17,8 +17,9 @@ from ..config import RunConfig
 from ..errors import LockstepError, RequestError
 from ..failures import RankLostError
 from ..kinds import kind
+from ..pulse import Pulse
 from ..topology import Topology
-from . import claims, hosts, stores
+from . import claims, guard, hosts, stores
 from .base import Entry
 from .devices import gpu_ids, gpu_index
 from .rendezvous import RollCall
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from ..world import World
 
+_BACKSTOP_S = 10.0  # that a collective waits on, so that it is the watch which says who stopped where
 _CLOSE_S = 1.0  # for leaving a world that failed, before the failure is told without having left
 
 
@@ -74,11 +76,13 @@ def run_met(
     index: int,
     size: int,
     known: Topology | None = None,
+    tell: Callable[[failures.Failure], None],
 ) -> Any | None:
     """Meet the other ranks at the store that `opens()` gives, run the entry among them, leave (*collective*).
 
     Returns the entry's value on rank 0, None on the others. `index` is this process's rank of `size`; `known` is its
-    topology where whoever started it has said; otherwise nodes and local ranks follow from the ranks' hosts.
+    topology where whoever started it has said; otherwise nodes and local ranks follow from the ranks' hosts. `tell`
+    passes on why this process is about to end, where nothing moves any more and no error can be raised.
     """
     parallel = config.parallel
     meeting = opens()
@@ -100,18 +104,27 @@ def run_met(
     except BaseException:
         call.abandon()
         raise
+    pulse = Pulse()
+    watch = guard.watch(config, call, came, mine.rank, pulse, tell)
     try:
-        value = run_joined(entry, config, topology, device, call.group_store(came))
-    except BaseException:
+        value = run_joined(entry, config, topology, device, call.group_store(came), pulse)
+    except BaseException as error:
+        lost = guard.lost(error, config, call, came, mine.rank, watch)
         call.leave(clean=False)
+        if lost is not None:
+            raise lost from error
         raise
+    finally:
+        watch.close()
     call.leave(clean=True)
     return value if topology.is_main else None
 
 
-def run_joined(entry: Entry, config: RunConfig, topology: Topology, device: torch.device, store: Store) -> Any:
+def run_joined(
+    entry: Entry, config: RunConfig, topology: Topology, device: torch.device, store: Store, pulse: Pulse
+) -> Any:
     """Join the world over `store`, run the entry, leave; return this rank's value (*collective*)."""
-    world = _join(config, topology, device, store)
+    world = _join(config, topology, device, store, pulse)
     try:
         value = entry(config, world)
     except BaseException:
@@ -121,12 +134,19 @@ def run_joined(entry: Entry, config: RunConfig, topology: Topology, device: torc
     return value
 
 
-def _join(config: RunConfig, topology: Topology, device: torch.device, store: Store) -> World:
+def say(failure: failures.Failure) -> None:
+    """Say on stderr why this rank ends, where no command is left to say it."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"lockstep: {failure.sentence}\n".encode())
+
+
+def _join(config: RunConfig, topology: Topology, device: torch.device, store: Store, pulse: Pulse) -> World:
     from ..world import World
 
     parallel = config.parallel
     try:
-        return World.join(topology, device, store, timeout_s=parallel.stall_timeout, form_s=parallel.timeout)
+        patience_s = parallel.stall_timeout + _BACKSTOP_S
+        return World.join(topology, device, store, timeout_s=patience_s, form_s=parallel.timeout, pulse=pulse)
     except RuntimeError as error:
         if not failures.is_echo(error):
             raise

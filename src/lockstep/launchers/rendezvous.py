@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import RequestError
@@ -31,6 +32,7 @@ _LOOK_S = 0.05
 _LIVENESS_S = 1.0  # between looks at whether the processes that we can see are alive
 _HEAR_S = 5.0  # for a process on another host to answer that it lives
 _LEAVE_S = 10.0
+_BEAT_LIMIT = timedelta(seconds=30)  # for a beat to reach the store, or to come from there
 
 
 class RollCall:
@@ -117,6 +119,37 @@ class RollCall:
         from torch._C._distributed_c10d import PrefixStore
 
         return PrefixStore(f"world/{digest(claims)}", self._store)
+
+    def watch_store(self, claims: Sequence[Claim]) -> Store:
+        """Return the store for the beats of these claims, on a connection of its own: others may wait on theirs."""
+        from torch._C._distributed_c10d import PrefixStore
+
+        store = self._store.clone()
+        store.set_timeout(_BEAT_LIMIT)
+        return PrefixStore(f"watch/{digest(claims)}", store)
+
+    def present(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Return those that have not taken their claim back; all of them where the store can no longer be asked."""
+        if not self._meeting.is_open():
+            return list(claims)
+        with contextlib.suppress(RuntimeError):
+            here = {claim.nonce for claim in self._claims()}
+            return [claim for claim in claims if claim.nonce in here]
+        return list(claims)
+
+    def gone(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Return those whose process has ended on this host without having left."""
+        return [claim for claim in self.present(claims) if claim.is_dead()]
+
+    @property
+    def server(self) -> int | None:
+        """The rank that serves the store; None where that is a file, or an agent that outlives the ranks."""
+        return None if self._meeting.file or self._meeting.outlives_ranks else 0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the store grows with every write, as one in a file does."""
+        return self._meeting.file is not None
 
     def leave(self, *, clean: bool) -> None:
         """Take this rank's claim back.

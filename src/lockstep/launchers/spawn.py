@@ -147,6 +147,7 @@ def _serve(
             index=topology.rank,
             size=topology.size,
             known=topology,
+            tell=lambda failure: tell.send(Report(topology.rank, failure=failure)),
         )
         report = Report(topology.rank, value=pickle.dumps(value))
     except BaseException as error:

@@ -51,6 +51,8 @@ class Meeting:
     host: str = ""
     """The host that serves the store; empty for a file."""
     file: Path | None = None
+    outlives_ranks: bool = False
+    """Whether an agent serves the store, through all starts of the ranks."""
     server: Address | None = None
     """Where another process serves the store."""
 
@@ -105,7 +107,7 @@ def connect(host: str, port: int, timeout_s: float, *, under: str = "") -> Meeti
     except RuntimeError as error:
         raise RequestError(_not_a_store(where)) from error
     prefix = f"{_PREFIX}/{under}" if under else _PREFIX
-    return Meeting(PrefixStore(prefix, store), where, host=host, server=server)
+    return Meeting(PrefixStore(prefix, store), where, host=host, outlives_ranks=bool(under), server=server)
 
 
 def open_file(path: Path) -> Meeting:

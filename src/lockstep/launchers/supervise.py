@@ -29,7 +29,9 @@ UNGUARDED = 87
 
 _LOOK_S = 0.05
 _LISTEN_S = 1.0  # for other reports, after the first failure
+_LISTEN_ON_S = 0.3  # for others that may have come before it, once one is there that is a cause by itself
 _GRACE_S = 2.0  # for ranks to end data workers and saves that are under way, before they are killed
+_SILENT_GRACE_S = 0.3  # for those that have not even said that they end
 _LEAVE_S = 30.0  # for ranks that are done, or are saving because a stop was asked for
 
 
@@ -94,7 +96,7 @@ class Supervisor:
         if self._failures():
             self._listen()
             raise self._error()
-        self._join(_LEAVE_S)
+        self._join(self._workers, _LEAVE_S)
         return pickle.loads(self._reports[0].value)  # our own child's
 
     def _look(self, wait_s: float) -> None:
@@ -113,7 +115,10 @@ class Supervisor:
         """Wait a little for what the other ranks have to say about the failure."""
         stopping = all(failure.kind == Stopped.__name__ for failure in self._failures())
         deadline = time.monotonic() + (_LEAVE_S if stopping else _LISTEN_S)
+        found = False
         while len(self._reports) < len(self._workers) and time.monotonic() < deadline:
+            if not stopping and not found and not first_cause(self._failures()).is_echo:
+                found, deadline = True, min(deadline, time.monotonic() + _LISTEN_ON_S)
             self._look(_LOOK_S)
 
     def _failures(self) -> list[Failure]:
@@ -159,9 +164,9 @@ class Supervisor:
         for worker in self._workers:
             _send(worker, signal.SIGTERM if heard is Heard.FIRST else signal.SIGKILL)
 
-    def _join(self, wait_s: float) -> None:
+    def _join(self, workers: list[Worker], wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
-        for worker in self._workers:
+        for worker in workers:
             while worker.process.exitcode is None and time.monotonic() < deadline and not self._interrupts.insisted:
                 time.sleep(_LOOK_S / 5)
 
@@ -170,7 +175,9 @@ class Supervisor:
 
         It gets no SIGTERM, which asks a rank to go on until it has saved: without the others it cannot.
         """
-        self._join(_GRACE_S)
+        silent = [worker for worker in self._workers if worker.rank not in self._reports]
+        self._join([worker for worker in self._workers if worker not in silent], _GRACE_S)
+        self._join(silent, _SILENT_GRACE_S)
         for worker in self._workers:
             _kill_group(worker)
             worker.process.join()

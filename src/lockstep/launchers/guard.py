@@ -1,0 +1,87 @@
+"""What a rank does about the others while it trains: watch over them, and say which one it has lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from .. import failures
+from ..config import RunConfig
+from ..errors import RunError
+from ..failures import Failure, RankLostError
+from ..pulse import Pulse
+from ..watch import Watch, waits_in, whereabouts
+from .claims import Claim
+from .rendezvous import RollCall
+
+_BEATS_S = (0.1, 1.0)
+_BEATS_KEPT_S = (1.0, 60.0)  # where each one makes a file longer
+_MISSED_BEATS = 3
+_LOOK_S = 0.05
+
+
+def watch(
+    config: RunConfig,
+    call: RollCall,
+    came: Sequence[Claim],
+    rank: int,
+    pulse: Pulse,
+    tell: Callable[[Failure], None],
+) -> Watch:
+    """Return a watch over the ranks that came to the roll call; `tell` passes on why this process is about to end."""
+    stall_timeout_s = config.parallel.stall_timeout
+    least_s, most_s = _BEATS_KEPT_S if call.keeps_all else _BEATS_S
+
+    def end(failure: Failure) -> None:
+        told = dataclasses.replace(failure, sentence=f"{failure.sentence}; {failures.again(config)}.")
+        if pulse.folder is not None:
+            with contextlib.suppress(OSError):
+                failures.write(told, pulse.folder / "failures")
+        tell(told)
+        for child in multiprocessing.active_children():  # data workers, which would look for us for seconds
+            child.kill()
+        os._exit(RunError.exit_code)
+
+    return Watch(
+        pulse,
+        call.watch_store(came),
+        rank=rank,
+        nodes=[claim.host for claim in came],
+        server=call.server,
+        stall_timeout_s=stall_timeout_s,
+        beat_s=min(max(stall_timeout_s / 10, least_s), most_s),
+        ends=end,
+    )
+
+
+def lost(
+    error: BaseException, config: RunConfig, call: RollCall, came: Sequence[Claim], rank: int, watch: Watch
+) -> RankLostError | None:
+    """Return the error that names the rank which `error` is an echo of; None if it is none, or nobody is found.
+
+    A process of this host is seen to have ended; one of another host is missed by its beats.
+    """
+    if not isinstance(error, Exception) or not failures.is_echo(error):
+        return None
+    deadline = time.monotonic() + (_MISSED_BEATS + 1) * watch.beat_s
+    while not (gone := call.gone(came) or _silent(call, came, watch)):
+        left = len(call.present(came)) < len(came)  # of its own accord, with a message of its own
+        if left or time.monotonic() > deadline:
+            return None
+        time.sleep(_LOOK_S)
+    seen = watch.seen()
+    claim = gone[0]
+    where = f" in {whereabouts(seen[claim.rank])}, when last heard," if claim.rank in seen else ""
+    return RankLostError(
+        f"Rank {claim.rank} ({claim.who}) died or was cut off{where} and rank {rank} waited for it in "
+        f"{waits_in(seen[rank])}: its own message, if it could leave one, says why; {failures.again(config)}."
+    )
+
+
+def _silent(call: RollCall, came: Sequence[Claim], watch: Watch) -> list[Claim]:
+    silent = [rank for rank, each in watch.seen().items() if each.silent_s > _MISSED_BEATS * watch.beat_s]
+    return [claim for claim in call.present(came) if claim.rank in silent]

@@ -1,0 +1,40 @@
+"""What a rank is doing at this moment: written by the loop, read by the watch (see `watch`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class Pulse:
+    """The phase that a rank is in, and how many it has entered.
+
+    Every rank of a world enters the same phases in the same order, so that whoever has entered the fewest is the one
+    that the others wait for. Entering one costs a tenth of a microsecond: two attributes are set, nothing is sent.
+    """
+
+    __slots__ = ("count", "folder", "phase", "step")
+
+    def __init__(self) -> None:
+        self.phase = ""
+        """data, forward, backward, all-reduce, step, eval, save, or what else is said; "" while nobody reports."""
+        self.step = 0
+        """Optimizer steps made."""
+        self.count = 0
+        """Phases entered."""
+        self.folder: Path | None = None
+        """The run's folder, once there is one."""
+
+    def enter(self, phase: str) -> None:
+        """Note that the rank begins `phase`."""
+        self.phase = phase
+        self.count += 1
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Be in `phase` while the block runs, then again in the one before; after an error, stay in it."""
+        before = self.phase
+        self.enter(phase)
+        yield
+        self.enter(before)

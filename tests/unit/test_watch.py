@@ -1,0 +1,143 @@
+"""What the watch makes of beats: one sentence that says who stopped where, and who waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
+
+from lockstep.errors import ranks_in_short
+from lockstep.failures import Failure
+from lockstep.pulse import Pulse
+from lockstep.watch import Beat, Seen, Watch, explain
+
+NODES = ("a", "a", "b", "b")
+
+
+def _seen(*told: tuple[int, str, int, str, float, float]) -> dict[int, Seen]:
+    """(count, phase, step, place, idle_s, silent_s) of each rank."""
+    return {
+        rank: Seen(Beat(1, count, step, phase, place, idle_s), silent_s)
+        for rank, (count, phase, step, place, idle_s, silent_s) in enumerate(told)
+    }
+
+
+WAITS = (40, "backward", 512, "engine.py:50", 41.0, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("seen", "nodes", "sentence"),
+    [
+        (
+            _seen(WAITS, WAITS, WAITS, (38, "data", 512, "folder.py:88", 41.2, 0.3)),
+            NODES,
+            "Rank 3 (node b) stopped 41 s ago in data loading at folder.py:88 (step 512); "
+            "ranks 0–2 wait in all-reduce at step 512",
+        ),
+        (
+            _seen(WAITS, (40, "backward", 512, "", 0.2, 41.0)),
+            ("a", "a"),
+            "Rank 1 was stopped, died or was cut off 41 s ago in backward (step 512); "
+            "rank 0 waits in all-reduce at step 512",
+        ),
+        (
+            _seen((7, "save", 3, "write.py:9", 60.0, 0.1), (9, "barrier", 3, "", 59.0, 0.0), (7, "save", 3, "", 5, 0)),
+            ("a", "b", "c"),
+            "Ranks 0, 2 (nodes a, c) stopped 60 s ago in saving at write.py:9 (step 3); rank 1 waits in barrier at "
+            "step 3",
+        ),
+        (
+            _seen((7, "all-reduce", 3, "", 60.0, 0.1), (7, "all-reduce", 3, "", 59.0, 0.0)),
+            ("a", "a"),
+            "Ranks 0–1 stopped 60 s ago in all-reduce (step 3)",
+        ),
+        (
+            _seen((7, "all-reduce", 3, "", 60.0, 0.1), (2, "", 0, "", 59.0, 0.0)),
+            ("a", "a"),
+            "Rank 1 stopped 59 s ago in its own code (step 0); rank 0 waits in all-reduce at step 3",
+        ),
+    ],
+)
+def test_the_sentence_names_who_is_waited_for(seen: dict[int, Seen], nodes: Sequence[str], sentence: str) -> None:
+    assert explain(seen, nodes, 20.0) == sentence
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [([3], "rank 3"), ([0, 1], "ranks 0–1"), ([5, 0, 1, 2], "ranks 0–2, 5"), ([4, 2], "ranks 2, 4")],
+)
+def test_many_ranks_in_short(ranks: list[int], words: str) -> None:
+    assert ranks_in_short(ranks) == words
+
+
+def _watches(store: Store, pulses: list[Pulse], told: list[Failure], stall_timeout_s: float) -> list[Watch]:
+    return [
+        Watch(
+            pulse,
+            store.clone(),
+            rank=rank,
+            nodes=["a", "b"],
+            server=None,
+            stall_timeout_s=stall_timeout_s,
+            beat_s=0.05,
+            ends=told.append,
+        )
+        for rank, pulse in enumerate(pulses)
+    ]
+
+
+def test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 2)
+    pulses, told = [Pulse(), Pulse()], list[Failure]()
+    stall_s = 1.0
+    watches = _watches(store, pulses, told, stall_s)
+    for step in range(15):  # longer than the limit in all
+        for pulse in pulses:
+            pulse.step = step
+            pulse.enter("forward")
+        time.sleep(0.1)
+    assert told == []
+    pulses[0].enter("backward")  # and waits there; rank 1 stays in its forward pass
+    until_s = time.monotonic() + 20 * stall_s
+    while len(told) < 2 and time.monotonic() < until_s:
+        time.sleep(0.02)
+    for watch in watches:
+        watch.close()
+    assert len(told) == 2
+    for failure in told:
+        assert failure.sentence.startswith("Rank 1 (node b) stopped ")
+        assert failure.sentence.endswith("rank 0 waits in all-reduce at step 14")
+        assert threading.current_thread().name in failure.trace
+        assert "test_watch.py" in failure.trace
+
+
+def test_who_reports_nothing_is_not_judged(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 2)
+    pulses, told = [Pulse(), Pulse()], list[Failure]()
+    watches = _watches(store, pulses, told, 0.2)
+    with pulses[0].during("all-reduce"):  # a collective, between two of which a loop of one's own may take long
+        pass
+    time.sleep(1.0)
+    for watch in watches:
+        watch.close()
+    assert told == []
+
+
+def test_where_the_store_stops_only_who_serves_it_is_silent() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    pulses, told = [Pulse(), Pulse()], list[Failure]()
+    first, second = _watches(store, pulses, told, 60.0)
+    until_s = time.monotonic() + 20
+    while (1 not in first._beats or 0 not in second._beats) and time.monotonic() < until_s:
+        time.sleep(0.02)
+    for watch in (first, second):
+        watch.close()
+    time.sleep(0.5)  # nobody reads any more, as where the store does not answer
+    assert first.seen()[1].silent_s < 0.3
+    second._server = 0
+    assert second.seen()[0].silent_s > 0.3
