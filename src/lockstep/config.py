@@ -199,9 +199,11 @@ class ParallelConfig:
     accelerator: str = "auto"
     """auto, cpu or cuda."""
     launcher: str = "auto"
-    """How processes come to be: inline, spawn, environment, manual; auto finds out."""
-    nodes: int = 1
-    """Number of nodes."""
+    """How processes come to be: inline, spawn, elastic, environment, manual; auto finds out."""
+    nodes_asked: Annotated[str, _key(name="nodes", metavar="N|MIN:MAX")] = "1"
+    """Number of nodes; 1:4 takes as many as there are, and goes on with those that are left."""
+    max_restarts: int = 0
+    """Times that ranks are started again, from the last checkpoint, after one of them was lost."""
     init_method: str = ""
     """Where ranks started by hand meet: env://, tcp://HOST:PORT or file:///PATH."""
     rank: Annotated[int | None, _key(metavar="INT")] = None
@@ -222,7 +224,9 @@ class ParallelConfig:
         choose("value of --batchnorm", self.batchnorm, BATCHNORMS)
         check_finite(self)
         check_whole("devices", self.devices)
-        check_whole("nodes", self.nodes)
+        check_whole("max-restarts", self.max_restarts, least=0)
+        least, most = self.nodes, self.most_nodes
+        require(1 <= least <= most, f"--nodes {self.nodes_asked}: give 1 or more, and the least number first.")
         check_whole("world-size", self.world_size)
         check_wait("timeout", self.timeout)
         check_wait("stall-timeout", self.stall_timeout)
@@ -243,6 +247,23 @@ class ParallelConfig:
                 f"--rank {self.rank} lies outside the world of --world-size {self.world_size}; "
                 f"ranks go from 0 to {self.world_size - 1}.",
             )
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes, or the least of a range."""
+        return self._nodes[0]
+
+    @property
+    def most_nodes(self) -> int:
+        """The number of nodes, or the most of a range."""
+        return self._nodes[-1]
+
+    @property
+    def _nodes(self) -> list[int]:
+        words = self.nodes_asked.split(":")
+        if len(words) > 2 or not all(word.isdecimal() for word in words):
+            raise RequestError(f"--nodes {self.nodes_asked}: give a number, or a range such as 1:4.")
+        return [int(word) for word in words]
 
     @property
     def gpu_indices(self) -> tuple[int, ...]:

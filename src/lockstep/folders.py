@@ -70,9 +70,10 @@ class RunFolder:
         return steps.exists() and _STEP in steps.read_bytes()
 
 
-def claim(config: RunConfig) -> RunFolder:
+def claim(config: RunConfig, *, before: Path | None = None) -> RunFolder:
     """Return the folder of the run that `config` asks for, made if it is new, and hold it.
 
+    `before` is the folder of an earlier start of this very run, which may lie in it.
     Raises `RequestError` where the folder holds another run, is in use by one, or cannot be made.
     """
     path = _asked(config)
@@ -86,7 +87,8 @@ def claim(config: RunConfig) -> RunFolder:
         raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
     claimed = RunFolder(path, is_new, was_free, _hold(path))
     try:
-        _check_free(path, config.checkpoint.resume)
+        if path != before:
+            _check_free(path, config.checkpoint.resume)
     except RequestError:
         claimed.release()
         raise

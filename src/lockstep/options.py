@@ -21,6 +21,11 @@ import tomli_w
 from .config import RunConfig
 from .errors import RequestError, unknown
 
+OWN_TO_A_RANK = frozenset(
+    {"rank", "gpus", "devices", "data-dir", "output", "init-method", "launcher", "workers", "on-device"}
+)
+"""Options in which ranks that people start by hand may differ: who and where they are. All others make the run."""
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -78,6 +83,11 @@ def flatten(config: RunConfig) -> dict[str, Any]:
     return flat
 
 
+def flatten_common(config: RunConfig) -> dict[str, Any]:
+    """Return {public key: value} of the options that all ranks of a run have to share."""
+    return {key: value for key, value in flatten(config).items() if key not in OWN_TO_A_RANK}
+
+
 def override(config: RunConfig, **values: Any) -> RunConfig:
     """Return `config` with options replaced by their public keys (`batch=256, data_dir="data"`).
 
@@ -120,6 +130,8 @@ def _as(kind: Any, value: Any) -> Any:
         return float(value)
     if get_args(kind) and isinstance(value, list | tuple):
         return tuple(_as(get_args(kind)[0], each) for each in value)
+    if kind is str and type(value) is int:  # a word that can be a number: nodes = 2, gpus = 0
+        return str(value)
     if type(value) is kind:  # exactly: a bool is no number here
         return value
     raise TypeError(kind)

@@ -12,29 +12,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import failures, folders, hardware, resume
+from .checkpoint import find
 from .config import RunConfig
 from .engine import train
 from .errors import RequestError
 from .launchers.table import visible_gpus
-from .options import flatten, to_toml
+from .options import flatten_common, to_toml
 from .record.base import Nothing, Recorder
 from .record.table import build as build_recorder
 from .result import RunResult
 from .world import World
 
-OWN_TO_A_RANK = frozenset(
-    {"rank", "gpus", "devices", "data-dir", "output", "init-method", "launcher", "workers", "on-device"}
-)
-"""Options in which ranks that people start by hand may differ: who and where they are. All others make the run."""
+_FOLDER = "folder"
+"""The note in which the starts of one run tell one another its folder."""
 
 
 def run(config: RunConfig, world: World) -> RunResult:
     """Train in a folder of its own: claim it, record, and leave a summary (*collective*)."""
     _check_alike(config, world)
+    config, before = _after(config, world)
     state = resume.load(config, world)  # what cannot be continued is refused before a folder is made
-    with _claimed(config, world) as folder:
+    with _claimed(config, world, before) as folder:
         config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=folder))
         world.pulse.folder = folder
+        if world.is_main:
+            world.notes.write(_FOLDER, str(folder.absolute()))
         state = state or resume.load(config, world)  # of the folder that --resume auto has found
         begun_s = time.time()
         recorder: Recorder = Nothing()
@@ -59,14 +61,33 @@ def run(config: RunConfig, world: World) -> RunResult:
             recorder.close()
 
 
+def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
+    """Return the config with which this start goes on where an earlier one was lost, and its folder (*collective*).
+
+    None and the config as it is where there was no earlier one, or it was lost before it had a folder.
+    """
+    told = world.gather(world.notes.read(_FOLDER) if world.is_main else "")[0]
+    if not told:
+        return config, None
+    folder = Path(told)
+    # Where it was lost before its first checkpoint, this one begins as it did.
+    again = world.gather(find(folder) is not None if world.is_main else None)[0]
+    saving = dataclasses.replace(config.checkpoint, resume="auto") if again else config.checkpoint
+    recording = dataclasses.replace(config.record, output=folder)
+    return dataclasses.replace(config, checkpoint=saving, record=recording), folder
+
+
 @contextlib.contextmanager
-def _claimed(config: RunConfig, world: World) -> Iterator[Path]:
-    """Hold the run's folder while the block runs; one that was made for a run that is refused goes (*collective*)."""
+def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[Path]:
+    """Hold the run's folder while the block runs; one that was made for a run that is refused goes (*collective*).
+
+    `before` is the folder of an earlier start of the same run, if there was one.
+    """
     held: list[folders.RunFolder] = []
 
     def attempt() -> str:
         if world.is_main:
-            held.append(folders.claim(config))
+            held.append(folders.claim(config, before=before))
         return "".join(str(claim.path) for claim in held)
 
     path = Path(world.gather(world.together(attempt))[0])
@@ -89,7 +110,7 @@ def _lasting(config: RunConfig) -> RunConfig:
 
 def _check_alike(config: RunConfig, world: World) -> None:
     """Raise `RequestError`, on every rank, where one was started with other options than rank 0 (*collective*)."""
-    asked = {f"--{key}": value for key, value in flatten(config).items() if key not in OWN_TO_A_RANK}
+    asked = {f"--{key}": value for key, value in flatten_common(config).items()}
     if found := world.unlike(asked):
         rank, differ = found
         raise RequestError(

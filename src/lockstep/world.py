@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
 from .errors import RequestError
+from .notes import NoNotes, Notes
 from .pulse import Pulse
 from .topology import Topology
 
@@ -34,6 +35,8 @@ class World:
     """The process group; None where there is one rank and nothing to exchange."""
     pulse: Pulse = field(default_factory=Pulse, compare=False)
     """What this rank is doing, for whoever watches it."""
+    notes: Notes = field(default_factory=NoNotes, compare=False)
+    """What an earlier start of the same ranks has left, and this one leaves for the next."""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> World:
@@ -50,12 +53,13 @@ class World:
         timeout_s: float,
         form_s: float | None = None,
         pulse: Pulse | None = None,
+        notes: Notes | None = None,
     ) -> World:
         """Form the process group of all ranks over `store` and return it (*collective*).
 
         NCCL moves CUDA tensors, gloo everything else; both are set up where the device is a GPU. A collective
         that waits longer than `timeout_s` for a rank raises in the others; forming the group waits `form_s`, by
-        default as long. `pulse` is what a watch over this rank reads.
+        default as long. `pulse` is what a watch over this rank reads, `notes` what outlives the ranks.
         """
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -70,7 +74,7 @@ class World:
             # Public from torch 2.15 on; before, the same function has a private name alone.
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             set_timeout(timedelta(seconds=timeout_s))
-        return cls(topology, device, dist.group.WORLD, pulse or Pulse())
+        return cls(topology, device, dist.group.WORLD, pulse or Pulse(), notes or NoNotes())
 
     @property
     def rank(self) -> int:

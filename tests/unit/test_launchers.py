@@ -19,7 +19,7 @@ from lockstep import failures, hardware
 from lockstep.config import RunConfig
 from lockstep.errors import ProofError, RequestError, RunError, Stopped
 from lockstep.hardware import Gpu
-from lockstep.launchers import claims, devices, dialects, environment, rank, spawn, table
+from lockstep.launchers import claims, devices, dialects, rank, reasons, spawn, table
 from lockstep.options import override
 from lockstep.topology import Topology
 
@@ -167,7 +167,7 @@ def test_torchruns_variables_say_the_place() -> None:
         rank=3, size=4, local_rank=1, local_size=2, node=1, nodes=2, address="10.0.0.1", port=29500
     )
     assert place.store_is_served
-    assert place.attempt == "job/2"
+    assert (place.job, place.start) == ("job", "2")
 
 
 def test_gpus_are_chosen_as_cuda_reads_its_variable() -> None:
@@ -411,7 +411,7 @@ def test_a_lost_rank_is_told_in_plain_words_without_a_trace(error: RuntimeError,
 
 
 def _told_to_torchrun(error: Exception, folder: Path) -> dict[str, Any]:
-    environment._leave_word(failures.describe(error, 2), folder / "error.json")
+    reasons.leave(failures.describe(error, 2), folder / "error.json")
     told: dict[str, Any] = json.loads((folder / "error.json").read_text())["message"]
     return told
 
@@ -422,7 +422,7 @@ def test_torchruns_report_shows_traces_of_causes_alone(tmp_path: Path) -> None:
     assert "py_callstack" not in lost["extraInfo"]
     assert "bad label" in _told_to_torchrun(ValueError("bad label"), tmp_path)["extraInfo"]["py_callstack"]
     refused = _told_to_torchrun(RequestError("No such data."), tmp_path)
-    assert (refused["message"], list(refused["extraInfo"])) == ("No such data.", ["timestamp"])
+    assert (refused["message"], list(refused["extraInfo"])) == ("No such data.", ["timestamp", "lockstep"])
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,10 @@ class Launcher(Protocol):
     def name(self) -> str:
         """The name that --launcher takes."""
 
-    @property
-    def starts_here(self) -> bool:
-        """Whether this process starts the run's ranks or is the only one, so that rank 0 sees this host's files."""
+    def starts_here(self, config: RunConfig) -> bool:
+        """Return whether this process starts all ranks or is the only one, so that rank 0 sees this host's files."""
 
-    def detect(self, env: Mapping[str, str]) -> bool:
+    def detect(self, config: RunConfig, env: Mapping[str, str]) -> bool:
         """Return whether the environment asks for this launcher: somebody else has started the ranks already."""
 
     def launch(self, entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:

@@ -22,8 +22,10 @@ class Place:
     topology: Topology
     store_is_served: bool = False
     """Whether an agent serves the store, which outlives the ranks; otherwise rank 0 does."""
-    attempt: str = ""
-    """What tells this start of the ranks from earlier ones that used the agent's store."""
+    job: str = ""
+    """What tells this job from others that use the agent's store."""
+    start: str = ""
+    """What tells this start of the ranks from earlier ones of the same job."""
     knows_node: bool = True
     """Whether it says which ranks share this node; otherwise the roll call finds out."""
     error_file: Path | None = None
@@ -92,7 +94,8 @@ def _torchrun(env: Mapping[str, str]) -> Place:
             port=port,
         ),
         store_is_served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        job=env.get("TORCHELASTIC_RUN_ID", ""),
+        start=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
         knows_node="LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env,
         error_file=Path(error_file) if error_file else None,
     )

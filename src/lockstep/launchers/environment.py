@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..config import ParallelConfig, RunConfig
@@ -13,7 +11,7 @@ from ..errors import RequestError
 from ..failures import Failure
 from ..kinds import kind
 from ..topology import Topology
-from . import dialects, rank, stores
+from . import dialects, rank, reasons, stores
 from .base import Entry
 from .dialects import Place
 
@@ -24,9 +22,12 @@ class EnvironmentLauncher:
     """Takes the rank from the environment and joins the others."""
 
     name = "environment"
-    starts_here = False
 
-    def detect(self, env: Mapping[str, str]) -> bool:
+    def starts_here(self, config: RunConfig) -> bool:
+        """Return False: another program has started the ranks, here and elsewhere."""
+        return False
+
+    def detect(self, config: RunConfig, env: Mapping[str, str]) -> bool:
         """Return whether another program has told this process who it is."""
         return dialects.is_spoken(env)
 
@@ -36,7 +37,10 @@ class EnvironmentLauncher:
         topology = place.topology
 
         def leave_word(failure: Failure) -> None:
-            _leave_word(failure, place.error_file)
+            if failure.is_echo and place.error_file is not None:
+                # torchrun takes the earliest report, in whole seconds, for the root cause, and then ends the others.
+                time.sleep(_ECHO_WAITS_S)
+            reasons.leave(failure, place.error_file)
 
         def tell(failure: Failure) -> None:
             rank.say(failure)
@@ -77,19 +81,6 @@ def _check_agrees(asked: ParallelConfig, found: Topology, *, knows_node: bool) -
 def _open(place: Place, timeout_s: float) -> stores.Meeting:
     topology = place.topology
     if place.store_is_served:
-        return stores.connect(topology.address, topology.port, timeout_s, under=place.attempt)
+        return stores.connect(topology.address, topology.port, timeout_s, job=place.job, start=place.start)
     opens = stores.serve if topology.is_main else stores.connect
     return opens(topology.address, topology.port, timeout_s)
-
-
-def _leave_word(failure: Failure, path: Path | None) -> None:
-    """Write the reason where torchrun looks for it, as torch's `record` decorator would."""
-    if path is None:
-        return
-    if failure.is_echo:
-        # torchrun takes the earliest report, in whole seconds, for the root cause, and then ends the other ranks.
-        time.sleep(_ECHO_WAITS_S)
-    about = {"timestamp": str(int(time.time()))}
-    if trace := getattr(failure.error(), "trace", ""):  # without one, torchrun shows the sentence
-        about["py_callstack"] = trace
-    path.write_text(json.dumps({"message": {"message": failure.sentence, "extraInfo": about}}), encoding="utf-8")

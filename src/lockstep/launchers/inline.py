@@ -16,9 +16,12 @@ class InlineLauncher:
     """Runs the entry in this process."""
 
     name = "inline"
-    starts_here = True
 
-    def detect(self, env: Mapping[str, str]) -> bool:
+    def starts_here(self, config: RunConfig) -> bool:
+        """Return True: this process is rank 0."""
+        return True
+
+    def detect(self, config: RunConfig, env: Mapping[str, str]) -> bool:
         """Return False: no environment asks for it; `auto` takes it where one process is enough."""
         return False
 

@@ -28,6 +28,11 @@ def lead_own_group() -> None:
 def tie_to_parent(lifeline: Connection) -> None:
     """End this process when the parent is gone; `lifeline` is the end of a pipe which the parent never writes to."""
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True, name="lifeline").start()
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends; on Linux alone."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -26,9 +26,12 @@ class ManualLauncher:
     """Joins the ranks that meet at --init-method."""
 
     name = "manual"
-    starts_here = False
 
-    def detect(self, env: Mapping[str, str]) -> bool:
+    def starts_here(self, config: RunConfig) -> bool:
+        """Return False: other hosts may run ranks, rank 0 among them."""
+        return False
+
+    def detect(self, config: RunConfig, env: Mapping[str, str]) -> bool:
         """Return False: flags ask for it, never the environment."""
         return False
 
@@ -81,13 +84,14 @@ def _door(url: str, index: int, timeout_s: float) -> Callable[[], stores.Meeting
         path = Path(unquote(parts.path))
         return lambda: stores.open_file(path)
     if parts.scheme == "tcp":
-        host, port = _host_and_port(url)
+        host, port = host_and_port(url)
         opens = stores.serve if index == 0 else stores.connect
         return lambda: opens(host, port, timeout_s)
     raise RequestError(f"--init-method {url} names no meeting place that is known; {_EXAMPLES}.")
 
 
-def _host_and_port(url: str) -> tuple[str, int]:
+def host_and_port(url: str) -> tuple[str, int]:
+    """Return the two that tcp://HOST:PORT names. Raises `RequestError` where it does not."""
     parts = urlsplit(url)
     try:
         host, port = parts.hostname, parts.port

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import failures, hardware
 from ..config import RunConfig
-from ..errors import LockstepError, RequestError
+from ..errors import LockstepError, RequestError, RunError
 from ..failures import RankLostError
 from ..kinds import kind
+from ..notes import Notes
 from ..pulse import Pulse
 from ..topology import Topology
 from . import claims, guard, hosts, stores
@@ -107,7 +110,7 @@ def run_met(
     pulse = Pulse()
     watch = guard.watch(config, call, came, mine.rank, pulse, tell)
     try:
-        value = run_joined(entry, config, topology, device, call.group_store(came), pulse)
+        value = run_joined(entry, config, topology, device, call.group_store(came), pulse, call.notes)
     except BaseException as error:
         lost = guard.lost(error, config, call, came, mine.rank, watch)
         call.leave(clean=False)
@@ -121,10 +124,16 @@ def run_met(
 
 
 def run_joined(
-    entry: Entry, config: RunConfig, topology: Topology, device: torch.device, store: Store, pulse: Pulse
+    entry: Entry,
+    config: RunConfig,
+    topology: Topology,
+    device: torch.device,
+    store: Store,
+    pulse: Pulse,
+    notes: Notes,
 ) -> Any:
     """Join the world over `store`, run the entry, leave; return this rank's value (*collective*)."""
-    world = _join(config, topology, device, store, pulse)
+    world = _join(config, topology, device, store, pulse, notes)
     try:
         value = entry(config, world)
     except BaseException:
@@ -134,19 +143,33 @@ def run_joined(
     return value
 
 
+def vanish(error: BaseException) -> NoReturn:
+    """End this process, which failed with `error` and has said so."""
+    # The entry's variables go, and with them data workers, which end in order and remove their files.
+    traceback.clear_frames(error.__traceback__)
+    # Nothing that is left may hang: not a collective of a lost world, not a thread of the user's.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(RunError.exit_code)
+
+
 def say(failure: failures.Failure) -> None:
     """Say on stderr why this rank ends, where no command is left to say it."""
     with contextlib.suppress(OSError):
         os.write(2, f"lockstep: {failure.sentence}\n".encode())
 
 
-def _join(config: RunConfig, topology: Topology, device: torch.device, store: Store, pulse: Pulse) -> World:
+def _join(
+    config: RunConfig, topology: Topology, device: torch.device, store: Store, pulse: Pulse, notes: Notes
+) -> World:
     from ..world import World
 
     parallel = config.parallel
     try:
         patience_s = parallel.stall_timeout + _BACKSTOP_S
-        return World.join(topology, device, store, timeout_s=patience_s, form_s=parallel.timeout, pulse=pulse)
+        return World.join(
+            topology, device, store, timeout_s=patience_s, form_s=parallel.timeout, pulse=pulse, notes=notes
+        )
     except RuntimeError as error:
         if not failures.is_echo(error):
             raise
@@ -170,7 +193,7 @@ def _check_node(config: RunConfig, topology: Topology) -> None:
     parallel = config.parallel
     for flag, asked, found in (
         ("--devices", parallel.devices if kind(parallel.strategy).process_per_device else None, topology.local_size),
-        ("--nodes", parallel.nodes if parallel.nodes > 1 else None, topology.nodes),
+        ("--nodes", parallel.nodes if 1 < parallel.nodes == parallel.most_nodes else None, topology.nodes),
     ):
         if asked is not None and asked != found:
             raise RequestError(

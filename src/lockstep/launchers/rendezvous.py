@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import RequestError
 from ..failures import RankLostError
+from ..notes import NoNotes, Notes
 from .claims import Claim, check_together, digest
-from .stores import Meeting
+from .stores import Meeting, StoredNotes
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -144,7 +145,12 @@ class RollCall:
     @property
     def server(self) -> int | None:
         """The rank that serves the store; None where that is a file, or an agent that outlives the ranks."""
-        return None if self._meeting.file or self._meeting.outlives_ranks else 0
+        return None if self._meeting.file or self._meeting.lasting else 0
+
+    @property
+    def notes(self) -> Notes:
+        """What starts of the same ranks leave one another; nothing where the store ends with them."""
+        return NoNotes() if self._meeting.lasting is None else StoredNotes(self._meeting.lasting)
 
     @property
     def keeps_all(self) -> bool:

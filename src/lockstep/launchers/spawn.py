@@ -13,7 +13,6 @@ import pickle
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -34,9 +33,12 @@ class SpawnLauncher:
     """Starts one process for each device of this host."""
 
     name = "spawn"
-    starts_here = True
 
-    def detect(self, env: Mapping[str, str]) -> bool:
+    def starts_here(self, config: RunConfig) -> bool:
+        """Return True: it starts no rank elsewhere."""
+        return True
+
+    def detect(self, config: RunConfig, env: Mapping[str, str]) -> bool:
         """Return False: no environment asks for it; `auto` takes it where several processes are needed."""
         return False
 
@@ -52,7 +54,7 @@ class SpawnLauncher:
             )
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             os._exit(UNGUARDED)  # a rank that imports the script which started it, and is told to start ranks in turn
-        payload = _packed(entry, config)
+        payload = packed(entry, config)
         size = processes(config, env)
         on_gpus = config.parallel.accelerator == "cuda"
         with (
@@ -73,7 +75,11 @@ def _say(words: str) -> None:
         console.print(words, style="dim")
 
 
-def _packed(entry: Entry, config: RunConfig) -> bytes:
+def packed(entry: Entry, config: RunConfig) -> bytes:
+    """Return both as other processes of this program can read them.
+
+    Raises `RequestError` for an entry, or a program, that they could not find.
+    """
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is not None and script.startswith("<"):
         raise RequestError(
@@ -152,12 +158,7 @@ def _serve(
         report = Report(topology.rank, value=pickle.dumps(value))
     except BaseException as error:
         tell.send(Report(topology.rank, failure=failures.account(error, topology.rank, config)))
-        # The entry's variables go, and with them data workers, which end in order and remove their files.
-        traceback.clear_frames(error.__traceback__)
-        # Nothing that is left may hang: not a collective of a lost world, not a thread of the user's.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        rank.vanish(error)
     tell.send(report)
 
 

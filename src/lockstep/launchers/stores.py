@@ -50,9 +50,10 @@ class Meeting:
     """Whether this process serves the store, so that the others lose it when this process ends."""
     host: str = ""
     """The host that serves the store; empty for a file."""
+    port: int = 0
     file: Path | None = None
-    outlives_ranks: bool = False
-    """Whether an agent serves the store, through all starts of the ranks."""
+    lasting: Store | None = None
+    """What outlives this start of the ranks, where an agent serves the store."""
     server: Address | None = None
     """Where another process serves the store."""
 
@@ -64,6 +65,21 @@ class Meeting:
             return bool(_greet(self.server, _ANSWER_S))
         except OSError:
             return False
+
+
+class StoredNotes:
+    """Notes in a store that outlives the ranks (see `notes`)."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def read(self, name: str) -> str:
+        """Return the text, "" where there is none."""
+        return self._store.get(name).decode() if self._store.check([name]) else ""
+
+    def write(self, name: str, text: str) -> None:
+        """Keep the text under this name, in the place of an earlier one."""
+        self._store.set(name, text)
 
 
 def serve(host: str, port: int, timeout_s: float) -> Meeting:
@@ -81,6 +97,17 @@ def serve(host: str, port: int, timeout_s: float) -> Meeting:
     return adopt(listener, where)
 
 
+def join(host: str, port: int, timeout_s: float) -> Meeting:
+    """Open the store of several agents: serve it where the address is this host's and nobody does, else connect."""
+    where = address_of(host, port)
+    try:
+        return adopt(_listen(host, port, timeout_s), where)
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            raise RequestError(f"{where}: this agent cannot listen there: {_why_not(error)}") from error
+    return connect(host, port, timeout_s)
+
+
 def adopt(listener: socket.socket, where: str) -> Meeting:
     """Open a store on a socket that listens already."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -88,13 +115,14 @@ def adopt(listener: socket.socket, where: str) -> Meeting:
     host, port = listener.getsockname()[:2]
     descriptor = listener.detach()
     store = TCPStore(host, port, is_master=True, master_listen_fd=descriptor, wait_for_workers=False, timeout=_STORE_S)
-    return Meeting(PrefixStore(_PREFIX, store), where, hosted=True, host=host)
+    return Meeting(PrefixStore(_PREFIX, store), where, hosted=True, host=host, port=port)
 
 
-def connect(host: str, port: int, timeout_s: float, *, under: str = "") -> Meeting:
+def connect(host: str, port: int, timeout_s: float, *, job: str = "", start: str = "") -> Meeting:
     """Open the store that rank 0, or an agent, serves at the address; wait for it at most `timeout_s` seconds.
 
-    `under` parts the keys from those of an earlier start of the ranks, where the store outlives them.
+    Where an agent serves it, the store outlives the ranks: `start` parts their keys from those of earlier starts of the
+    same `job`.
     """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -106,8 +134,10 @@ def connect(host: str, port: int, timeout_s: float, *, under: str = "") -> Meeti
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:
         raise RequestError(_not_a_store(where)) from error
-    prefix = f"{_PREFIX}/{under}" if under else _PREFIX
-    return Meeting(PrefixStore(prefix, store), where, host=host, outlives_ranks=bool(under), server=server)
+    if not start:
+        return Meeting(PrefixStore(_PREFIX, store), where, host=host, port=port, server=server)
+    lasting = PrefixStore(f"{_PREFIX}/{job}/lasting", store)
+    return Meeting(PrefixStore(f"{_PREFIX}/{job}/{start}", store), where, host=host, lasting=lasting, server=server)
 
 
 def open_file(path: Path) -> Meeting:

@@ -140,11 +140,6 @@ class Supervisor:
         code = worker.process.exitcode or 0
         if self._interrupts.asked and code == -signal.SIGTERM:
             return Failure(worker.rank, Stopped.__name__, "Stopped outside of training; there was nothing to save.", "")
-        if code < 0:
-            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-            how = f"Rank {worker.rank} was killed by {signal.Signals(-code).name}{hint}"
-            is_echo = self._aborts_when_alone and code == -signal.SIGABRT
-            return Failure(worker.rank, "", f"{how}; {self._again}.", "", is_echo=is_echo)
         if code == UNGUARDED:
             return Failure(
                 worker.rank,
@@ -153,8 +148,7 @@ class Supervisor:
                 'start under `if __name__ == "__main__":`.',
                 "",
             )
-        how = f"Rank {worker.rank} exited with code {code} before it was done and without a word"
-        return Failure(worker.rank, "", f"{how}: what was printed above may say why; {self._again}.", "")
+        return obituary(worker.rank, code, self._again, aborts_when_alone=self._aborts_when_alone)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass the first signal on as SIGTERM, so that ranks save and stop; at the second, kill."""
@@ -183,6 +177,16 @@ class Supervisor:
             worker.process.join()
             worker.reports.close()
             worker.lifeline.close()
+
+
+def obituary(rank: int, code: int, again: str, *, aborts_when_alone: bool = False) -> Failure:
+    """Return the failure of a rank that ended without a word; `code` is its exit code, or minus the signal's number."""
+    if code < 0:
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        how = f"Rank {rank} was killed by {signal.Signals(-code).name}{hint}"
+        return Failure(rank, "", f"{how}; {again}.", "", is_echo=aborts_when_alone and code == -signal.SIGABRT)
+    how = f"Rank {rank} exited with code {code} before it was done and without a word"
+    return Failure(rank, "", f"{how}: what was printed above may say why; {again}.", "")
 
 
 def _heard(worker: Worker) -> Report | None:

@@ -1,7 +1,8 @@
 """The launchers by name, and which of them a run takes.
 
 `auto` asks, in this order: do flags say where ranks meet (manual)? Has somebody started the ranks already, such as
-torchrun (environment)? Are several processes needed (spawn)? Else this process is enough (inline).
+torchrun (environment)? Are lost ranks to be started again, or do nodes meet (elastic)? Are several processes needed
+(spawn)? Else this process is enough (inline).
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from .base import Entry, Launcher
 from .devices import least_ranks as _least_ranks
 from .devices import processes, resolve
 from .dialects import started_elsewhere
+from .elastic import ElasticLauncher
 from .environment import EnvironmentLauncher
 from .inline import InlineLauncher
 from .manual import ManualLauncher
 from .spawn import SpawnLauncher
 
 __all__ = ["choose", "launch", "least_ranks", "names", "resolve", "starts_here", "visible_gpus"]
+
+
+_STARTING = (InlineLauncher.name, SpawnLauncher.name, ElasticLauncher.name)
+"""Launchers by which each process would begin ranks of its own."""
 
 
 def names() -> tuple[str, ...]:
@@ -64,7 +70,7 @@ def least_ranks(config: RunConfig) -> int:
 
 def starts_here(config: RunConfig) -> bool:
     """Return whether the run's ranks are started by this process, or are this process."""
-    return choose(config, os.environ).starts_here
+    return choose(config, os.environ).starts_here(config)
 
 
 def visible_gpus() -> str | None:
@@ -78,7 +84,7 @@ def _choose(config: RunConfig, env: Mapping[str, str]) -> Launcher:
     name = _auto(config, env, table) if asked == "auto" else asked
     if name not in table:
         raise unknown("launcher", name, ["auto", *table])
-    if table[name].starts_here and (told := started_elsewhere(env)):
+    if name in _STARTING and (told := started_elsewhere(env)):
         variables = ", ".join(f"{variable}={value}" for variable, value in told.items())
         raise RequestError(
             f"--launcher {name}: the environment's {variables} say that another program, such as torchrun, has started "
@@ -96,6 +102,8 @@ def _check_meeting_flags(name: str, parallel: ParallelConfig) -> None:
         "--rank": parallel.rank,
         "--world-size": parallel.world_size,
     }
+    if name == "elastic":  # whose nodes meet there
+        flags["--init-method"] = None
     if name == "environment":  # which compares rank and world size with the environment's
         at_variables = parallel.init_method.rstrip("/") == "env:"
         flags = {"--init-method": None if at_variables else flags["--init-method"]}
@@ -103,6 +111,7 @@ def _check_meeting_flags(name: str, parallel: ParallelConfig) -> None:
     how = {
         "inline": "is this process alone",
         "spawn": "starts its ranks itself",
+        "elastic": "numbers the ranks itself",
         "environment": "lets ranks meet at the environment's MASTER_ADDR and MASTER_PORT",
     }.get(name)
     if how and given:
@@ -113,22 +122,32 @@ def _check_meeting_flags(name: str, parallel: ParallelConfig) -> None:
 
 
 def _table() -> dict[str, Launcher]:
-    launchers: tuple[Launcher, ...] = (InlineLauncher(), SpawnLauncher(), EnvironmentLauncher(), ManualLauncher())
+    launchers: tuple[Launcher, ...] = (
+        InlineLauncher(),
+        SpawnLauncher(),
+        ElasticLauncher(),
+        EnvironmentLauncher(),
+        ManualLauncher(),
+    )
     return {launcher.name: launcher for launcher in launchers}
 
 
 def _auto(config: RunConfig, env: Mapping[str, str], table: Mapping[str, Launcher]) -> str:
     parallel = config.parallel
-    if parallel.init_method not in ("", "env://"):
+    by_hand = parallel.rank is not None or parallel.world_size is not None
+    if parallel.init_method not in ("", "env://") and (by_hand or parallel.most_nodes == 1):
         return ManualLauncher.name
     for launcher in table.values():
-        if launcher.detect(env):
+        if launcher.detect(config, env):
             return launcher.name
     if parallel.init_method or parallel.world_size is not None:
         return ManualLauncher.name
-    if parallel.nodes > 1:
+    if parallel.max_restarts or (parallel.most_nodes > 1 and parallel.init_method):
+        return ElasticLauncher.name
+    if parallel.most_nodes > 1:
         raise RequestError(
-            f"--nodes {parallel.nodes}: nothing says how the nodes meet; start the command on each node with "
-            f"torchrun --nnodes {parallel.nodes}, or give --init-method, --rank and --world-size."
+            f"--nodes {parallel.nodes_asked}: nothing says how the nodes meet; give the same command with "
+            "--init-method tcp://HOST:PORT on each node, HOST being one of them, or start it with "
+            f"torchrun --nnodes {parallel.nodes_asked}."
         )
     return SpawnLauncher.name if processes(config, env) > 1 else InlineLauncher.name

@@ -1,0 +1,295 @@
+"""torch's elastic agent, ending ranks as ours want to be ended and saying what happens in sentences.
+
+torch's agent restarts whatever fails, gives ranks 30 seconds after SIGTERM even where one of them is gone and the
+others can only wait for it, and logs; its reasons are read from files. This one does not restart what would fail again
+(a refused request, a failed proof), kills what is left of a lost world at once, lets the ranks save where a node has
+come to join them, and passes a signal of the user's on.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from .. import failures
+from ..config import RunConfig
+from ..errors import ProofError, RequestError, RunError, Stopped
+from ..failures import Failure
+from . import reasons
+from .supervise import obituary
+
+_FINAL = {RequestError.__name__, ProofError.__name__}
+"""What would be the same again."""
+_LAST_CALL_S = 5
+_KEEP_ALIVE_S, _MISSED = 2, 3
+_WORD_S = 0.5  # for the other ranks of this node to say why they end, before they are ended
+_LEAVE_S = 30.0  # for ranks that were asked to save and stop
+_LOOK_S = 0.02
+
+
+class Agent(LocalElasticAgent):
+    """Keeps the ranks of one node; `cause` is why they ended last, where they did not end well."""
+
+    def __init__(self, spec: WorkerSpec, folder: Path, config: RunConfig, say: Callable[[str], None]) -> None:
+        """`folder` is for the reasons that ranks leave; `say` tells the user of a restart."""
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder)), start_method="spawn")
+        self._arguments = spec.args
+        self._folder, self._again, self._say = folder, failures.again(config), say
+        self._begun_s = 0.0
+        self.cause: Failure | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # The same on all nodes of this start, and another at the next: the ranks meet under it.
+        store: Any = worker_group.store  # torch says None, which it is before the agents have agreed
+        start = store.compare_set("lockstep/start", "", secrets.token_hex(8)).decode()
+        worker_group.spec.args = (*self._arguments, start)
+        self._begun_s = time.time()
+        return dict(super()._start_workers(worker_group))
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ended = self._ended_badly()
+        if ended:
+            until_s = time.monotonic() + _WORD_S
+            while len(ended) < len(self._pids()) and time.monotonic() < until_s:
+                time.sleep(_LOOK_S)
+                ended = self._ended_badly()
+            self.cause = self._find_cause(ended, worker_group)
+            self._kill()  # or torch would ask them first, and wait
+            self._decide(self.cause)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _decide(self, cause: Failure) -> None:
+        """Let torch start the ranks again, or not."""
+        if cause.kind in _FINAL:
+            self._remaining_restarts = 0
+        elif cause.kind == Stopped.__name__:
+            self._remaining_restarts += 1  # not asked for here: a node comes, or leaves, which is no failure
+        elif self._remaining_restarts > 0:
+            number = self._worker_group.spec.max_restarts - self._remaining_restarts + 1
+            what = cause.sentence.removesuffix(".").removesuffix(f"; {self._again}")
+            self._say(
+                f"{what}; the ranks start again from the last checkpoint "
+                f"(restart {number} of {self._worker_group.spec.max_restarts})."
+            )
+
+    def _find_cause(self, ended: dict[int, int], worker_group: WorkerGroup) -> Failure:
+        told = [failure for failure in reasons.find(self._folder) if failure.time >= self._begun_s]
+        known = {failure.rank for failure in told}
+        silent = {worker_group.workers[local].global_rank: code for local, code in ended.items()}
+        died = [obituary(rank, code, self._again) for rank, code in silent.items() if rank not in known]
+        return failures.first_cause([*told, *died])
+
+    def _stop_workers(self, worker_group: WorkerGroup, *arguments: Any, **options: Any) -> None:
+        if worker_group.state == WorkerState.HEALTHY:
+            self._say("Another node has come: the ranks save, and start again with it.")
+            self._ask_to_stop()
+        self._kill()
+        super()._stop_workers(worker_group, *arguments, **options)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *arguments: Any, **options: Any) -> None:
+        if self._alive():  # the user has sent a signal
+            self._ask_to_stop()
+            self.cause = self._find_cause(self._ended_badly(), self._worker_group) if self._ended_badly() else None
+        self._kill()
+        super()._shutdown(signal.SIGKILL)
+
+    def _ask_to_stop(self) -> None:
+        """Have the ranks save and end; a second signal of the user's ends the wait."""
+        self._send(signal.SIGTERM)
+        until_s = time.monotonic() + _LEAVE_S
+        with suppress(SignalException):
+            while self._alive() and time.monotonic() < until_s:
+                time.sleep(_LOOK_S)
+
+    def _kill(self) -> None:
+        """Kill what is left of the ranks, and what they started: each leads a process group of its own."""
+        for pid in self._pids().values():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        for pid in self._alive():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _pids(self) -> dict[int, int]:
+        return {} if self._pcontext is None else self._pcontext.pids()
+
+    def _alive(self) -> list[int]:
+        return [pid for pid in self._pids().values() if _exit_of(pid) is None]
+
+    def _ended_badly(self) -> dict[int, int]:
+        """Return the exit codes, by local rank, of the ranks that have ended with another one than 0."""
+        codes = {local: _exit_of(pid) for local, pid in self._pids().items()}
+        return {local: code for local, code in codes.items() if code}
+
+
+def _exit_of(pid: int) -> int | None:
+    """Return a child's exit code, or minus the signal that ended it; None while it lives, 0 once it was waited for."""
+    try:
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+class _PlainState(C10dRendezvousBackend):
+    """torch's rendezvous state in a store, which torch pickles, read only where it is nothing but that state.
+
+    Whoever reaches the store's port could otherwise have every agent run code of theirs.
+    """
+
+    def get_state(self) -> Any:
+        """Return (state, token). Raises `RendezvousStateError` where the state names anything but torch's own types."""
+        found = super().get_state()
+        if found is not None:
+            try:
+                _Plain(io.BytesIO(found[0])).load()
+            except Exception as error:
+                raise RendezvousStateError("The agents' store holds something else than a rendezvous.") from error
+        return found
+
+    def set_state(self, state: bytes, token: Any = None) -> Any:
+        """Put the state there; return (state, token, whether it was put), the state checked as by `get_state`."""
+        found = super().set_state(state, token)
+        if found is not None:
+            with suppress(_Foreign):
+                _Plain(io.BytesIO(found[0])).load()
+                return found
+            raise RendezvousStateError("The agents' store holds something else than a rendezvous.")
+        return found
+
+
+class _Foreign(pickle.UnpicklingError):
+    """A pickle names something that no rendezvous state is made of."""
+
+
+class _Plain(pickle.Unpickler):
+    _KNOWN = frozenset(
+        {
+            ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
+            ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_NodeDesc"),
+            ("datetime", "datetime"),
+            ("datetime", "timezone"),
+            ("datetime", "timedelta"),
+            ("builtins", "set"),
+            ("copyreg", "_reconstructor"),
+            ("builtins", "object"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._KNOWN:
+            raise _Foreign(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def run(
+    store: Store,
+    *,
+    where: str,
+    job: str,
+    address: str,
+    processes: int,
+    serve: Callable[..., bytes | None],
+    payload: tuple[Any, ...],
+    folder: Path,
+    config: RunConfig,
+) -> Any | None:
+    """Keep `processes` ranks running `serve(*payload, start)` until they are done; return rank 0's value, or None.
+
+    `store` is the one at `where`, at which the agents meet; `address` is this host's among them, `job` what all of them
+    call this job, `folder` an empty one. Raises the error of the rank that failed first, once it is not to be started
+    again.
+    """
+    parallel = config.parallel
+    # The ranks meet at the agents' own store: torch need not serve another one.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=where,
+        run_id=job,
+        min_nodes=parallel.nodes,
+        max_nodes=parallel.most_nodes,
+        local_addr=address,
+        join_timeout=max(1, round(parallel.timeout)),
+        last_call_timeout=_LAST_CALL_S,
+        keep_alive_interval=_KEEP_ALIVE_S,
+        keep_alive_max_attempt=_MISSED,
+    )
+    handler = create_handler(store, _PlainState(store, job), parameters)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=processes,
+        rdzv_handler=handler,
+        entrypoint=serve,
+        args=payload,
+        max_restarts=parallel.max_restarts,
+        monitor_interval=0.1,
+        local_addr=address,
+    )
+    agent = Agent(spec, folder, config, _say)
+    stopped = False
+    try:
+        result = agent.run()
+    except SignalException as error:
+        stopped = True
+        raise _cause(agent, Stopped("Stopped before training began.")) from error
+    except RendezvousTimeoutError as error:
+        raise RequestError(
+            f"{where}: fewer than --nodes {parallel.nodes} came within --timeout {parallel.timeout:g} s; start the "
+            "command on every node, or raise --timeout."
+        ) from error
+    except RendezvousClosedError as error:
+        raise _cause(agent, RunError(f"{where}: the agent of another node has ended the job; it says why.")) from error
+    except (RendezvousConnectionError, RendezvousStateError) as error:
+        raise RunError(
+            f"{where}: the agent there, which all nodes need, has ended or cannot be reached any more ({error}); "
+            f"{failures.again(config)}."
+        ) from error
+    finally:
+        if not stopped:  # a node that is stopped leaves; one that is done, or has failed, ends the job
+            handler.shutdown()
+    if result.is_failed():
+        raise _cause(agent, RunError("The ranks ended without a reason."))
+    value = result.return_values.get(0)
+    return None if value is None else pickle.loads(value)  # our own child's
+
+
+def _cause(agent: Agent, otherwise: Exception) -> Exception:
+    return agent.cause.error() if agent.cause is not None else otherwise
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(f"lockstep: {text}", file=sys.stderr, flush=True)

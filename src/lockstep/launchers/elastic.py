@@ -1,0 +1,130 @@
+"""Ranks that are started again when one of them is lost, by torch's elastic agent: one agent a node.
+
+    lockstep train digits --devices 2 --max-restarts 3                                       on one node
+    lockstep train digits --nodes 1:4 --devices 2 --max-restarts 3 --init-method tcp://HOST:PORT      the same on each
+
+The agents meet at a store that HOST's serves, agree on which nodes there are, and start the ranks. After a loss they
+end those that are left, agree anew, and start them again; the new ranks find the run's folder in that store's notes and
+go on from its last checkpoint. A node that comes later is taken in: the ranks save, stop, and start again with it.
+
+Which nodes there are is torch's business (its dynamic rendezvous), and so is keeping the processes. Ours is how the
+ranks meet (by our roll call, over the agents' store), how they are ended, and what the user reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import secrets
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import failures
+from ..config import RunConfig
+from ..errors import RequestError
+from ..options import flatten_common
+from . import dialects, hosts, lifeline, manual, rank, reasons, stores
+from .base import Entry
+from .devices import processes
+from .spawn import packed
+
+
+class ElasticLauncher:
+    """Starts one process for each device of this host, as agents of other hosts do of theirs, and starts them again."""
+
+    name = "elastic"
+
+    def starts_here(self, config: RunConfig) -> bool:
+        """Return whether there is no other node, on which rank 0 might be."""
+        return config.parallel.most_nodes == 1
+
+    def detect(self, config: RunConfig, env: Mapping[str, str]) -> bool:
+        """Return False: flags ask for it, never the environment."""
+        return False
+
+    def launch(self, entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
+        """Keep ranks of this node running until they are done; return rank 0's value where that is one of them.
+
+        Raises the error of the rank that failed first, once it is not to be started again.
+        """
+        payload = packed(entry, config)
+        size = processes(config, env)
+        with _meeting(config) as meeting, tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+            from . import agent  # which imports torch, when the user has read what was wrong with the flags
+
+            job = _agree_on_job(meeting, config)
+            return agent.run(
+                meeting.store,
+                where=meeting.where,
+                job=job,
+                address=hosts.own_address(meeting.host) or meeting.host,
+                processes=size,
+                serve=serve,
+                payload=(payload, meeting.host, meeting.port, job),
+                folder=Path(folder),
+                config=config,
+            )
+
+
+@contextlib.contextmanager
+def _meeting(config: RunConfig) -> Iterator[stores.Meeting]:
+    """Hold the store at which the agents meet: this host's own, or that of the agent whose address is given."""
+    parallel = config.parallel
+    if parallel.most_nodes == 1:
+        with stores.listening_on_loopback() as listener:
+            yield stores.adopt(listener, stores.address_of(*listener.getsockname()))
+    elif parallel.init_method.startswith("tcp:"):
+        yield stores.join(*manual.host_and_port(parallel.init_method), parallel.timeout)
+    else:
+        raise RequestError(
+            f"--nodes {parallel.nodes_asked}: nothing says where the nodes meet; give the same --init-method "
+            "tcp://HOST:PORT on each, with the address of a node that will not leave, or start with torchrun."
+        )
+
+
+def _agree_on_job(meeting: stores.Meeting, config: RunConfig) -> str:
+    """Return what all agents call this job; raise where those who meet here were asked for another one."""
+    asked = hashlib.sha256(json.dumps(flatten_common(config)).encode()).hexdigest()
+    job, _, theirs = meeting.store.compare_set("job", "", f"{secrets.token_hex(4)}/{asked}").decode().partition("/")
+    if theirs != asked:
+        raise RequestError(
+            f"{meeting.where}: the agents of another job meet there, or of this one with other flags; give each job a "
+            "port of its own, and all nodes of a job the same command."
+        )
+    return job
+
+
+def serve(payload: bytes, host: str, port: int, job: str, start: str) -> bytes | None:
+    """Be one rank that an agent has started: run the entry; return rank 0's pickled value, None on other ranks."""
+    lifeline.lead_own_group()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    lifeline.end_with_parent()
+    place = dialects.read(os.environ)
+    index = place.topology.rank
+    config = RunConfig()
+    try:
+        entry, config = pickle.loads(payload)  # from our own parent
+
+        def tell(failure: failures.Failure) -> None:
+            reasons.leave(failure, place.error_file)
+
+        value = rank.run_met(
+            entry,
+            config,
+            os.environ,
+            lambda: stores.connect(host, port, config.parallel.timeout, job=job, start=start),
+            index=index,
+            size=place.topology.size,
+            known=place.topology,
+            tell=tell,
+        )
+    except BaseException as error:
+        reasons.leave(failures.account(error, index, config), place.error_file)
+        rank.vanish(error)
+    return pickle.dumps(value) if place.topology.is_main else None

@@ -1,0 +1,26 @@
+"""What a start of the ranks leaves for the next one, where something outlives them, such as an elastic agent."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Notes(Protocol):
+    """Short texts by name, which outlive the ranks that write them."""
+
+    def read(self, name: str) -> str:
+        """Return the text, "" where there is none."""
+
+    def write(self, name: str, text: str) -> None:
+        """Keep the text under this name, in the place of an earlier one."""
+
+
+class NoNotes:
+    """Notes of ranks that are started once: nobody reads them."""
+
+    def read(self, name: str) -> str:
+        """Return ""."""
+        return ""
+
+    def write(self, name: str, text: str) -> None:
+        """Keep nothing."""
