@@ -87,3 +87,34 @@ class _Hanging(_Drawn):
 def hanging() -> tuple[Dataset[Pair], Dataset[Pair]]:
     """Return data of which one sample never comes, as from a disk that does not answer."""
     return _Hanging(), _Drawn()
+
+
+class _Broken(_Drawn):
+    def __getitem__(self, index: int) -> Pair:
+        if index == 23:
+            raise OSError("disk on fire")
+        return torch.zeros(4), index % 4
+
+
+def broken() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data of which one sample cannot be read."""
+    return _Broken(), _Drawn()
+
+
+class _Slow(Dataset[Pair]):
+    classes = 4
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Pair:
+        time.sleep(0.003)
+        return torch.sin(torch.arange(8.0) * (index + 1)), index % 4
+
+
+def slow() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data that keeps a run going for some seconds."""
+    return _Slow(400), _Slow(40)

@@ -102,11 +102,12 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
                 bad.doubt = proofs.explain_loss(progress.step, bad.step)
                 raise
             saver.conclude(job, progress)
-        return _result(job, progress, meter, proofs, recorder)
+        result = _result(job, progress, meter, proofs, recorder)
+        world.pulse.enter("")  # not after an error: where it came is told
+        return result
     except NonFiniteLossError as bad:
         raise _explain(bad, job) from bad
     finally:
-        world.pulse.enter("")
         job.data.close()
 
 

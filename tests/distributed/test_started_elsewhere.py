@@ -77,9 +77,9 @@ def test_a_rank_that_is_lost_or_stalls_is_one_sentence_on_the_others(
     ranks[victim].kill()
     ranks[victim].communicate()
     lost = {
-        "SIGKILL": rf"RankLostError: Rank {victim} \(process \d+ on \S+\) died or was cut off( in its own code.*, when "
-        rf"last heard,)? and rank {survivor} waited for it in all-reduce at step 0: its own message, if it could leave "
-        r"one, says why; continue with --resume auto\.\n",
+        "SIGKILL": rf"RankLostError: Rank {victim} \(process \d+ on \S+\) died or was cut off(, last heard "
+        rf"of in its own code.*)?, and rank {survivor} waited for it in all-reduce at step 0: its own message, if it "
+        r"could leave one, says why; continue with --resume auto\.\n",
         "SIGSTOP": rf"lockstep: Rank {victim} was stopped, died or was cut off [2-5] s ago in .* \(step 0\); "
         rf"rank {survivor} waits in all-reduce at step 0; continue with --resume auto\.\n",
     }

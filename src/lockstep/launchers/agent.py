@@ -233,8 +233,7 @@ def run(
     parallel = config.parallel
     # The ranks meet at the agents' own store: torch need not serve another one.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
+    _quieten_torch()
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=where,
@@ -273,8 +272,10 @@ def run(
     except RendezvousClosedError as error:
         raise _cause(agent, RunError(f"{where}: the agent of another node has ended the job; it says why.")) from error
     except (RendezvousConnectionError, RendezvousStateError) as error:
+        if agent.cause is not None and agent.cause.kind == Stopped.__name__:
+            raise agent.cause.error() from error  # the agent there was stopped, and so was the job
         raise RunError(
-            f"{where}: the agent there, which all nodes need, has ended or cannot be reached any more ({error}); "
+            f"{where}: the agent there, which all nodes need, has ended or cannot be reached any more; "
             f"{failures.again(config)}."
         ) from error
     finally:
@@ -284,6 +285,13 @@ def run(
         raise _cause(agent, RunError("The ranks ended without a reason."))
     value = result.return_values.get(0)
     return None if value is None else pickle.loads(value)  # our own child's
+
+
+def _quieten_torch() -> None:
+    """Keep torch's agent from logging what is told in our words; each of its modules sets a level of its own."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _cause(agent: Agent, otherwise: Exception) -> Exception:

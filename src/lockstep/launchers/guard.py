@@ -75,9 +75,9 @@ def lost(
         time.sleep(_LOOK_S)
     seen = watch.seen()
     claim = gone[0]
-    where = f" in {whereabouts(seen[claim.rank])}, when last heard," if claim.rank in seen else ""
+    where = f", last heard of in {whereabouts(seen[claim.rank])}" if claim.rank in seen else ""
     return RankLostError(
-        f"Rank {claim.rank} ({claim.who}) died or was cut off{where} and rank {rank} waited for it in "
+        f"Rank {claim.rank} ({claim.who}) died or was cut off{where}, and rank {rank} waited for it in "
         f"{waits_in(seen[rank])}: its own message, if it could leave one, says why; {failures.again(config)}."
     )
 

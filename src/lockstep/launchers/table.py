@@ -140,10 +140,10 @@ def _auto(config: RunConfig, env: Mapping[str, str], table: Mapping[str, Launche
     for launcher in table.values():
         if launcher.detect(config, env):
             return launcher.name
-    if parallel.init_method or parallel.world_size is not None:
-        return ManualLauncher.name
-    if parallel.max_restarts or (parallel.most_nodes > 1 and parallel.init_method):
+    if not by_hand and (parallel.max_restarts or (parallel.most_nodes > 1 and parallel.init_method)):
         return ElasticLauncher.name
+    if by_hand or parallel.init_method:
+        return ManualLauncher.name
     if parallel.most_nodes > 1:
         raise RequestError(
             f"--nodes {parallel.nodes_asked}: nothing says how the nodes meet; give the same command with "

@@ -1,0 +1,113 @@
+"""Ranks that die are started again: the run ends with the bits, or on the curve, of one that nothing happened to."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ..command import Running, command, end, events, gone, losses, processes, start, until, weights
+from ..ports import free_port
+
+RUN = (
+    "train --data tests.own_data:slow --model mlp --strategy ddp --accelerator cpu --epochs 12 --checkpoint-every 30 "
+    "--batch 16 --log-every 5 --workers 0 --precision fp64 --output run"
+)
+
+
+def _at(folder: Path, step: int) -> None:
+    """Return once the run has made so many steps."""
+    until(lambda: bool(rows := losses(folder / "run")) and rows[-1][0] >= step)
+
+
+def _ranks(agent: Running, size: int) -> list[psutil.Process]:
+    """Return the processes of an agent's ranks."""
+    found = [each for each in processes(agent)[1:] if "spawn_main" in " ".join(each.cmdline())]
+    assert len(found) == size
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = command(folder, *RUN.split(), "--devices", 2)
+    assert ended.code == 0, ended.err
+    return folder / "run"
+
+
+def test_ranks_that_are_killed_come_back_to_the_very_same_bits(undisturbed: Path, tmp_path: Path) -> None:
+    words = [*RUN.split(), "--devices", 2, "--max-restarts", 2, "--stall-timeout", 4]
+    with start(tmp_path, *words) as agent:
+        _at(tmp_path, 40)
+        first = _ranks(agent, 2)
+        first[0].kill()
+        until(lambda: len(events(tmp_path / "run", "start")) == 2 and gone(first))
+        _at(tmp_path, 120)
+        _ranks(agent, 2)[1].suspend()
+        ended = end(agent)
+    assert ended.code == 0, ended.err
+    assert "Rank 0 was killed by SIGKILL (out of memory?); the ranks start again from the last" in ended.err
+    assert "Rank 1 was stopped, died or was cut off 4 s ago in " in ended.err
+    assert "(restart 2 of 2)" in ended.err
+    assert weights(tmp_path / "run") == weights(undisturbed)
+    assert losses(tmp_path / "run") == losses(undisturbed)
+
+
+def test_a_failure_that_comes_back_is_told_once_the_restarts_are_spent(tmp_path: Path) -> None:
+    words = "train --data tests.own_data:broken --model mlp --batch 8 --accelerator cpu --strategy ddp --devices 2"
+    ended = command(tmp_path, *words.split(), "--max-restarts", 1, "--workers", 0, "--output", "run")
+    assert ended.code == 1
+    assert ended.err.count("(restart 1 of 1)") == 1
+    last = ended.err.strip().splitlines()[-1]
+    assert last.startswith("lockstep: The data set failed at train sample 23")
+    assert last.endswith("OSError: disk on fire")
+
+
+def test_what_is_refused_is_not_tried_again(tmp_path: Path) -> None:
+    words = "train --data tests.own_data:beyond_the_classes --model mlp --batch 8 --accelerator cpu --strategy ddp"
+    ended = command(tmp_path, *words.split(), "--devices", 2, "--max-restarts", 3, "--workers", 0)
+    assert ended.code == 2
+    assert "restart" not in ended.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_agent(number: signal.Signals, tmp_path: Path) -> None:
+    with start(tmp_path, *RUN.split(), "--devices", 2, "--max-restarts", 2, "--epochs", 1000) as agent:
+        _at(tmp_path, 10)
+        ranks = processes(agent)[1:]
+        agent.send_signal(number)
+        ended = end(agent)
+        until(lambda: gone(ranks), 5)
+    assert ended.code == (75 if number is signal.SIGTERM else -9)
+    if number is signal.SIGTERM:
+        assert "lockstep: Stopped on request at step " in ended.err
+        assert "and saved; continue with the same command and --resume" in ended.err
+        assert "death signal" not in ended.err
+
+
+def test_the_nodes_that_are_left_go_on_and_one_that_comes_back_is_taken_in(undisturbed: Path, tmp_path: Path) -> None:
+    meets = f"tcp://127.0.0.1:{free_port()}"
+    words = [*RUN.split(), "--epochs", 150, "--devices", 1, "--nodes", "1:2", "--max-restarts", 2]
+    words += ["--init-method", meets, "--stall-timeout", 10]
+    with start(tmp_path, *words) as first, start(tmp_path, *words) as second:
+        _at(tmp_path, 40)
+        lost = processes(second)
+        second.kill()  # and its rank with it, as where a machine loses its power
+        until(lambda: gone(lost), 5)
+        begun = len(events(tmp_path / "run", "start"))
+        until(lambda: len(events(tmp_path / "run", "start")) > begun)
+        alone = losses(tmp_path / "run")[-1][0]
+        _at(tmp_path, alone + 20)
+        with start(tmp_path, *words) as again:
+            until(lambda: len(events(tmp_path / "run", "start")) > begun + 1)
+            joined = losses(tmp_path / "run")[-1][0]
+            _at(tmp_path, joined + 20)
+            first.send_signal(signal.SIGTERM)
+            ended, other = end(first), end(again)
+    assert (ended.code, other.code) == (75, 75), (ended.err, other.err)
+    assert "the ranks start again from the last checkpoint (restart 1 of 2)" in ended.err
+    assert "Another node has come: the ranks save, and start again with it." in ended.err
+    found = losses(tmp_path / "run")
+    assert [step for step, _ in found] == list(range(1, len(found) + 1))
