@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,11 @@ def _ranks(agent: Running, size: int) -> list[psutil.Process]:
     found = [each for each in processes(agent)[1:] if "spawn_main" in " ".join(each.cmdline())]
     assert len(found) == size
     return found
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +93,18 @@ def test_ranks_end_with_their_agent(number: signal.Signals, tmp_path: Path) -> N
         assert "death signal" not in ended.err
 
 
-def test_the_nodes_that_are_left_go_on_and_one_that_comes_back_is_taken_in(undisturbed: Path, tmp_path: Path) -> None:
-    meets = f"tcp://127.0.0.1:{free_port()}"
+def test_the_nodes_that_are_left_go_on_and_one_that_comes_back_is_taken_in(tmp_path: Path) -> None:
+    port = free_port()
+    meets = f"tcp://127.0.0.1:{port}"
     words = [*RUN.split(), "--epochs", 150, "--devices", 1, "--nodes", "1:2", "--max-restarts", 2]
     words += ["--init-method", meets, "--stall-timeout", 10]
-    with start(tmp_path, *words) as first, start(tmp_path, *words) as second:
+    with start(tmp_path, *words) as first:
+        until(lambda: _listens(port))  # so that it is the first which serves the store
+        second = start(tmp_path, *words)
         _at(tmp_path, 40)
         lost = processes(second)
         second.kill()  # and its rank with it, as where a machine loses its power
+        second.communicate()
         until(lambda: gone(lost), 5)
         begun = len(events(tmp_path / "run", "start"))
         until(lambda: len(events(tmp_path / "run", "start")) > begun)
