@@ -23,7 +23,10 @@ from .result import RunResult
 from .world import World
 
 OWN_TO_A_RANK = frozenset(
-    {"rank", "gpus", "devices", "data-dir", "output", "init-method", "launcher", "workers", "on-device"}
+    {
+        *("rank", "gpus", "devices", "data-dir", "output", "init-method", "clear-meeting", "interface", "launcher"),
+        *("workers", "on-device"),
+    }
 )
 """Options in which ranks that people start by hand may differ: who and where they are. All others make the run."""
 
@@ -83,6 +86,7 @@ def _claimed(config: RunConfig, world: World) -> Iterator[Path]:
 def _lasting(config: RunConfig) -> RunConfig:
     """Return what makes the run. How its ranks met belongs to this start; the manifest has it."""
     parallel = dataclasses.replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None)
+    parallel = dataclasses.replace(parallel, clear_meeting=False, interface="")
     return dataclasses.replace(config, parallel=parallel)
 
 

@@ -23,7 +23,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -220,7 +219,7 @@ def hosts(count: int, *, networks: int = 1) -> Iterator[tuple[Host, ...]]:
             switch.do(f"ip link add net{network} type bridge")
             switch.do(f"ip link set net{network} up")
         made = []
-        for number, name in enumerate(names):
+        for number in range(count):
             made.append(_host(Path(folder), switch, number, names, networks))
             all_.callback(made[-1].close)
         yield tuple(made)

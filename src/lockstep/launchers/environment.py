@@ -67,10 +67,11 @@ def _check_agrees(asked: ParallelConfig, found: Topology, *, knows_node: bool) -
 
 def _open(place: Place, timeout_s: float) -> stores.Meeting:
     topology = place.topology
+    apart = place.knows_node and (topology.nodes > 1 if topology.is_main else topology.node > 0)
     if place.store_is_served:
         return stores.connect(topology.address, topology.port, timeout_s, under=place.attempt)
     opens = stores.serve if topology.is_main else stores.connect
-    return opens(topology.address, topology.port, timeout_s)
+    return opens(topology.address, topology.port, timeout_s, apart=apart)
 
 
 def _leave_word(failure: Failure, path: Path | None) -> None:

@@ -81,15 +81,17 @@ def run_met(
     topology where whoever started it has said; otherwise nodes and local ranks follow from the ranks' hosts.
     """
     parallel = config.parallel
+    hosts.check_interface(parallel.interface, env)
     meeting = opens()
     mine = claims.Claim(
         rank=index,
         size=size,
         accelerator=parallel.accelerator,
         gpus=gpu_ids(parallel, env),
-        addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE),
+        addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE, parallel.interface),
+        interface=parallel.interface,
     )
-    call = RollCall(meeting, mine)
+    call = RollCall(meeting, mine, clears=parallel.clear_meeting)
     came = call.take(parallel.timeout)
     topology = known or claims.place(came, mine)
     try:
