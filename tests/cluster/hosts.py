@@ -120,6 +120,7 @@ class Host:
     switch: _Namespace
     names: Path
     """What stands for this host's /etc/hosts."""
+    started: list[Running] = field(default_factory=list)
     wires: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
@@ -139,11 +140,13 @@ class Host:
         where = ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd or Path.cwd())]
         bound = ["taskset", "--cpu-list", str(self.processor)]
         piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-        return Running(
+        process = Running(
             [*bound, *self.namespace.inside([*where, *map(str, command)])],
             env={**os.environ, **(env or {})},
             **{**piped, **options},
         )
+        self.started.append(process)
+        return process
 
     def run(
         self,
@@ -155,6 +158,10 @@ class Host:
     ) -> Ended:
         """Run a command here to its end."""
         return end(self.popen(command, env, **options), limit_s)
+
+    def do(self, command: str) -> str:
+        """Run a command of a few words, such as ip's, and return what it printed; it must not fail."""
+        return self.namespace.do(command)
 
     def knows(self, **names: str) -> None:
         """Add lines to this host's /etc/hosts, before those that are there: `b.knows(master="127.0.1.1")`."""
@@ -171,9 +178,9 @@ class Host:
 
     def filter(self, rule: str) -> None:
         """Add a firewall's rule for what comes in, in nft's words: `host.filter("tcp dport 29500 drop")`."""
-        self.namespace.do("nft add table inet filter")
-        self.namespace.do("nft add chain inet filter input { type filter hook input priority 0 ; }")
-        self.namespace.do(f"nft add rule inet filter input {rule}")
+        self.do("nft add table inet filter")
+        self.do("nft add chain inet filter input { type filter hook input priority 0 ; }")
+        self.do(f"nft add rule inet filter input {rule}")
 
     def delay(self, ms: float, loss: float = 0.0, network: int = 0) -> None:
         """Hold back what leaves this host by `ms` milliseconds, and lose `loss` percent of it.
@@ -190,12 +197,15 @@ class Host:
 
     def sent_bytes(self, network: int = 0) -> int:
         """Return how many bytes have left by a network's interface."""
-        lines = self.namespace.do("cat /proc/self/net/dev").splitlines()
+        lines = self.do("cat /proc/self/net/dev").splitlines()
         return next(int(line.split()[9]) for line in lines if line.split()[0] == f"eth{network}:")
 
     def close(self) -> None:
         """End all that runs here, and the host."""
         self.namespace.close()
+        for process in self.started:
+            with process:  # which takes leave of it and of its pipes
+                pass
         self.wires.close()
 
     def _port(self, network: int) -> str:
@@ -246,8 +256,8 @@ def _host(folder: Path, switch: _Namespace, number: int, names: Sequence[str], n
         card, port = f"eth{network}", host._port(network)
         switch.do(f"ip link add {port} type veth peer name {card} netns {host.namespace.keeper.pid}")
         switch.do(f"ip link set {port} master net{network} up")
-        host.namespace.do(f"ip address add {address}/24 dev {card}")
-        host.namespace.do(f"ip link set {card} up")
+        host.do(f"ip address add {address}/24 dev {card}")
+        host.do(f"ip link set {card} up")
     return host
 
 
@@ -267,12 +277,12 @@ def _wired(host: Host, network: int, ms: float, loss: float) -> Iterator[None]:
         assert process.stdout is not None
         near, far = process.stdout.readline().split()
         # The card keeps its hardware address, which the other hosts remember.
-        known_by = host.namespace.do(f"ip -brief link show {card}").split()[2]
+        known_by = host.do(f"ip -brief link show {card}").split()[2]
         host.switch.do(f"ip link delete {port}")
         host.switch.do(f"ip link set {near} netns {host.namespace.keeper.pid}")
-        host.namespace.do(f"ip link set {near} name {card} address {known_by}")
-        host.namespace.do(f"ip address add {address}/24 dev {card}")
-        host.namespace.do(f"ip link set {card} up")
+        host.do(f"ip link set {near} name {card} address {known_by}")
+        host.do(f"ip address add {address}/24 dev {card}")
+        host.do(f"ip link set {card} up")
         host.switch.do(f"ip link set {far} name {port}")
         host.switch.do(f"ip link set {port} master net{network} up")
         yield

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ..world import World
 
+_DIALS = 5  # gloo tries so often to reach a peer, each time for the whole time-out (seen: 50 s where 10 were given)
 _CLOSE_S = 1.0  # for leaving a world that failed, before the failure is told without having left
 
 
@@ -128,7 +129,7 @@ def _join(config: RunConfig, topology: Topology, device: torch.device, store: St
 
     parallel = config.parallel
     try:
-        return World.join(topology, device, store, timeout_s=parallel.stall_timeout, form_s=parallel.timeout)
+        return World.join(topology, device, store, timeout_s=parallel.stall_timeout, form_s=parallel.timeout / _DIALS)
     except RuntimeError as error:
         if not failures.is_echo(error):
             raise
