@@ -64,27 +64,27 @@ def all_end(ranks: Sequence[Running], code: int = 0, limit_s: float = PATIENT_S)
 
 
 @pytest.fixture(scope="module")
-def spawned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, bytes]]:
+def spawned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, bytes]]:
     """Return the weights that so many ranks of one machine come to, which has one processor, as each host here."""
-    known: dict[int, dict[str, bytes]] = {}
+    known: dict[tuple[int, object], dict[str, bytes]] = {}
 
-    def of(size: int) -> dict[str, bytes]:
-        if size not in known:
+    def of(size: int, *steps: object) -> dict[str, bytes]:
+        if (size, steps) not in known:
             folder = tmp_path_factory.mktemp("spawned")
-            words = command("--launcher", "spawn", "--devices", size, "--output", folder, *STEPS)
+            words = command("--launcher", "spawn", "--devices", size, "--output", folder, *(steps or STEPS))
             bound = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0)))]
             done = subprocess.run([*bound, *words], capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
-            known[size] = weights(folder)
-            assert known[size]
-        return known[size]
+            known[size, steps] = weights(folder)
+            assert known[size, steps]
+        return known[size, steps]
 
     return of
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
 def test_ranks_of_three_hosts_come_to_the_bits_of_one(
-    scheme: str, tmp_path: Path, spawned: Callable[[int], dict[str, bytes]]
+    scheme: str, tmp_path: Path, spawned: Callable[..., dict[str, bytes]]
 ) -> None:
     with hosts(3) as (a, b, c):
         meeting = tmp_path / "meeting"
@@ -100,7 +100,7 @@ def test_ranks_of_three_hosts_come_to_the_bits_of_one(
 
 
 def test_torchrun_on_two_nodes_comes_to_the_bits_of_one(
-    tmp_path: Path, spawned: Callable[[int], dict[str, bytes]]
+    tmp_path: Path, spawned: Callable[..., dict[str, bytes]]
 ) -> None:
     with hosts(2) as (a, b):
         agents = []
@@ -115,7 +115,7 @@ def test_torchrun_on_two_nodes_comes_to_the_bits_of_one(
 
 
 def test_a_slow_and_lossy_network_changes_nothing_but_time(
-    tmp_path: Path, spawned: Callable[[int], dict[str, bytes]]
+    tmp_path: Path, spawned: Callable[..., dict[str, bytes]]
 ) -> None:
     with hosts(3) as members:
         for host in members:
@@ -238,9 +238,11 @@ def greet(address: tuple[str, int], words: bytes, *, reset: bool = False) -> soc
 
 
 _STRANGER = """
-import os, sys
-from tests.cluster.test_by_hand import visit
-visit(sys.argv[1], [int(port) for port in sys.argv[2:]])
+import sys
+from tests.cluster.test_by_hand import listening, until, visit
+address, process, least = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+until(lambda: len(listening(process)) >= least)
+visit(address, listening(process))
 """
 _TORCHS = b"\x00" + 0x3C85F7CE.to_bytes(4, "little")
 _TLS = bytes.fromhex("16030100c8010000c40303") + bytes(range(190))
@@ -257,42 +259,44 @@ def visit(address: str, ports: Sequence[int]) -> None:
         held += [greet((address, port), b"") for _ in range(200)]
         for _ in range(200):
             greet((address, port), b"", reset=True)
-    print("done", flush=True)
+    print("done", file=sys.stderr, flush=True)
     time.sleep(3)
 
 
-def test_strangers_at_the_port_are_not_heard(tmp_path: Path, spawned: Callable[[int], dict[str, bytes]]) -> None:
-    """While rank 0 waits for the others, and while they train: at the store's port, and at all that listen."""
+def test_strangers_at_the_port_are_not_heard(tmp_path: Path, spawned: Callable[..., dict[str, bytes]]) -> None:
+    """While rank 0 waits for the others, and while they train: at the store's port, and at gloo's."""
     with hosts(3) as (a, b, stranger):
-        words = ("--output", tmp_path / "run", *STEPS)
+        steps = ("--max-steps", 100, "--epochs", 100)
+        words = ("--output", tmp_path / "run", *steps)
         first = start(a, tmp_path, *by_hand(tcp(a), 0, 2, *words))
-        until(lambda: listening(first) == [PORT])
-        visited = [visiting(stranger, a, [PORT])]
+        until(lambda: listening(first.pid) == [PORT])
+        visited = [visiting(stranger, a, first.pid, 1)]
+        visited[0].says("done")
+        visited.append(visiting(stranger, a, first.pid, 2))
         second = start(b, tmp_path, *by_hand(tcp(a), 1, 2, *words))
-        until(lambda: len(listening(first)) > 1 or first.poll() is not None)  # gloo's
-        visited.append(visiting(stranger, a, listening(first)))
+        visited[1].says("done")
+        assert (first.poll(), second.poll()) == (None, None)  # they were there to be disturbed
         ended = all_end([first, second])
-        for each in visited:
-            assert end(each).out == "done\n"
-    assert weights(tmp_path / "run") == spawned(2)
+    assert weights(tmp_path / "run") == spawned(2, *steps)
     assert [each.err for each in ended] == ["", ""]
 
 
-def listening(process: subprocess.Popen[str]) -> list[int]:
-    """Return the ports at which a process listens, in its own network."""
+def listening(process: int) -> list[int]:
+    """Return the ports at which somebody listens in the network of a process."""
     try:
-        table = Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]
+        table = Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]
     except OSError:
         return []
     rows = [row.split() for row in table]
     return sorted(int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A")
 
 
-def visiting(stranger: Host, host: Host, ports: Sequence[int]) -> Running:
-    return stranger.popen([sys.executable, "-c", _STRANGER, host.address, *ports], cwd=ROOT)
+def visiting(stranger: Host, host: Host, process: int, least: int) -> Running:
+    """Start a stranger who visits all ports of a host's process, once it listens at so many."""
+    return stranger.popen([sys.executable, "-c", _STRANGER, host.address, process, least], cwd=ROOT)
 
 
-def test_two_jobs_at_one_port_or_folder(tmp_path: Path, spawned: Callable[[int], dict[str, bytes]]) -> None:
+def test_two_jobs_at_one_port_or_folder(tmp_path: Path, spawned: Callable[..., dict[str, bytes]]) -> None:
     """The one that trains goes on as if nothing had been; ranks of the other one refuse, in either order."""
     with hosts(3) as (a, b, c):
         run = tmp_path / "run"
@@ -317,3 +321,38 @@ def test_two_jobs_at_one_port_or_folder(tmp_path: Path, spawned: Callable[[int],
             rank.send_signal(signal.SIGTERM)
         for each in all_end(job, 75):
             assert "claimed twice" not in each.err
+
+
+@pytest.mark.parametrize("when", ["roll call", "training"])
+def test_a_file_that_a_dead_run_left_is_explained_and_cleared_on_request(
+    when: str, tmp_path: Path, spawned: Callable[..., dict[str, bytes]]
+) -> None:
+    """Each rank runs where another one did before, so that none can see whether the one in its place is dead."""
+    meeting, dead = tmp_path / "meeting", tmp_path / "dead"
+    where = f"file://{meeting}"
+    with hosts(3) as (a, b, c):
+        size = 3 if when == "roll call" else 2  # and so nobody comes as rank 2
+        killed = [
+            start(host, tmp_path, *by_hand(where, rank, size, "--output", dead, "--max-steps", 5000, "--epochs", 5000))
+            for rank, host in enumerate((a, b))
+        ]
+        if when == "roll call":
+            until(lambda: meeting.exists() and meeting.read_bytes().count(b"nonce") >= 3)  # size, and two claims
+        else:
+            until(lambda: len(events(dead, "step")) > 1)
+            # While it lives, no request takes its place, though the one who asks cannot see it.
+            asking = ("--clear-meeting", "--timeout", "30")
+            refused = [start(host, tmp_path, *by_hand(where, r, 2, *asking)) for r, host in ((0, c), (1, c))]
+            for each in all_end(refused, 2):
+                assert "is claimed twice" in sentence(each)
+        for rank in killed:
+            assert rank.poll() is None
+            os.killpg(rank.pid, signal.SIGKILL)
+        for rank in killed:
+            end(rank)
+        words = ("--output", tmp_path / "run", *STEPS)
+        for each in all_end(start_all((b, a), tmp_path, where, *words), 2):
+            assert re.search(rf"left over from another run: .* remove {meeting} or give every rank --clear-", each.err)
+        all_end(start_all((b, a), tmp_path, where, *words, "--clear-meeting"))
+    assert weights(tmp_path / "run") == spawned(2)
+    assert not meeting.exists()
