@@ -206,6 +206,11 @@ class ParallelConfig:
     """Times that ranks are started again, from the last checkpoint, after one of them was lost."""
     init_method: str = ""
     """Where ranks started by hand meet: env://, tcp://HOST:PORT or file:///PATH."""
+    clear_meeting: bool = False
+    """At a file:// that a dead run has left: take the places of its ranks, instead of refusing."""
+    interface: str = ""
+    """Network interface of this host for the traffic between ranks, such as eth1; by default the one that leads to
+    the other ranks' hosts."""
     rank: Annotated[int | None, _key(metavar="INT")] = None
     """This process's rank, when started by hand."""
     world_size: Annotated[int | None, _key(metavar="INT")] = None

@@ -22,7 +22,10 @@ from .config import RunConfig
 from .errors import RequestError, unknown
 
 OWN_TO_A_RANK = frozenset(
-    {"rank", "gpus", "devices", "data-dir", "output", "init-method", "launcher", "workers", "on-device"}
+    {
+        *("rank", "gpus", "devices", "data-dir", "output", "init-method", "clear-meeting", "interface", "launcher"),
+        *("workers", "on-device"),
+    }
 )
 """Options in which ranks that people start by hand may differ: who and where they are. All others make the run."""
 
@@ -115,6 +118,8 @@ def _coerce(leaf: Leaf, value: Any, source: str) -> Any:
     """Return `value` as the leaf holds it, or raise `RequestError`."""
     if value is None and leaf.optional:
         return None
+    if leaf.kind is str and type(value) is int:  # a word that can be a number: nodes = 2, gpus = 0
+        return str(value)
     try:
         return _as(leaf.kind, value)
     except (TypeError, OverflowError):
@@ -130,8 +135,6 @@ def _as(kind: Any, value: Any) -> Any:
         return float(value)
     if get_args(kind) and isinstance(value, list | tuple):
         return tuple(_as(get_args(kind)[0], each) for each in value)
-    if kind is str and type(value) is int:  # a word that can be a number: nodes = 2, gpus = 0
-        return str(value)
     if type(value) is kind:  # exactly: a bool is no number here
         return value
     raise TypeError(kind)

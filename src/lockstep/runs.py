@@ -105,6 +105,7 @@ def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[P
 def _lasting(config: RunConfig) -> RunConfig:
     """Return what makes the run. How its ranks met belongs to this start; the manifest has it."""
     parallel = dataclasses.replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None)
+    parallel = dataclasses.replace(parallel, clear_meeting=False, interface="")
     return dataclasses.replace(config, parallel=parallel)
 
 

@@ -18,7 +18,8 @@ data data-dir download workers augment image-size samples skip-corrupt on-device
 optimizer lr momentum nesterov weight-decay schedule milestones gamma warmup lr-rule base-batch clip
 loss label-smoothing ema
 batch accumulate micro-batch eval-batch drop-last
-strategy devices gpus accelerator launcher nodes init-method rank world-size timeout stall-timeout batchnorm find-unused
+strategy devices gpus accelerator launcher nodes max-restarts init-method clear-meeting interface rank
+world-size timeout stall-timeout batchnorm find-unused
 precision channels-last compile deterministic
 resume checkpoint-every
 output log-every

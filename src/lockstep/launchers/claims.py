@@ -32,6 +32,8 @@ class Claim:
     """Identities of the GPUs that the process may take, by local rank; a single one is taken by whoever names it."""
     addresses: tuple[str, ...] = ()
     """Addresses of this host, the one that others most likely reach first."""
+    interface: str = ""
+    """The network interface that the process was told to use, whose addresses these are; empty for any."""
     processors: tuple[int, ...] = field(default_factory=hardware.processors)
     """Those that the process may run on, by the host's numbers."""
     host: str = field(default_factory=socket.gethostname)
@@ -96,12 +98,15 @@ def sharing(claims: Sequence[Claim], mine: Claim) -> int:
 
 
 def interface(claims: Sequence[Claim], mine: Claim) -> str | None:
-    """Return the network interface for this rank's traffic: loopback if no rank is on another host.
+    """Return the network interface for this rank's traffic: the one it was told, or loopback if all are on this host.
 
     Otherwise the one on the route to another host's first address that can be reached from here, since gloo by itself
-    takes what the host's name resolves to, often loopback. None where there is no such route.
+    takes what the host's name resolves to, often loopback; a host that was told an interface is followed before
+    others. None where there is no such route.
     """
-    elsewhere = [claim for claim in claims if claim.node != mine.node]
+    if mine.interface:
+        return mine.interface
+    elsewhere = sorted((claim for claim in claims if claim.node != mine.node), key=lambda claim: not claim.interface)
     if not elsewhere:
         return "lo0" if sys.platform == "darwin" else "lo"
     # An address that both hosts have, such as that of a container bridge, leads nowhere.
@@ -135,6 +140,23 @@ def check_together(claims: Sequence[Claim]) -> None:
             raise RequestError(
                 f"Ranks {other.rank} and {claim.rank} on {claim.host} would share one GPU ({gpu}); "
                 "give each its own with --gpus, or start fewer ranks on this node."
+            )
+
+
+def check_reach(claims: Sequence[Claim], mine: Claim) -> None:
+    """Raise if the interface that this rank was told to use does not lead to a rank on another host."""
+    if not mine.interface:
+        return
+    for claim in claims:
+        ways = {address: hosts.own_address(address) for address in claim.addresses}
+        if claim.node != mine.node and not any(own in mine.addresses for own in ways.values()):
+            roads = ", ".join(
+                f"{address} (by {own})" if own else f"{address} (by no way)" for address, own in ways.items()
+            )
+            raise RequestError(
+                f"Rank {mine.rank} ({mine.who}): --interface {mine.interface} ({', '.join(mine.addresses)}) does not "
+                f"lead to rank {claim.rank} ({claim.who}), which is reached at {roads}; give each rank the interface "
+                f"of one network, of those here: {hosts.listed()}."
             )
 
 

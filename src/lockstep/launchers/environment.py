@@ -80,7 +80,8 @@ def _check_agrees(asked: ParallelConfig, found: Topology, *, knows_node: bool) -
 
 def _open(place: Place, timeout_s: float) -> stores.Meeting:
     topology = place.topology
+    apart = place.knows_node and (topology.nodes > 1 if topology.is_main else topology.node > 0)
     if place.store_is_served:
         return stores.connect(topology.address, topology.port, timeout_s, job=place.job, start=place.start)
     opens = stores.serve if topology.is_main else stores.connect
-    return opens(topology.address, topology.port, timeout_s)
+    return opens(topology.address, topology.port, timeout_s, apart=apart)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
+
+from ..errors import RequestError
 
 ANYWHERE = "192.0.2.1"
 """An address that belongs to nobody (RFC 5737): the route to it is the route to the world at large."""
@@ -29,11 +32,16 @@ def boot() -> str:
         return f"{socket.gethostname()}-{psutil.boot_time():.0f}"
 
 
-def own_addresses(towards: str) -> tuple[str, ...]:
-    """Return this host's addresses that are not loopback, the one on the route to `towards` first."""
+def own_addresses(towards: str, interface: str = "") -> tuple[str, ...]:
+    """Return this host's addresses that are not loopback, the one on the route to `towards` first.
+
+    With an interface, its addresses alone.
+    """
+    if interface:
+        return tuple(interfaces()[interface])
     first = own_address(towards)
     others = [address for addresses in interfaces().values() for address in addresses]
-    return tuple(address for address in dict.fromkeys([first, *others]) if address and not _is_loopback(address))
+    return tuple(address for address in dict.fromkeys([first, *others]) if address and not is_loopback([address]))
 
 
 def own_address(towards: str) -> str:
@@ -58,5 +66,33 @@ def interfaces() -> dict[str, list[str]]:
     }
 
 
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
+def is_loopback(addresses: Iterable[str]) -> bool:
+    """Return whether a host can be reached at these addresses by itself alone."""
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+
+
+def listed() -> str:
+    """Return this host's interfaces with their addresses, in words."""
+    return ", ".join(f"{name} ({', '.join(each) or 'no address'})" for name, each in sorted(interfaces().items()))
+
+
+def check_interface(name: str, env: Mapping[str, str]) -> None:
+    """Raise `RequestError` where the interface that --interface names cannot carry the ranks' traffic."""
+    if not name:
+        return
+    found = interfaces()
+    if name not in found:
+        raise RequestError(f"--interface {name}: this host, {socket.gethostname()}, has no such one, but {listed()}.")
+    if not found[name]:
+        raise RequestError(
+            f"--interface {name} has no address on {socket.gethostname()}; give it one, or take another of {listed()}."
+        )
+    if not psutil.net_if_stats()[name].isup:
+        raise RequestError(
+            f"--interface {name} is down on {socket.gethostname()}; bring it up, or take another of {listed()}."
+        )
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if (told := env.get(variable, name)).removeprefix("=") != name:
+            raise RequestError(
+                f"--interface {name} disagrees with the environment, where {variable} is {told}; drop one."
+            )

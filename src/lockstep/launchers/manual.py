@@ -40,7 +40,7 @@ class ManualLauncher:
         index, size = _who(config.parallel, env)
         url = _url(config.parallel, env)
         with rank.accounted(index, config):
-            opens = _door(url, index, config.parallel.timeout)
+            opens = _door(url, index, size, config.parallel)
             return rank.run_met(entry, config, env, opens, index=index, size=size, tell=rank.say)
 
 
@@ -75,9 +75,14 @@ def _url(parallel: ParallelConfig, env: Mapping[str, str]) -> str:
     return stores.address_of(env["MASTER_ADDR"], env["MASTER_PORT"])
 
 
-def _door(url: str, index: int, timeout_s: float) -> Callable[[], stores.Meeting]:
+def _door(url: str, index: int, size: int, parallel: ParallelConfig) -> Callable[[], stores.Meeting]:
     """Return what opens the meeting place that a URL names, for the rank of this index."""
     parts = urlsplit(url)
+    if parallel.clear_meeting and parts.scheme != "file":
+        raise RequestError(
+            f"--clear-meeting is for a file that a dead run has left; {url} ends with the process that serves it: "
+            "leave the flag out."
+        )
     if parts.scheme == "file":
         if parts.netloc or not parts.path.startswith("/"):
             raise RequestError(f"--init-method {url}: the path starts at the root, with three slashes: file:///PATH.")
@@ -86,7 +91,9 @@ def _door(url: str, index: int, timeout_s: float) -> Callable[[], stores.Meeting
     if parts.scheme == "tcp":
         host, port = host_and_port(url)
         opens = stores.serve if index == 0 else stores.connect
-        return lambda: opens(host, port, timeout_s)
+        # Who else may be on rank 0's node is known only where each rank has a node of its own.
+        apart = parallel.nodes > 1 and (index == 0 or parallel.nodes == size)
+        return lambda: opens(host, port, parallel.timeout, apart=apart)
     raise RequestError(f"--init-method {url} names no meeting place that is known; {_EXAMPLES}.")
 
 

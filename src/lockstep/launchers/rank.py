@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..world import World
 
 _BACKSTOP_S = 10.0  # that a collective waits on, so that it is the watch which says who stopped where
+_DIALS = 5  # gloo tries so often to reach a peer, each time for the whole time-out (seen: 50 s where 10 were given)
 _CLOSE_S = 1.0  # for leaving a world that failed, before the failure is told without having left
 
 
@@ -88,15 +89,17 @@ def run_met(
     passes on why this process is about to end, where nothing moves any more and no error can be raised.
     """
     parallel = config.parallel
+    hosts.check_interface(parallel.interface, env)
     meeting = opens()
     mine = claims.Claim(
         rank=index,
         size=size,
         accelerator=parallel.accelerator,
         gpus=gpu_ids(parallel, env),
-        addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE),
+        addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE, parallel.interface),
+        interface=parallel.interface,
     )
-    call = RollCall(meeting, mine)
+    call = RollCall(meeting, mine, clears=parallel.clear_meeting or meeting.lasting is not None)
     came = call.take(parallel.timeout)
     topology = known or claims.place(came, mine)
     try:
@@ -167,9 +170,8 @@ def _join(
     parallel = config.parallel
     try:
         patience_s = parallel.stall_timeout + _BACKSTOP_S
-        return World.join(
-            topology, device, store, timeout_s=patience_s, form_s=parallel.timeout, pulse=pulse, notes=notes
-        )
+        form_s = parallel.timeout / _DIALS
+        return World.join(topology, device, store, timeout_s=patience_s, form_s=form_s, pulse=pulse, notes=notes)
     except RuntimeError as error:
         if not failures.is_echo(error):
             raise

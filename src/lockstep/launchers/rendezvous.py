@@ -15,15 +15,16 @@ sentence, and none waits for its time-out. A process that leaves takes its claim
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from ..errors import RequestError
 from ..failures import RankLostError
 from ..notes import NoNotes, Notes
-from .claims import Claim, check_together, digest
+from .claims import Claim, check_reach, check_together, digest
 from .stores import Meeting, StoredNotes
 
 if TYPE_CHECKING:
@@ -39,11 +40,15 @@ _BEAT_LIMIT = timedelta(seconds=30)  # for a beat to reach the store, or to come
 class RollCall:
     """One process's part in the roll call over an open store."""
 
-    def __init__(self, meeting: Meeting, claim: Claim) -> None:
+    def __init__(self, meeting: Meeting, claim: Claim, *, clears: bool = False) -> None:
+        """`clears` takes the places of processes that are dead or do not answer, where they are refused otherwise."""
         self._meeting = meeting
         self._store = meeting.store
         self._mine = claim
+        self._clears = clears
         self._written: list[str] = []
+        self._left = threading.Event()
+        self._answers: threading.Thread | None = None
 
     def take(self, timeout_s: float) -> tuple[Claim, ...]:
         """Return the claims of all ranks, in their order, once all have confirmed them (*collective*).
@@ -55,7 +60,9 @@ class RollCall:
         try:
             self._claim()
             claims = self._wait(deadline, timeout_s)
-            check_together(claims)
+            if self._meeting.file:
+                self._answers = threading.Thread(target=self._answer, daemon=True, name="roll call")
+                self._answers.start()
             return claims
         except RequestError as error:
             self._spread(str(error))
@@ -164,12 +171,15 @@ class RollCall:
         who met at a file stay until it is gone, so that the next run may follow at the same place. After a failure
         nobody waits; a file then stays behind without claims, and the next run can use it.
         """
+        self._left.set()
+        if self._answers:
+            self._answers.join(_LEAVE_S)
         if not self._meeting.is_open():
             return
         with contextlib.suppress(RuntimeError, OSError):
             # Emptied, not deleted: torch's stores wait for a key that is not there, and for a file that is not there.
             for key in self._written:
-                self._store.set(key, "")
+                self._store.compare_set(key, self._mine.to_json(), "")
             self._written.clear()
             file = self._meeting.file
             if clean and self._mine.rank == 0:
@@ -181,60 +191,79 @@ class RollCall:
 
     def _claim(self) -> None:
         mine, where = self._mine, self._meeting.where
-        first = self._write("size")
-        if first.size != mine.size:
-            self._refuse(
-                first,
+        self._take(
+            "size",
+            lambda first: first.size == mine.size,
+            lambda first: (
                 f"{where}: the ranks disagree on the world size: rank {first.rank} ({first.who}) says {first.size}, "
-                f"rank {mine.rank} ({mine.who}) says {mine.size}; give every rank the same --world-size.",
-            )
-        holder = self._write(f"claim/{mine.rank}")
-        if holder.nonce != mine.nonce:
-            self._refuse(
-                holder,
+                f"rank {mine.rank} ({mine.who}) says {mine.size}; give every rank the same --world-size."
+            ),
+        )
+        self._take(
+            f"claim/{mine.rank}",
+            lambda holder: False,
+            lambda holder: (
                 f"{where}: rank {mine.rank} is claimed twice, by {holder.who} and by {mine.who}; "
-                "give each process its own --rank, and each run its own meeting place.",
-            )
+                "give each process its own --rank, and each run its own meeting place."
+            ),
+        )
 
-    def _write(self, key: str) -> Claim:
-        """Put this rank's claim under the key if nobody's is there; return the one that is there now."""
-        holder = Claim.from_json(self._store.compare_set(key, "", self._mine.to_json()))
-        if holder.nonce == self._mine.nonce:
-            self._written.append(key)
-        return holder
+    def _take(self, key: str, agrees: Callable[[Claim], bool], contradiction: Callable[[Claim], str]) -> None:
+        """Put this rank's claim under the key, unless one is there that agrees with it; raise if one does not."""
+        expected = ""
+        while True:
+            there = self._store.compare_set(key, expected, self._mine.to_json()).decode()
+            if not there:  # who was there has just left
+                expected = ""
+                continue
+            holder = Claim.from_json(there)
+            if holder.nonce == self._mine.nonce:
+                self._written.append(key)
+                return
+            if agrees(holder):
+                return
+            if not self._is_gone(holder, sentence := contradiction(holder)):
+                raise RequestError(sentence)
+            if not self._clears:
+                raise RequestError(self._remains(holder))
+            expected = there  # so that of several who come at once, one alone takes the place
 
-    def _refuse(self, holder: Claim, sentence: str) -> NoReturn:
-        """Raise: `holder` lives, and contradicts this process as `sentence` says; or it is left from a dead run."""
-        self._store.set(f"fault/{holder.nonce}", sentence)
+    def _is_gone(self, holder: Claim, sentence: str) -> bool:
+        """Return whether a process has ended, or does not answer; if it is still in its roll call, it hears."""
+        fault, heard = f"fault/{holder.nonce}", f"heard/{holder.nonce}"
+        self._store.set(heard, "")
+        self._store.set(fault, sentence)
         dead = holder.is_dead()
-        if dead is None:  # on another host: see whether it hears
-            dead = not _until(lambda: self._store.check([f"heard/{holder.nonce}"]), _HEAR_S)
-        raise RequestError(self._remains(holder) if dead else sentence)
+        if dead is not None:
+            return dead
+        # A store that a process serves ends with that process: who has come there trains by now, and does not listen.
+        return not _until(lambda: bool(self._store.get(heard)), _HEAR_S) and self._meeting.file is not None
 
     def _remains(self, holder: Claim) -> str:
-        remedy = f"remove {self._meeting.file}" if self._meeting.file else "start all ranks anew, or on another port"
+        file = self._meeting.file
+        remedy = (
+            f"remove {file} or give every rank --clear-meeting" if file else "start all ranks anew, or on another port"
+        )
         return (
             f"{self._meeting.where} is left over from another run: {holder.who} was its rank {holder.rank} of "
-            f"{holder.size} and is no more, or does not answer; if that run has ended, {remedy} and start again."
+            f"{holder.size} and is no more, or does not answer; if that run has ended, {remedy}, and start again."
         )
 
     def _wait(self, deadline: float, timeout_s: float) -> tuple[Claim, ...]:
-        size = self._mine.size
-        present = [f"claim/{rank}" for rank in range(size)]
-        confirmed: list[str] = []
         claims: tuple[Claim, ...] = ()
+        confirmed: list[str] = []
         next_look = time.monotonic()
         while True:
             self._heed()
-            if not confirmed and self._store.check(present):
-                claims = self._claims()
-                if len(claims) == size:
-                    confirmed = [f"ready/{digest(claims)}/{rank}" for rank in range(size)]
-                    self._store.set(confirmed[self._mine.rank], self._mine.nonce)
+            if not confirmed:
+                claims = self._all_claims()
+                confirmed = self._confirm(claims)
             if confirmed and self._store.check(confirmed):
                 return claims
             if time.monotonic() >= next_look:
                 self._look_for_dead()
+                if self._all_claims() != claims:  # the place of one that was dead is taken
+                    confirmed = []
                 next_look = time.monotonic() + _LIVENESS_S
             if time.monotonic() >= deadline:
                 absent = self._absent(confirmed, timeout_s)
@@ -242,17 +271,44 @@ class RollCall:
                 raise RequestError(absent)
             time.sleep(_LOOK_S)
 
+    def _all_claims(self) -> tuple[Claim, ...]:
+        """Return the claims of all ranks; empty while one is missing."""
+        if not self._store.check([f"claim/{rank}" for rank in range(self._mine.size)]):
+            return ()
+        claims = self._claims()
+        return claims if len(claims) == self._mine.size else ()
+
+    def _confirm(self, claims: Sequence[Claim]) -> list[str]:
+        """Confirm that these are all ranks; return the keys by which each does, none if they are not there."""
+        if not claims:
+            return []
+        check_together(claims)
+        check_reach(claims, self._mine)
+        keys = [f"ready/{digest(claims)}/{claim.rank}" for claim in claims]
+        self._store.set(keys[self._mine.rank], self._mine.nonce)
+        return keys
+
     def _heed(self) -> None:
         """Raise the fault that another rank has told this one."""
         fault = f"fault/{self._mine.nonce}"
         if self._store.check([fault]):
-            self._store.set(f"heard/{self._mine.nonce}", "")
+            self._store.set(f"heard/{self._mine.nonce}", "yes")
             raise RequestError(self._store.get(fault).decode())
+
+    def _answer(self) -> None:
+        """Until this rank leaves, say that it lives to those who come to its place in the file and cannot see it."""
+        fault, heard = f"fault/{self._mine.nonce}", f"heard/{self._mine.nonce}"
+        with contextlib.suppress(RuntimeError):
+            while not self._left.wait(_LIVENESS_S) and self._meeting.is_open():
+                if self._store.check([fault, heard]) and not self._store.get(heard):
+                    self._store.set(heard, "yes")
 
     def _look_for_dead(self) -> None:
         for claim in self._claims():
             if claim.is_dead():
-                raise RequestError(self._remains(claim))
+                if not self._clears:
+                    raise RequestError(self._remains(claim))
+                self._store.compare_set(f"claim/{claim.rank}", claim.to_json(), "")
 
     def _absent(self, confirmed: Sequence[str], timeout_s: float) -> str:
         size = self._mine.size
@@ -267,7 +323,7 @@ class RollCall:
         remedy = f", or remove {self._meeting.file} if an earlier run has left it" if self._meeting.file else ""
         return (
             f"{self._meeting.where}: {came} of {size} ranks {verb} within --timeout {timeout_s:g} s; missing: "
-            f"rank {names}; start every rank, or raise --timeout{remedy}."
+            f"rank {names}; start every rank, or raise --timeout{remedy}{self._meeting.caution}."
         )
 
     def _spread(self, sentence: str) -> None:

@@ -4,6 +4,10 @@ torch's own ways of opening one hang or crash on bad input: its TCP client waits
 silent and prints its own stack where another service answers, its file store never returns for a folder that does
 not exist (nor lets other threads run meanwhile), and ends the process on a file that holds something else. So each
 thing is looked at before torch is let near it. A TCP store is known by its answer to the greeting of torch's client.
+
+Once it listens, torch's server bears what strangers send it (HTTP, TLS, random bytes, half a greeting: it waits for
+more or closes), but writes a line on stderr for each one that is gone before it looks, as a port scan is, and a stack
+of 16 lines for each whose words make no sense. See `adopt` for what keeps them off.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -20,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import RequestError
+from . import hosts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
@@ -32,6 +38,7 @@ _RETRY_S = 0.2
 _RESOLVE_S = 10.0  # a name may appear late (a cluster's DNS); a wrong one should not take the whole time-out
 _PROBE_S = 5.0
 _ANSWER_S = 1.0  # for a store that has answered before
+_SILENCE_S = 30  # for whoever connects to say something
 _NONCE = b"\r\n\r\n"  # a store returns it; a service that reads lines is moved to say what it is instead
 _GREETING = b"\x00" + 0x3C85F7CE.to_bytes(4, "little") + b"\x0d" + _NONCE
 """What torch's client says first: VALIDATE with a magic number, and PING (c10d/TCPStoreBackend.hpp)."""
@@ -56,9 +63,13 @@ class Meeting:
     """What outlives this start of the ranks, where an agent serves the store."""
     server: Address | None = None
     """Where another process serves the store."""
+    caution: str = ""
+    """What may keep others from coming, to end a sentence with."""
 
     def is_open(self) -> bool:
         """Return whether the store still answers; torch prints its own stack where one does not."""
+        if self.file is not None:
+            return self.file.exists()  # torch waits for one that does not
         if self.server is None:
             return True
         try:
@@ -82,10 +93,11 @@ class StoredNotes:
         self._store.set(name, text)
 
 
-def serve(host: str, port: int, timeout_s: float) -> Meeting:
+def serve(host: str, port: int, timeout_s: float, *, apart: bool = False) -> Meeting:
     """Open the store that the other ranks connect to, listening on `host`'s address alone.
 
-    Where another process serves a lockstep store there already, return that one: the roll call then tells who.
+    `apart` says that ranks of other hosts are to come. Where another process serves a lockstep store there already,
+    return that one: the roll call then tells who.
     """
     where = address_of(host, port)
     try:
@@ -94,7 +106,11 @@ def serve(host: str, port: int, timeout_s: float) -> Meeting:
         if error.errno == errno.EADDRINUSE and (taken := _taken(host, port)):
             return taken
         raise RequestError(f"{where}: rank 0 cannot listen there: {_why_not(error)}") from error
-    return adopt(listener, where)
+    caution = _unreachable(host, listener.getsockname()[0])
+    if apart and caution:
+        listener.close()
+        raise RequestError(f"{where}: ranks of other nodes are to come{caution}.")
+    return adopt(listener, where, caution)
 
 
 def join(host: str, port: int, timeout_s: float) -> Meeting:
@@ -108,27 +124,52 @@ def join(host: str, port: int, timeout_s: float) -> Meeting:
     return connect(host, port, timeout_s)
 
 
-def adopt(listener: socket.socket, where: str) -> Meeting:
+def _unreachable(host: str, address: str) -> str:
+    """Return, to end a sentence with, that other hosts do not reach an address; "" where they may, or none can."""
+    others = hosts.own_addresses(hosts.ANYWHERE)
+    if not hosts.is_loopback([address]) or not others:
+        return ""
+    meaning = "" if host == address else f" means {address} here, which"
+    return (
+        f"; {host}{meaning} is this host ({socket.gethostname()}) to itself alone: where ranks run on other hosts, "
+        f"give one of its addresses that they reach ({', '.join(others)}), or put that in /etc/hosts"
+    )
+
+
+def adopt(listener: socket.socket, where: str, caution: str = "") -> Meeting:
     """Open a store on a socket that listens already."""
+    _quieten_torch()
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+    if hasattr(socket, "TCP_DEFER_ACCEPT"):
+        # Linux keeps connections to itself until something is said: who scans ports, or sits there, is never let in.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENCE_S)
     host, port = listener.getsockname()[:2]
     descriptor = listener.detach()
     store = TCPStore(host, port, is_master=True, master_listen_fd=descriptor, wait_for_workers=False, timeout=_STORE_S)
-    return Meeting(PrefixStore(_PREFIX, store), where, hosted=True, host=host, port=port)
+    return Meeting(PrefixStore(_PREFIX, store), where, hosted=True, host=host, port=port, caution=caution)
 
 
-def connect(host: str, port: int, timeout_s: float, *, job: str = "", start: str = "") -> Meeting:
+def _quieten_torch() -> None:
+    """Leave to torch's C++ code its errors; its warnings, about strangers and lost peers, are told in our words.
+
+    torch reads the variable when it is imported: a program that has done so before keeps its warnings.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def connect(host: str, port: int, timeout_s: float, *, job: str = "", start: str = "", apart: bool = False) -> Meeting:
     """Open the store that rank 0, or an agent, serves at the address; wait for it at most `timeout_s` seconds.
 
     Where an agent serves it, the store outlives the ranks: `start` parts their keys from those of earlier starts of the
-    same `job`.
+    same `job`. `apart` says that it is served on another host.
     """
+    _quieten_torch()
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     where = address_of(host, port)
     deadline = time.monotonic() + timeout_s
-    server = _wait_for_store(host, port, deadline, timeout_s)
+    server = _wait_for_store(host, port, deadline, timeout_s, apart=apart)
     limit = timedelta(seconds=max(_PROBE_S, deadline - time.monotonic()))
     try:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
@@ -145,6 +186,7 @@ def open_file(path: Path) -> Meeting:
 
     Raises `RequestError` where the file cannot be written, or holds something that is not such a store.
     """
+    _quieten_torch()
     from torch._C._distributed_c10d import FileStore, PrefixStore
 
     where = f"file://{path}"
@@ -230,12 +272,17 @@ def _taken(host: str, port: int) -> Meeting | None:
     return None
 
 
-def _wait_for_store(host: str, port: int, deadline: float, timeout_s: float) -> Address:
+def _wait_for_store(host: str, port: int, deadline: float, timeout_s: float, *, apart: bool) -> Address:
     """Return the address at which a store answers, once one does.
 
-    Raises `RequestError` if nothing listens there in time, or something else.
+    Raises `RequestError` if nothing listens there in time, or something else; and at once, where rank 0 is on another
+    host, if the name means this one.
     """
     addresses = _resolve(host, port, timeout_s)
+    meant = ", ".join(dict.fromkeys(address for _, (address, _) in addresses))
+    to_itself = hosts.is_loopback(address for _, (address, _) in addresses)
+    if apart and to_itself:
+        raise RequestError(f"{address_of(host, port)}: rank 0 is on another host{_misnamed(host, meant, to_itself)}.")
     patient_until = min(deadline, time.monotonic() + _PROBE_S)
     why = ""
     while True:
@@ -253,10 +300,22 @@ def _wait_for_store(host: str, port: int, deadline: float, timeout_s: float) -> 
             why = "it closes"
         if time.monotonic() >= deadline:
             raise RequestError(
-                f"{address_of(host, port)}: nothing answers there within --timeout {timeout_s:g} s ({why}); "
+                f"{address_of(host, port)}: nothing answers there within --timeout {timeout_s:g} s ({why})"
+                f"{_misnamed(host, meant, to_itself)}; "
                 "is rank 0 running, is the address its own, and does a firewall let the port through?"
             )
         time.sleep(_RETRY_S)
+
+
+def _misnamed(host: str, meant: str, to_itself: bool) -> str:
+    """Return, as a part of a sentence, what a name means on this host, where it may mean another on rank 0's."""
+    here = socket.gethostname()
+    if to_itself:
+        meaning = "" if host == meant else f"means {meant} here, which "
+        return f"; {host} {meaning}is this host ({here}) itself: if rank 0 runs on another, give that one's address"
+    if host == meant:
+        return ""
+    return f"; {host} means {meant} on {here}, and rank 0 may know the name as another, such as 127.0.1.1"
 
 
 def _greet(address: Address, wait_s: float) -> bytes | None:

@@ -101,13 +101,15 @@ def _check_meeting_flags(name: str, parallel: ParallelConfig) -> None:
         "--init-method": parallel.init_method or None,
         "--rank": parallel.rank,
         "--world-size": parallel.world_size,
+        "--interface": parallel.interface or None,
+        "--clear-meeting": "" if parallel.clear_meeting else None,
     }
     if name == "elastic":  # whose nodes meet there
         flags["--init-method"] = None
     if name == "environment":  # which compares rank and world size with the environment's
         at_variables = parallel.init_method.rstrip("/") == "env:"
         flags = {"--init-method": None if at_variables else flags["--init-method"]}
-    given = [f"{flag} {value}" for flag, value in flags.items() if value is not None]
+    given = [f"{flag} {value}".strip() for flag, value in flags.items() if value is not None]
     how = {
         "inline": "is this process alone",
         "spawn": "starts its ranks itself",
