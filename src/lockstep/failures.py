@@ -32,8 +32,8 @@ _NETWORK_CLASSES = frozenset({"DistNetworkError", "DistBackendError", "DistStore
 _GLOO = re.compile(r"\bgloo/\S+:\d+\]")
 _WAITED = re.compile(r"(?:after|waiting|ran for) (?P<ms>\d+) ?(ms|milliseconds)")
 _LOST = re.compile(
-    r"Connection (was likely )?(closed|reset|refused)( by peer)?|Broken pipe|Socket closed|[Tt]imed out|Connect timeout|"
-    r"Socket Timeout|wait timeout|remote process exited|network error|NCCL communicator was aborted"
+    r"Connection (was likely )?(closed|reset|refused)( by peer)?|Broken pipe|Socket closed|[Tt]imed out|"
+    r"Socket Timeout|Connect timeout|wait timeout|remote process exited|network error|NCCL communicator was aborted"
 )
 _ADDRESS = re.compile(r"\[(?P<host>[\w.:]+)\]:\d+")
 _CPP_FRAMES = "Exception raised from"

@@ -12,9 +12,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -162,7 +161,9 @@ def test_an_interface_that_cannot_carry_the_traffic_is_refused(tmp_path: Path) -
         ]
         told_all = [sentence(each) for each in all_end(apart, 2)]
         assert len(set(told_all)) == 1
-        assert re.search(r"Rank \d \(process \d+ on \w\): --interface eth\d \(10\S+\) does not lead to rank", told_all[0])
+        assert re.search(
+            r"Rank \d \(process \d+ on \w\): --interface eth\d \(10\S+\) does not lead to rank", told_all[0]
+        )
         assert "give each rank the interface of one network, of those here: " in told_all[0]
 
 
@@ -174,7 +175,9 @@ def test_a_name_that_means_loopback_is_explained(tmp_path: Path) -> None:
         ranks = [start(host, tmp_path, *by_hand("tcp://a:29500", r, 2, *timeout)) for r, host in enumerate((a, b))]
         ranks.append(start(b, tmp_path, *by_hand("tcp://master:29501", 1, 2, *timeout)))
         variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29502"}
-        ranks += [start(host, tmp_path, *by_hand("env://", r, 2, *timeout), **variables) for r, host in enumerate((a, b))]
+        ranks += [
+            start(host, tmp_path, *by_hand("env://", r, 2, *timeout), **variables) for r, host in enumerate((a, b))
+        ]
         nodes = ("--nodes", "2", "--timeout", "60")
         at_once = time.monotonic()
         knowing = [start(host, tmp_path, *by_hand("tcp://a:29503", r, 2, *nodes)) for r, host in enumerate((a, a))]
@@ -182,7 +185,9 @@ def test_a_name_that_means_loopback_is_explained(tmp_path: Path) -> None:
         assert time.monotonic() - at_once < 30
         here, there, meant, serves, looks = [sentence(each) for each in all_end(ranks, 2)]
     assert "1 of 2 ranks came" in here
-    remedy = "where ranks run on other hosts, give one of its addresses that they reach (10.77.0.1), or put that in /etc/"
+    remedy = (
+        "where ranks run on other hosts, give one of its addresses that they reach (10.77.0.1), or put that in /etc/"
+    )
     assert f"a means 127.0.1.1 here, which is this host (a) to itself alone: {remedy}" in here
     assert "(Connection refused); a means 10.77.0.1 on b, and rank 0 may know the name as another" in there
     itself = "here, which is this host (b) itself: if rank 0 runs on another, give that one's address"
@@ -251,7 +256,15 @@ _TLS = bytes.fromhex("16030100c8010000c40303") + bytes(range(190))
 def visit(address: str, ports: Sequence[int]) -> None:
     """Talk to ports as anything but a rank: what scanners, browsers and lost clients say, and 200 that say nothing."""
     held = []
-    said = (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", _TLS, b"SSH-2.0-x\r\n", b"\x00" * 300, b"\xff" * 300, _TORCHS[:3])
+    said = (
+        b"",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        _TLS,
+        b"SSH-2.0-x\r\n",
+        b"\x00" * 300,
+        b"\xff" * 300,
+        _TORCHS[:3],
+    )
     for port in ports:
         for words in (*said, *(random.Random(seed).randbytes(300) for seed in range(20))):
             held.append(greet((address, port), words))
