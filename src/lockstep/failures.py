@@ -33,7 +33,7 @@ _GLOO = re.compile(r"\bgloo/\S+:\d+\]")
 _WAITED = re.compile(r"(?:after|waiting|ran for) (?P<ms>\d+) ?(ms|milliseconds)")
 _LOST = re.compile(
     r"Connection (was likely )?(closed|reset|refused)( by peer)?|Broken pipe|Socket closed|[Tt]imed out|"
-    r"Connect timeout|Socket Timeout|wait timeout|remote process exited|network error|NCCL communicator was aborted"
+    r"Socket Timeout|Connect timeout|wait timeout|remote process exited|network error|NCCL communicator was aborted"
 )
 _ADDRESS = re.compile(r"\[(?P<host>[\w.:]+)\]:\d+")
 _CPP_FRAMES = "Exception raised from"

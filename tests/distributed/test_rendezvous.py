@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from lockstep.errors import RequestError
-from lockstep.launchers import stores
+from lockstep.launchers import meeting_files, stores
 from lockstep.launchers.claims import Claim
 from lockstep.launchers.rendezvous import RollCall
 
@@ -130,6 +130,32 @@ def test_a_place_where_nobody_can_meet_is_one_sentence(tmp_path: Path) -> None:
                 door()
         assert time.monotonic() - start < 25
     assert (tmp_path / "notes.txt").read_text() == "not ours\n"
+
+
+def test_a_file_that_is_half_written_is_told_or_mended(tmp_path: Path) -> None:
+    """At every length that a killed writer can leave: torch itself would wait there for ever."""
+    path = tmp_path / "meeting"
+    store = stores.open_file(path).store
+    store.set("word", "heard")
+    content = path.read_bytes()
+    store.set("more", "text")
+    log = path.read_bytes()
+    for length in range(len(content) + 1, len(log)):
+        path.write_bytes(log[:length])
+        with pytest.raises(
+            RequestError, match=f"killed while it wrote there; remove {path} or give every rank --clear"
+        ):
+            stores.open_file(path)
+        assert path.read_bytes() == log[:length]
+        meeting_files.check(path, clears=True)
+        assert path.read_bytes() == content
+    assert stores.open_file(path).store.get("word") == b"heard"
+    for length in range(1, log.index(b"refcount/") + len(b"refcount/")):
+        path.write_bytes(log[:length])
+        with pytest.raises(RequestError, match="killed while it wrote there"):
+            stores.open_file(path)
+    path.write_bytes(log)
+    assert stores.open_file(path).store.get("more") == b"text"
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ def _door(url: str, index: int, size: int, parallel: ParallelConfig) -> Callable
         if parts.netloc or not parts.path.startswith("/"):
             raise RequestError(f"--init-method {url}: the path starts at the root, with three slashes: file:///PATH.")
         path = Path(unquote(parts.path))
-        return lambda: stores.open_file(path)
+        return lambda: stores.open_file(path, clears=parallel.clear_meeting)
     if parts.scheme == "tcp":
         host, port = host_and_port(url)
         opens = stores.serve if index == 0 else stores.connect

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import socket
 import time
@@ -25,24 +24,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import RequestError
-from . import hosts
+from . import meeting_files, names
+from .names import Address
+from .names import address_of as address_of  # where others look for it
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
-Address = tuple[int, tuple[str, int]]
-"""A socket's family, and its host and port."""
-
 _PREFIX = "lockstep"  # parts our keys from those of others who may use the same store
 _RETRY_S = 0.2
-_RESOLVE_S = 10.0  # a name may appear late (a cluster's DNS); a wrong one should not take the whole time-out
 _PROBE_S = 5.0
 _ANSWER_S = 1.0  # for a store that has answered before
 _SILENCE_S = 30  # for whoever connects to say something
 _NONCE = b"\r\n\r\n"  # a store returns it; a service that reads lines is moved to say what it is instead
 _GREETING = b"\x00" + 0x3C85F7CE.to_bytes(4, "little") + b"\x0d" + _NONCE
 """What torch's client says first: VALIDATE with a magic number, and PING (c10d/TCPStoreBackend.hpp)."""
-_FILE_BEGINS = b"refcount/"  # the first key in every file of torch's FileStore
 _STORE_S = timedelta(seconds=60)  # for one request to the store; the roll call has its own limit
 
 
@@ -106,7 +102,7 @@ def serve(host: str, port: int, timeout_s: float, *, apart: bool = False) -> Mee
         if error.errno == errno.EADDRINUSE and (taken := _taken(host, port)):
             return taken
         raise RequestError(f"{where}: rank 0 cannot listen there: {_why_not(error)}") from error
-    caution = _unreachable(host, listener.getsockname()[0])
+    caution = names.unreachable(host, listener.getsockname()[0])
     if apart and caution:
         listener.close()
         raise RequestError(f"{where}: ranks of other nodes are to come{caution}.")
@@ -122,18 +118,6 @@ def join(host: str, port: int, timeout_s: float) -> Meeting:
         if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             raise RequestError(f"{where}: this agent cannot listen there: {_why_not(error)}") from error
     return connect(host, port, timeout_s)
-
-
-def _unreachable(host: str, address: str) -> str:
-    """Return, to end a sentence with, that other hosts do not reach an address; "" where they may, or none can."""
-    others = hosts.own_addresses(hosts.ANYWHERE)
-    if not hosts.is_loopback([address]) or not others:
-        return ""
-    meaning = "" if host == address else f" means {address} here, which"
-    return (
-        f"; {host}{meaning} is this host ({socket.gethostname()}) to itself alone: where ranks run on other hosts, "
-        f"give one of its addresses that they reach ({', '.join(others)}), or put that in /etc/hosts"
-    )
 
 
 def adopt(listener: socket.socket, where: str, caution: str = "") -> Meeting:
@@ -175,49 +159,31 @@ def connect(host: str, port: int, timeout_s: float, *, job: str = "", start: str
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:
         raise RequestError(_not_a_store(where)) from error
+    caution = names.unreachable(host, server[1][0])
     if not start:
-        return Meeting(PrefixStore(_PREFIX, store), where, host=host, port=port, server=server)
+        return Meeting(PrefixStore(_PREFIX, store), where, host=host, port=port, server=server, caution=caution)
     lasting = PrefixStore(f"{_PREFIX}/{job}/lasting", store)
     return Meeting(PrefixStore(f"{_PREFIX}/{job}/{start}", store), where, host=host, lasting=lasting, server=server)
 
 
-def open_file(path: Path) -> Meeting:
+def open_file(path: Path, *, clears: bool = False) -> Meeting:
     """Open a store in a file that all ranks can reach; it is removed when they have all left.
 
-    Raises `RequestError` where the file cannot be written, or holds something that is not such a store.
+    Raises `RequestError` where the file cannot be written, or holds something that is not such a store, or, unless
+    this start `clears` it, one that a killed rank has left half written.
     """
+    meeting_files.check(path, clears=clears)
     _quieten_torch()
     from torch._C._distributed_c10d import FileStore, PrefixStore
 
-    where = f"file://{path}"
-    try:
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise RequestError(f"{where} is not a plain file; give the path of one that does not exist yet.")
-        with path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            file.seek(0)
-            beginning = file.read(32)
-            fcntl.flock(file, fcntl.LOCK_UN)
-    except OSError as error:
-        raise RequestError(
-            f"{where} cannot be opened for writing and locking ({error.strerror}); "
-            "give a path in an existing folder that every rank can write to."
-        ) from error
-    if beginning and _FILE_BEGINS not in beginning:
-        raise RequestError(f"{where} exists and is not a meeting place of ranks; give a path that does not exist yet.")
     # A world size of -1 keeps torch from removing the file: the roll call does, when it knows that all have left.
-    return Meeting(PrefixStore(_PREFIX, FileStore(str(path), -1)), where, file=path)
-
-
-def address_of(host: str, port: int | str) -> str:
-    """Return tcp://HOST:PORT, with brackets around an IPv6 address."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return Meeting(PrefixStore(_PREFIX, FileStore(str(path), -1)), f"file://{path}", file=path)
 
 
 def _listen(host: str, port: int, timeout_s: float) -> socket.socket:
     """Return a socket that listens on the first of the host's addresses that this machine has."""
     failed = OSError(errno.EADDRNOTAVAIL, "no address")
-    for family, address in _resolve(host, port, timeout_s):
+    for family, address in names.resolve(host, port, timeout_s):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -229,24 +195,6 @@ def _listen(host: str, port: int, timeout_s: float) -> socket.socket:
         else:
             return listener
     raise failed
-
-
-def _resolve(host: str, port: int, timeout_s: float) -> list[Address]:
-    """Return the addresses of a name, IPv4 first."""
-    deadline = time.monotonic() + min(timeout_s, _RESOLVE_S)
-    while True:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise RequestError(
-                    f"{address_of(host, port)}: the name {host} does not resolve here ({error.strerror}); "
-                    "give an address, or add the name to /etc/hosts or the DNS."
-                ) from error
-            time.sleep(_RETRY_S)
-        else:
-            pairs = [(int(family), (str(where[0]), int(where[1]))) for family, _, _, _, where in found]
-            return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)
 
 
 def _why_not(error: OSError) -> str:
@@ -278,11 +226,9 @@ def _wait_for_store(host: str, port: int, deadline: float, timeout_s: float, *, 
     Raises `RequestError` if nothing listens there in time, or something else; and at once, where rank 0 is on another
     host, if the name means this one.
     """
-    addresses = _resolve(host, port, timeout_s)
-    meant = ", ".join(dict.fromkeys(address for _, (address, _) in addresses))
-    to_itself = hosts.is_loopback(address for _, (address, _) in addresses)
-    if apart and to_itself:
-        raise RequestError(f"{address_of(host, port)}: rank 0 is on another host{_misnamed(host, meant, to_itself)}.")
+    addresses = names.resolve(host, port, timeout_s)
+    if apart and names.to_itself(addresses):
+        raise RequestError(f"{address_of(host, port)}: rank 0 is on another host{names.misnamed(host, addresses)}.")
     patient_until = min(deadline, time.monotonic() + _PROBE_S)
     why = ""
     while True:
@@ -301,21 +247,10 @@ def _wait_for_store(host: str, port: int, deadline: float, timeout_s: float, *, 
         if time.monotonic() >= deadline:
             raise RequestError(
                 f"{address_of(host, port)}: nothing answers there within --timeout {timeout_s:g} s ({why})"
-                f"{_misnamed(host, meant, to_itself)}; "
+                f"{names.misnamed(host, addresses)}; "
                 "is rank 0 running, is the address its own, and does a firewall let the port through?"
             )
         time.sleep(_RETRY_S)
-
-
-def _misnamed(host: str, meant: str, to_itself: bool) -> str:
-    """Return, as a part of a sentence, what a name means on this host, where it may mean another on rank 0's."""
-    here = socket.gethostname()
-    if to_itself:
-        meaning = "" if host == meant else f"means {meant} here, which "
-        return f"; {host} {meaning}is this host ({here}) itself: if rank 0 runs on another, give that one's address"
-    if host == meant:
-        return ""
-    return f"; {host} means {meant} on {here}, and rank 0 may know the name as another, such as 127.0.1.1"
 
 
 def _greet(address: Address, wait_s: float) -> bytes | None:
