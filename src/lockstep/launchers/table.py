@@ -15,8 +15,8 @@ from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError, unknown
 from .base import Entry, Launcher
 from .devices import least_ranks as _least_ranks
-from .devices import processes, resolve
-from .dialects import started_elsewhere
+from .devices import meets_by_url, processes, resolve
+from .dialects import check_started, ranks_told, started_elsewhere
 from .environment import EnvironmentLauncher
 from .inline import InlineLauncher
 from .manual import ManualLauncher
@@ -82,7 +82,7 @@ def _choose(config: RunConfig, env: Mapping[str, str]) -> Launcher:
         variables = ", ".join(f"{variable}={value}" for variable, value in told.items())
         raise RequestError(
             f"--launcher {name}: the environment's {variables} say that another program, such as torchrun, has started "
-            f"{told['WORLD_SIZE']} ranks, and each would be a run of its own; leave --launcher out, or, if they are "
+            f"{ranks_told(env)[1]} ranks, and each would be a run of its own; leave --launcher out, or, if they are "
             f"left over: unset {' '.join(told)}."
         )
     _check_meeting_flags(name, config.parallel)
@@ -119,13 +119,14 @@ def _table() -> dict[str, Launcher]:
 
 def _auto(config: RunConfig, env: Mapping[str, str], table: Mapping[str, Launcher]) -> str:
     parallel = config.parallel
-    if parallel.init_method not in ("", "env://"):
+    if meets_by_url(parallel):
         return ManualLauncher.name
     for launcher in table.values():
         if launcher.detect(env):
             return launcher.name
     if parallel.init_method or parallel.world_size is not None:
         return ManualLauncher.name
+    check_started(env)
     if parallel.nodes > 1:
         raise RequestError(
             f"--nodes {parallel.nodes}: nothing says how the nodes meet; start the command on each node with "
