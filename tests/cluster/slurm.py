@@ -10,7 +10,7 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue
 _SBIN = ("/usr/sbin", "/usr/local/sbin", "/sbin")
 _CPUS = 4  # what each node claims to have, whatever the machine has
 _GPUS = 2
+_LIMIT_S = 120.0
 
 _CONF = """\
 ClusterName=lockstep
@@ -66,22 +67,27 @@ class Cluster:
 
     def ask(self, *words: str) -> str:
         """Return what one of Slurm's commands says; fail with its words where it fails."""
-        done = subprocess.run(words, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=60)
+        done = self.run(*words)
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+    def run(self, *words: str, folder: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        return subprocess.run(
+            words,
+            cwd=folder,
+            env={**os.environ, **self.env, **env},
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+        )
 
     def submit(self, script: str, folder: Path, *flags: str, **env: str) -> int:
         """Submit a script of the user's own from `folder`; return the job's number."""
         path = folder / "job.sh"
         path.write_text(script, encoding="utf-8")
-        done = subprocess.run(
-            ["sbatch", "--parsable", *flags, str(path)],
-            cwd=folder,
-            env={**os.environ, **self.env, **env},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = self.run("sbatch", "--parsable", *flags, str(path), folder=folder, **env)
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
@@ -184,8 +190,3 @@ def _idle(running: Cluster) -> int:
 
 def _find(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=os.pathsep.join(_SBIN))
-
-
-def environment_of(words: Sequence[str]) -> dict[str, str]:
-    """Return the SLURM_… variables in what `env` printed."""
-    return dict(line.split("=", 1) for line in words if line.startswith("SLURM_"))

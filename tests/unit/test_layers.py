@@ -34,6 +34,7 @@ LAYERS: list[list[str]] = [
         "versions",
         "interrupts",
         "own",
+        "submit",
     ],
     ["world", "state", "randomness"],
     ["data", "models", "nn", "precision", "optim", "losses", "strategies", "launchers", "record"],
