@@ -25,7 +25,7 @@ _TRAIN = f"{_PYTHON} {' '.join(map(str, RUN))}"
 
 def _topology(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return {"launcher": found["launcher"], **{name: found["topology"][name] for name in ("size", "nodes")}}
+    return {"launcher": found["chosen"]["launcher"], **{name: found["topology"][name] for name in ("size", "nodes")}}
 
 
 def _job_of(folder: Path) -> int:
@@ -85,7 +85,7 @@ def test_an_array_is_a_world_once_it_is_told_where_to_meet(
 def test_a_run_that_is_signalled_saves_requeues_itself_and_ends_with_the_same_bits(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    steps = 60
+    steps = 40
     flags = (*RUN[1:-1], steps, "--log-every", 1)
     whole = command(tmp_path, "train", *flags, "--devices", 2, "--output", tmp_path / "whole", **CODE)
     assert whole.code == 0, whole.err
@@ -94,15 +94,12 @@ def test_a_run_that_is_signalled_saves_requeues_itself_and_ends_with_the_same_bi
         until(lambda: len(losses(run)) > 5)
         job = _job_of(run)
         cluster.ask("scancel", "--signal=USR1", str(job))
-        until(lambda: cluster.about(job)["JobState"] == "PENDING")
-        stopped_at = losses(run)[-1][0]
-        # Slurm holds a requeued job back for two minutes.
-        cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        cluster.start_again(job)
         ended = end(submitted)
-    assert ended.code == 0, ended.err
+    assert ended.code == 0, ended
     assert "lockstep: the job requeues itself" in ended.out
-    assert f"continuing at step {stopped_at} of {steps}" in ended.out
-    assert stopped_at < steps
+    assert (found := re.search(rf"continuing at step (\d+) of {steps}", ended.out))
+    assert 5 < int(found[1]) < steps
     assert cluster.about(job)["Restarts"] == "1"
     assert losses(run) == losses(tmp_path / "whole")
     assert weights(run) == weights(tmp_path / "whole")
@@ -142,12 +139,19 @@ def test_a_job_that_never_reaches_a_checkpoint_stops_requeuing_itself(cluster: C
             cluster.ask("scancel", "--signal=USR1", str(job))
             until(lambda: gone(ranks))  # noqa: B023  # called here
             if attempt < 2:
-                until(lambda: cluster.about(job)["JobState"] == "PENDING")
-                cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+                cluster.start_again(job)
         ended = end(submitted)
     assert ended.code == 75, ended
     assert ended.out.count("lockstep: the job requeues itself") == 2
     assert "stopped 3 times without a new checkpoint" in ended.out
+
+
+def test_a_job_that_can_never_start_is_told(cluster: Cluster, tmp_path: Path) -> None:
+    with start(tmp_path, *_SUBMIT, "--nodes", 9, "digits", **cluster.env, **CODE) as submitted:
+        submitted.says("(PartitionConfig), and will not start as it was asked for: end it with scancel")
+        submitted.send_signal(signal.SIGINT)
+        job = re.findall(r"scancel (\d+)", end(submitted).err)[-1]
+    cluster.ask("scancel", job)
 
 
 def test_ctrl_c_ends_the_following_and_not_the_job(cluster: Cluster, tmp_path: Path) -> None:
@@ -169,7 +173,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(cluster: Cluster, tmp_path: P
     [
         (("--partition", "none-such"), "sbatch refused the job: invalid partition specified: none-such;"),
         (("--sbatch=--none-such",), "sbatch refused the job: "),
-        (("--gpus-per-node", 9), "sbatch refused the job: "),
+        (("--mem", "99T"), "sbatch refused the job: Memory specification can not be satisfied;"),
     ],
 )
 def test_what_sbatch_refuses_is_told_in_its_words(

@@ -54,7 +54,9 @@ def main(given: list[str]) -> int:
     if output.helped(given, usage) or (given[:1] == ["slurm"] and output.helped(given[1:], usage)):
         return 0
     if not given or given[0] != "slurm":
-        raise unknown("scheduler", given[0] if given else "", ["slurm"], "As in lockstep submit slurm --nodes 2 digits.")
+        raise unknown(
+            "scheduler", given[0] if given else "", ["slurm"], "As in lockstep submit slurm --nodes 2 digits."
+        )
     own, rest = words.take(given[1:], _OWN)
     is_dry = own.pop("--dry-run", False)
     config = flags.parse(rest, prog="lockstep submit slurm")

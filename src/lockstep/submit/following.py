@@ -35,7 +35,7 @@ def check_there() -> None:
 
 
 def submit(script: Path) -> int:
-    """Hand a script to sbatch; return the job's number. Raises `RequestError`, with sbatch's words, where it refuses."""
+    """Hand a script to sbatch; return the job's number. Raises `RequestError`, in sbatch's words, where it refuses."""
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=_ASK_S, check=False

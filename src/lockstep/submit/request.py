@@ -85,7 +85,9 @@ class SlurmRequest:
             weights = (3600, 60, 1)
         else:
             weights = {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}.get(len(parts), ())
-        seconds = sum(a * b for a, b in zip(parts, weights, strict=False)) + 86400 * int(found["days"] or 0 if found else 0)
+        seconds = sum(a * b for a, b in zip(parts, weights, strict=False)) + 86400 * int(
+            found["days"] or 0 if found else 0
+        )
         require(
             seconds > 0,
             f"--time {self.time}: give minutes, minutes:seconds, hours:minutes:seconds, or days-hours, such as 20:00 "
@@ -162,7 +164,7 @@ def lay_out(request: SlurmRequest, strategy: str, devices: int | None) -> Layout
 
 
 def check_settled(given: dict[str, object]) -> None:
-    """Raise `RequestError` for options of a run that Slurm's job settles; `given` are those asked for, by their flags."""
+    """Raise `RequestError` for options of a run that Slurm's job settles; `given` are the run's, by their flags."""
     reasons = {
         "gpus": "the job sees the GPUs that Slurm gives it; give --gpus-per-node",
         "launcher": "srun starts the ranks",

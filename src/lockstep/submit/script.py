@@ -42,7 +42,9 @@ def render(plan: Plan) -> str:
     """Return the script. Raises `RequestError` for paths that cannot stand in one."""
     for path in (plan.folder, plan.submitted_from):
         if not str(path).isprintable() or any(letter in str(path) for letter in '"\\'):
-            raise RequestError(f"{path} has a quote, a backslash or a control character, which Slurm cannot read there.")
+            raise RequestError(
+                f"{path} has a quote, a backslash or a control character, which Slurm cannot read there."
+            )
     request, layout = plan.request, plan.layout
     what = f"{counted(request.nodes, 'node')} × {counted(layout.tasks, 'task')}"
     return _SCRIPT.format(
@@ -75,13 +77,13 @@ def _directives(plan: Plan) -> Iterator[str]:
     yield "# One log for all starts of the job."
     yield f'#SBATCH --output="{_literal(plan.folder)}/slurm-%j.out"'
     yield "#SBATCH --open-mode=append"
-    yield "# Slurm may start the job again: after a pre-emption, when a node was lost, and when the job asks for it, below."
+    yield "# Slurm may start it again: after a pre-emption, when a node was lost, and when the job asks for it, below."
     yield "#SBATCH --requeue"
     if request.time_s is None or request.time_s >= WARNED_FROM_S:
         yield f"# All ranks hear SIGUSR1 {_WARN_S} s before the time limit: they save, stop, and exit with 75."
         yield f"#SBATCH --signal=USR1@{_WARN_S}"
     else:
-        yield "# The time limit is too short for a warning, which may come a minute early: at the limit the job just ends."
+        yield "# Too short a limit for a warning, which may come a minute early: at the limit the job just ends."
     if request.sbatch:
         yield "# As asked for with --sbatch."
         yield from (f"#SBATCH {option}" for option in request.sbatch)
@@ -141,8 +143,8 @@ idle="$folder/.slurm-$SLURM_JOB_ID.idle"
 if [ "$(saved)" = "$before" ]; then echo "$before" >> "$idle"; else rm -f "$idle"; fi
 if [ -e "$idle" ] && [ "$(wc -l < "$idle")" -ge {idle_starts} ]; then
   rm -f "$idle"
-  echo "lockstep: stopped {idle_starts} times without a new checkpoint, so that the job does not requeue itself; give it"
-  echo "lockstep: more time, or the run a smaller --checkpoint-every"
+  echo "lockstep: stopped {idle_starts} times without a new checkpoint, so that the job does not requeue itself;"
+  echo "lockstep: give it more time, or the run a smaller --checkpoint-every"
   exit 75
 fi
 echo "lockstep: the job requeues itself"

@@ -104,7 +104,8 @@ def of_array(env: Mapping[str, str]) -> tuple[int, int] | None:
     if "SLURM_ARRAY_TASK_ID" not in env:
         return None
     index, first, last, count = (
-        number(env, f"SLURM_ARRAY_TASK_{name}", "give --rank and --world-size") for name in ("ID", "MIN", "MAX", "COUNT")
+        number(env, f"SLURM_ARRAY_TASK_{name}", "give --rank and --world-size")
+        for name in ("ID", "MIN", "MAX", "COUNT")
     )
     step = number(env, "SLURM_ARRAY_TASK_STEP", _START, "1") or 1
     if (last - first) // step + 1 != count or (index - first) % step or not first <= index <= last:
@@ -165,7 +166,9 @@ def _address(env: Mapping[str, str], nodes: int) -> str:
         return LOOPBACK
     text = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if not text:
-        raise RequestError(f"SLURM_STEP_NODELIST is not set, which says where rank 0 runs; {_START}, or set MASTER_ADDR.")
+        raise RequestError(
+            f"SLURM_STEP_NODELIST is not set, which says where rank 0 runs; {_START}, or set MASTER_ADDR."
+        )
     first = hosts(text)[0]
     if _resolves(first):
         return first
@@ -190,7 +193,11 @@ def _node_address(name: str) -> str:
     """Return the address that Slurm itself uses for a node, which may be called otherwise in the network."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         said = subprocess.run(
-            ["scontrol", "show", "node", "--oneliner", name], capture_output=True, text=True, timeout=_ASK_S, check=False
+            ["scontrol", "show", "node", "--oneliner", name],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_S,
+            check=False,
         )
         if found := re.search(r"\bNodeAddr=(\S+)", said.stdout):
             return found[1]
