@@ -18,7 +18,7 @@ from pathlib import Path
 from ..command import until
 from ..ports import free_port
 
-NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "salloc", "scancel", "scontrol", "squeue")
 _SBIN = ("/usr/sbin", "/usr/local/sbin", "/sbin")
 _CPUS = 4  # what each node claims to have, whatever the machine has
 _GPUS = 2

@@ -79,21 +79,24 @@ class SlurmRequest:
         """Seconds until the time limit; None where the partition's own holds."""
         if not self.time or self.time.upper() in ("UNLIMITED", "INFINITE"):
             return None
-        found = _TIME.fullmatch(self.time)
-        parts = [int(part) for part in (found["first"], found["second"], found["third"]) if part] if found else []
-        if found and found["days"]:
-            weights = (3600, 60, 1)
-        else:
-            weights = {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}.get(len(parts), ())
-        seconds = sum(a * b for a, b in zip(parts, weights, strict=False)) + 86400 * int(
-            found["days"] or 0 if found else 0
-        )
+        seconds = _seconds(self.time)
         require(
             seconds > 0,
             f"--time {self.time}: give minutes, minutes:seconds, hours:minutes:seconds, or days-hours, such as 20:00 "
             "for twenty minutes.",
         )
         return seconds
+
+
+def _seconds(time: str) -> int:
+    """Return the seconds in a time as Slurm writes it: numbers mean other things by how many there are; 0 for none."""
+    found = _TIME.fullmatch(time)
+    if not found:
+        return 0
+    parts = [int(part) for part in (found["first"], found["second"], found["third"]) if part]
+    first_is_hours = found["days"] or len(parts) == 3
+    units = (3600, 60, 1) if first_is_hours else (60, 1)
+    return sum(part * unit for part, unit in zip(parts, units, strict=False)) + 86_400 * int(found["days"] or 0)
 
 
 def _check_option(option: str) -> None:
