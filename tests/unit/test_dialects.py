@@ -131,6 +131,7 @@ def test_steps_of_neighbouring_jobs_meet_at_ports_of_their_own() -> None:
         ({**SLURM, **OPEN_MPI}, "OMPI_COMM_WORLD_SIZE", 2),
         ({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "3"}, "SLURM_STEP_NUM_TASKS", 3),
         ({**SLURM, **MPICH}, "PMI_SIZE", 2),
+        ({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "6"}, "PMI_SIZE", 6),
         ({**BATCH, **OPEN_MPI}, "OMPI_COMM_WORLD_SIZE", 2),
         (BATCH, "", 1),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, "", 1),

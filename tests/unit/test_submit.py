@@ -123,7 +123,6 @@ def test_there_is_one_task_a_gpu_or_one_a_node(
         ("digits --resume runs/x", "give --output RUN --resume auto"),
         ("digist", "did you mean digits?"),
         ("digits --epoch 3", "did you mean --epochs"),
-        ("digits --model resnet7", "resnet"),
         ('digits --output a"b', "which Slurm cannot read there."),
     ],
 )
