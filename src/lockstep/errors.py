@@ -46,7 +46,7 @@ class ProofError(LockstepError):
 
 
 class Stopped(LockstepError):
-    """Stopped by Ctrl-C, SIGTERM or SIGHUP after saving; resumable."""
+    """Stopped by Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 after saving; resumable."""
 
     exit_code = 75
 

@@ -13,7 +13,6 @@ import os
 import platform
 import shutil
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -121,6 +120,24 @@ def unwritable(path: Path | None, error: OSError) -> RequestError:
     return RequestError(f"{path} cannot be written: {error.strerror}; {way} another --output.")
 
 
+def reserve(config: RunConfig, *, make: bool) -> tuple[Path, bool]:
+    """Return the absolute folder of a run that starts later, elsewhere, and whether it is made for it now.
+
+    Raises `RequestError` where it cannot be that run's. `make=False` only says which one it would be.
+    """
+    check(config)
+    path = _asked(config)
+    if path is None:
+        return (fresh(default_name(config)) if make else _next(default_name(config))).absolute(), make
+    is_new = make and not path.exists()
+    if make:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
+    return path.absolute(), is_new
+
+
 def _asked(config: RunConfig) -> Path | None:
     """Return the folder that the config names, or that holds the run to continue; None for a new default one."""
     asked, output = config.checkpoint.resume, config.record.output
@@ -185,8 +202,8 @@ def fresh(name: str) -> Path:
 
     Raises `RequestError` where it cannot be made.
     """
-    for number in count(max(_numbered(name), default=0) + 1):
-        folder = RUNS / (name if number == 1 else f"{name}-{number}")
+    while True:
+        folder = _next(name)
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
@@ -194,7 +211,12 @@ def fresh(name: str) -> Path:
         except OSError as error:
             raise RequestError(f"{folder} cannot be made: {error.strerror}; give --output FOLDER.") from error
         return folder
-    raise AssertionError("numbers do not end")
+
+
+def _next(name: str) -> Path:
+    """Return the first default folder of this name that comes after all there are."""
+    number = max(_numbered(name), default=0) + 1
+    return RUNS / (name if number == 1 else f"{name}-{number}")
 
 
 def _numbered(name: str) -> dict[int, Path]:

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first asks the run to save and stop, a second one ends the process at once."""
+"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: the first asks the run to save and stop, a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from types import FrameType
 
 from .errors import RunError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What asks a run to stop; SIGHUP comes when the terminal goes, and is left alone under nohup."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What asks a run to stop: SIGHUP comes when the terminal goes, and is left alone under nohup; SIGUSR1 is what
+schedulers are told to send some time before a job's end."""
 
 KILLED = "Killed by a second signal, without saving; the last checkpoint, if there is one, is whole."
 STOPPING = "stopping: finishes the step under way and saves; a second signal ends it at once"

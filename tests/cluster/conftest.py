@@ -1,18 +1,46 @@
-"""What the tests on several hosts share."""
+"""What the tests on several hosts and on real clusters share: the hosts, the cluster, a run to compare with."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from ..command import ROOT, command, weights
+from . import slurm
 from .hosts import missing
+
+STEPS = 6
+RUN = ("train", "digits", "--accelerator", "cpu", "--max-steps", STEPS)
+CODE = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+"""The code beside the tests, whichever is installed."""
+
+
+def need(lacking: Sequence[str]) -> None:
+    """Skip where something is missing; where CI has to install it, fail."""
+    if lacking:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"not there: {', '.join(lacking)}")
 
 
 @pytest.fixture(scope="session")
 def namespaces() -> None:
-    """Skip where there can be no hosts as network namespaces; where tests have to run, fail."""
-    if why := missing():
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"tests on several hosts have to run here: {why}")
-        pytest.skip(why)
+    """Network namespaces can be made here."""
+    need([why] if (why := missing()) else [])
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[slurm.Cluster]:
+    """A controller and the nodes n1 and n2."""
+    need(slurm.missing())
+    with slurm.cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def spawned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The tensors of two ranks that spawn has started, after `STEPS` steps."""
+    folder = tmp_path_factory.mktemp("spawned")
+    ended = command(folder, *RUN, "--devices", 2, "--output", folder / "run", **CODE)
+    assert ended.code == 0, ended.err
+    return weights(folder / "run")

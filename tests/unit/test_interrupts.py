@@ -46,7 +46,7 @@ print(*asked, after == before)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_the_first_signal_asks(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _ASKED_TWICE.format(name)], capture_output=True, text=True, check=False

@@ -37,6 +37,7 @@ LAYERS: list[list[str]] = [
         "pulse",
         "notes",
         "watch",
+        "submit",
     ],
     ["world", "state", "randomness"],
     ["data", "models", "nn", "precision", "optim", "losses", "strategies", "launchers", "record"],

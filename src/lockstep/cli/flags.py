@@ -79,6 +79,13 @@ def parse(
     return arguments.run
 
 
+def without(given: list[str], names: Collection[str]) -> list[str]:
+    """Return the words `given` without the flags of these names (without dashes) and their values."""
+    leading, flags = _read(given)
+    kept = [flag for flag in flags if flag.name not in names]
+    return [*leading, *(word for flag in kept for word in (flag.text, *flag.words))]
+
+
 def _read(given: list[str]) -> tuple[list[str], list[_Flag]]:
     """Return the words before the first flag, and the flags."""
     leading: list[str] = []

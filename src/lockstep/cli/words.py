@@ -10,7 +10,7 @@ from ..errors import RequestError
 
 
 def take(given: list[str], own: Mapping[str, type]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the flags `own` (name → bool, float or str), and the words that are left.
+    """Return the values of the flags `own` (name → bool, float, str, or list for all of several), and the other words.
 
     Raises `RequestError` for a flag without its value, or one that is none.
     """
@@ -29,9 +29,13 @@ def take(given: list[str], own: Mapping[str, type]) -> tuple[dict[str, Any], lis
             values[name] = True
             continue
         text = value if equals else next(words, "")
-        if not text or (text.startswith("--") and not equals):
+        is_value = equals or own[name] is list or not text.startswith("--")
+        if not text or not is_value:
             raise RequestError(f"{name} lacks its value.")
-        values[name] = tolerance(name, text) if own[name] is float else text
+        if own[name] is list:
+            values.setdefault(name, []).append(text)
+        else:
+            values[name] = tolerance(name, text) if own[name] is float else text
     return values, rest
 
 

@@ -9,6 +9,7 @@ from .. import hardware
 from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError
 from ..kinds import auto, kind, with_ranks, with_several
+from .dialects import of_array, ranks_told
 
 
 def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
@@ -100,8 +101,13 @@ def _accelerator(asked: ParallelConfig, gpus: int) -> str:
 
 def _ranks_elsewhere(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
     """Return a lower bound of the world size that flags or the environment already tell."""
-    told = env.get("WORLD_SIZE", "") if "RANK" in env else ""
-    return max(parallel.nodes, parallel.world_size or 1, int(told) if told.isdecimal() else 1)
+    array = of_array(env) if parallel.world_size is None and meets_by_url(parallel) else None
+    return max(parallel.nodes, parallel.world_size or 1, ranks_told(env)[1], array[1] if array else 1)
+
+
+def meets_by_url(parallel: ParallelConfig) -> bool:
+    """Return whether ranks meet where --init-method says, and not where the environment does."""
+    return parallel.init_method not in ("", "env:", "env:/", "env://")
 
 
 def _check_one_process(parallel: ParallelConfig, env: Mapping[str, str]) -> None:
@@ -110,7 +116,8 @@ def _check_one_process(parallel: ParallelConfig, env: Mapping[str, str]) -> None
     if ranks > 1:
         raise RequestError(
             f"--strategy {parallel.strategy} is one process, but {ranks} ranks were asked for (by --nodes, "
-            f"--world-size or the environment's WORLD_SIZE); take --strategy {with_ranks()}, or start one process."
+            f"--world-size or the environment's {ranks_told(env)[0] or 'WORLD_SIZE'}); take --strategy {with_ranks()}, "
+            "or start one process."
         )
     asked = parallel.devices or len(parallel.gpu_indices)
     if asked > 1 and not kind(parallel.strategy).drives_all:

@@ -10,9 +10,9 @@ from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError
 from ..failures import Failure
 from ..kinds import kind
-from ..topology import Topology
 from . import dialects, rank, reasons, stores
 from .base import Entry
+from .devices import gpu_ids
 from .dialects import Place
 
 _ECHO_WAITS_S = 1.5
@@ -47,7 +47,8 @@ class EnvironmentLauncher:
             leave_word(failure)
 
         with rank.accounted(topology.rank, config, leave_word):
-            _check_agrees(config.parallel, topology, knows_node=place.knows_node)
+            _check_agrees(config.parallel, place)
+            _check_node(config.parallel, place, env)
             return rank.run_met(
                 entry,
                 config,
@@ -60,15 +61,17 @@ class EnvironmentLauncher:
             )
 
 
-def _check_agrees(asked: ParallelConfig, found: Topology, *, knows_node: bool) -> None:
+def _check_agrees(asked: ParallelConfig, place: Place) -> None:
     """Raise where flags say another world than the environment."""
+    names, found = place.names, place.topology
     # One process that drives several devices is one rank; and what the environment does not say, the roll call finds.
-    devices = asked.devices if knows_node and kind(asked.strategy).process_per_device else None
+    devices = asked.devices if place.knows_node and kind(asked.strategy).process_per_device else None
+    nodes = asked.nodes if place.knows_node and asked.nodes > 1 else None
     pairs = (
-        ("--world-size", asked.world_size, "WORLD_SIZE", found.size),
-        ("--rank", asked.rank, "RANK", found.rank),
-        ("--devices", devices, "LOCAL_WORLD_SIZE", found.local_size),
-        ("--nodes", asked.nodes if asked.nodes > 1 else None, "the number of nodes", found.nodes),
+        ("--world-size", asked.world_size, names.size, found.size),
+        ("--rank", asked.rank, names.rank, found.rank),
+        ("--devices", devices, names.local_size, found.local_size),
+        ("--nodes", nodes, names.nodes, found.nodes),
     )
     for flag, wanted, variable, told in pairs:
         if wanted is not None and wanted != told:
@@ -78,8 +81,33 @@ def _check_agrees(asked: ParallelConfig, found: Topology, *, knows_node: bool) -
             )
 
 
+def _check_node(asked: ParallelConfig, place: Place, env: Mapping[str, str]) -> None:
+    """Raise where this node has more ranks than the strategy wants there, or than there are GPUs."""
+    here, name = place.topology.local_size, place.names.local_size
+    if not place.knows_node or here == 1:
+        return
+    if kind(asked.strategy).drives_all:
+        raise RequestError(
+            f"--strategy {asked.strategy} drives all devices of a node in one process, but {name} is {here}; "
+            "start one process on each node."
+        )
+    if asked.accelerator != "cuda":
+        return
+    shown = len(gpu_ids(asked, env))
+    variable, granted = place.gpus or ("the number of GPUs that this process sees", shown)
+    # One that sees a single GPU may have it for itself: the roll call finds out whether two would share it.
+    gpus = min(granted, shown) if shown > 1 else granted
+    if gpus < here and (place.gpus or shown > 1):
+        raise RequestError(
+            f"{name} is {here}, but {variable if gpus == granted else 'the number of GPUs that this process sees'} is "
+            f"{gpus}: each rank needs a GPU of its own; start at most {gpus} on this node, or ask for more GPUs."
+        )
+
+
 def _open(place: Place, timeout_s: float) -> stores.Meeting:
     topology = place.topology
+    if place.file:
+        return stores.open_file(place.file)
     apart = place.knows_node and (topology.nodes > 1 if topology.is_main else topology.node > 0)
     if place.store_is_served:
         return stores.connect(topology.address, topology.port, timeout_s, job=place.job, start=place.start)

@@ -4,6 +4,8 @@
     --init-method file:///PATH --world-size 2 --rank 0         a file on a disk that all ranks share; it must not exist
     --init-method env://                                       MASTER_ADDR and MASTER_PORT say the address
 
+In a Slurm array job, --rank and --world-size follow from the job's place in its array, unless they are given.
+
 Which ranks share a node is found out at the roll call, from the hosts that they run on.
 """
 
@@ -18,6 +20,8 @@ from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError
 from . import rank, stores
 from .base import Entry
+from .devices import meets_by_url
+from .dialects import of_array
 
 _EXAMPLES = "give tcp://HOST:PORT, file:///PATH, or env://"
 
@@ -45,12 +49,36 @@ class ManualLauncher:
 
 
 def _who(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[int, int]:
-    told = env if parallel.init_method.startswith("env:") else {}
+    told = _told(parallel, env)
     index = _number("--rank", parallel.rank, told.get("RANK"))
     size = _number("--world-size", parallel.world_size, told.get("WORLD_SIZE"))
     if not index < size:
         raise RequestError(f"--rank {index} lies outside the world of {size}; ranks go from 0 to {size - 1}.")
     return index, size
+
+
+def _told(parallel: ParallelConfig, env: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the rank and the world size by the environment, for those that flags do not give.
+
+    Within an array job they are the job's place in its array, once --init-method says where to meet: by itself an
+    array may as well be so many runs. One flag without the other has to agree with the array.
+    """
+    if not meets_by_url(parallel):
+        return env
+    by_hand = (parallel.rank, parallel.world_size)
+    array = None if None not in by_hand else of_array(env)
+    if array is None:
+        return {}
+    for flag, given, variable, told in (
+        ("--rank", parallel.rank, "SLURM_ARRAY_TASK_ID", array[0]),
+        ("--world-size", parallel.world_size, "SLURM_ARRAY_TASK_COUNT", array[1]),
+    ):
+        if given is not None and given != told:
+            raise RequestError(
+                f"{flag} {given} disagrees with the array job, where {variable}={env[variable]} makes it {told}; leave "
+                "it out, or give both --rank and --world-size."
+            )
+    return {"RANK": str(array[0]), "WORLD_SIZE": str(array[1])}
 
 
 def _number(flag: str, given: int | None, told: str | None) -> int:

@@ -16,8 +16,8 @@ from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError, unknown
 from .base import Entry, Launcher
 from .devices import least_ranks as _least_ranks
-from .devices import processes, resolve
-from .dialects import started_elsewhere
+from .devices import meets_by_url, processes, resolve
+from .dialects import check_started, ranks_told, started_elsewhere
 from .elastic import ElasticLauncher
 from .environment import EnvironmentLauncher
 from .inline import InlineLauncher
@@ -88,7 +88,7 @@ def _choose(config: RunConfig, env: Mapping[str, str]) -> Launcher:
         variables = ", ".join(f"{variable}={value}" for variable, value in told.items())
         raise RequestError(
             f"--launcher {name}: the environment's {variables} say that another program, such as torchrun, has started "
-            f"{told['WORLD_SIZE']} ranks, and each would be a run of its own; leave --launcher out, or, if they are "
+            f"{ranks_told(env)[1]} ranks, and each would be a run of its own; leave --launcher out, or, if they are "
             f"left over: unset {' '.join(told)}."
         )
     _check_meeting_flags(name, config.parallel)
@@ -105,7 +105,7 @@ def _check_meeting_flags(name: str, parallel: ParallelConfig) -> None:
         "--clear-meeting": "" if parallel.clear_meeting else None,
     }
     if name == "elastic":  # whose nodes meet there
-        flags["--init-method"] = None
+        flags |= {"--init-method": None, "--interface": None}
     if name == "environment":  # which compares rank and world size with the environment's
         at_variables = parallel.init_method.rstrip("/") == "env:"
         flags = {"--init-method": None if at_variables else flags["--init-method"]}
@@ -137,7 +137,7 @@ def _table() -> dict[str, Launcher]:
 def _auto(config: RunConfig, env: Mapping[str, str], table: Mapping[str, Launcher]) -> str:
     parallel = config.parallel
     by_hand = parallel.rank is not None or parallel.world_size is not None
-    if parallel.init_method not in ("", "env://") and (by_hand or parallel.most_nodes == 1):
+    if meets_by_url(parallel) and (by_hand or parallel.most_nodes == 1):
         return ManualLauncher.name
     for launcher in table.values():
         if launcher.detect(config, env):
@@ -146,6 +146,7 @@ def _auto(config: RunConfig, env: Mapping[str, str], table: Mapping[str, Launche
         return ElasticLauncher.name
     if by_hand or parallel.init_method:
         return ManualLauncher.name
+    check_started(env)
     if parallel.most_nodes > 1:
         raise RequestError(
             f"--nodes {parallel.nodes_asked}: nothing says how the nodes meet; give the same command with "

@@ -1,0 +1,145 @@
+"""The dialects of MPI's starters: Open MPI's mpirun, and PMI as MPICH's and Intel's mpirun speak it.
+
+None of them says where ranks could meet. With MASTER_ADDR and MASTER_PORT they meet there (`mpirun -x` and `-genv`
+hand them on); ranks that all run on this host meet in a file that belongs to this one mpirun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ...errors import RequestError
+from ...topology import Topology
+from .place import Names, Place, check_below, number, port
+
+_START = "start the ranks with mpirun"
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """The names of one family of starters; where there are several for a thing, the first that is set counts."""
+
+    rank: str
+    size: str
+    local_ranks: tuple[str, ...]
+    local_sizes: tuple[str, ...]
+    exporting: str
+    """How the starter hands a variable on to ranks on other hosts."""
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Those that say which rank of how many this is."""
+        return (self.rank, self.size, *self.local_ranks, *self.local_sizes)
+
+    def size_variable(self, env: Mapping[str, str]) -> str:
+        """Return the variable that holds the number of ranks."""
+        return self.size
+
+    def is_spoken(self, env: Mapping[str, str]) -> bool:
+        """Return whether several ranks were started, of which this is one."""
+        size = env.get(self.size, "")
+        return self.rank in env and size.isdecimal() and int(size) > 1
+
+    def read(self, env: Mapping[str, str]) -> Place:
+        """Return this rank's place; which ranks of several hosts share one is left to the roll call."""
+        index, size = number(env, self.rank, _START), number(env, self.size, _START)
+        check_below(self.rank, index, self.size, size, _START)
+        local_size_name = next((name for name in self.local_sizes if name in env), self.local_sizes[0])
+        local_rank_name = next((name for name in self.local_ranks if name in env), self.local_ranks[0])
+        local_size = number(env, local_size_name, _START, "1")
+        local_rank = number(env, local_rank_name, _START, "0")
+        check_below(local_rank_name, local_rank, local_size_name, local_size, _START)
+        check_below(local_size_name, local_size, self.size, size, _START, or_same=True)
+        is_here = local_size == size
+        address = env.get("MASTER_ADDR", "")
+        if not address and not is_here:
+            raise RequestError(
+                f"{self.size} is {size}, but {local_size_name} is {env.get(local_size_name, 'not set')}: ranks run on "
+                "several hosts, and nothing says where they meet; add "
+                f"{self.exporting.format('MASTER_ADDR', '<address of the first host>')} "
+                f"{self.exporting.format('MASTER_PORT', '29500')} to the mpirun command."
+            )
+        topology = Topology(
+            rank=index,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            nodes=1 if is_here else 2,
+            address=address,
+            port=port(env) if address else 0,
+        )
+        return Place(
+            topology,
+            Names(rank=self.rank, size=self.size, local_size=local_size_name),
+            file=None if address else _meeting(env, self.rank),
+            knows_node=is_here,
+        )
+
+
+OPEN_MPI = Mpi(
+    rank="OMPI_COMM_WORLD_RANK",
+    size="OMPI_COMM_WORLD_SIZE",
+    local_ranks=("OMPI_COMM_WORLD_LOCAL_RANK",),
+    local_sizes=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    exporting="-x {}={}",
+)
+PMI = Mpi(
+    rank="PMI_RANK",
+    size="PMI_SIZE",
+    local_ranks=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    local_sizes=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    exporting="-genv {} {}",
+)
+
+
+def _meeting(env: Mapping[str, str], rank_variable: str) -> Path:
+    """Return the path of a file that the ranks of this mpirun share with no other one.
+
+    Open MPI's has a folder for its session, which it removes at its end, whatever became of the ranks. Elsewhere it
+    lies among the temporary files under the name of the process that has started the ranks.
+    """
+    session = env.get("PMIX_SERVER_TMPDIR", "")
+    if session and Path(session).is_dir():
+        return Path(session) / f"lockstep-{_hashed(env.get('PMIX_NAMESPACE', ''))}"
+    folder = Path(tempfile.gettempdir())
+    _sweep(folder)
+    starter = _starter(rank_variable)
+    name = f"lockstep-mpi-{os.getuid()}-{starter.pid}-{_hashed(str(starter.create_time()))}"
+    return folder / name
+
+
+def _starter(rank_variable: str) -> psutil.Process:
+    """Return the process that has started this host's ranks: the nearest ancestor that is no rank by its variables."""
+    ancestors = psutil.Process().parents()
+    for process in ancestors:
+        try:
+            if rank_variable not in process.environ():
+                return process
+        except psutil.Error:  # another user's, so none of the ranks'
+            return process
+    raise RequestError(
+        f"{rank_variable} is set, but all processes above this one have it too: no mpirun has started it; "
+        f"unset {rank_variable}, or {_START}."
+    )
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the files of this user whose mpirun has ended before its ranks could."""
+    for path in folder.glob(f"lockstep-mpi-{os.getuid()}-*"):
+        found = re.fullmatch(r"lockstep-mpi-\d+-(\d+)-\w+", path.name)
+        if found and not psutil.pid_exists(int(found[1])):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

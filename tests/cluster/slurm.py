@@ -1,0 +1,201 @@
+"""A real Slurm cluster on loopback: munge, a controller and two nodes, with ports and folders of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..command import until
+from ..ports import free_port
+
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "salloc", "scancel", "scontrol", "squeue")
+_SBIN = ("/usr/sbin", "/usr/local/sbin", "/sbin")
+_CPUS = 4  # what each node claims to have, whatever the machine has
+_GPUS = 2
+_LIMIT_S = 120.0
+_APART_S = 2.5
+
+_CONF = """\
+ClusterName=lockstep
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+# No part of the machine is changed: neither control groups nor accounts.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+GresTypes=gpu
+ReturnToService=2
+MpiDefault=none
+JobRequeue=1
+KillWait=10
+MinJobAge=300
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
+NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[0]} CPUs={cpus} Gres=gpu:{gpus}
+NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} Gres=gpu:{gpus}
+PartitionName=all Nodes=n[1-2] Default=YES MaxTime=60 State=UP OverSubscribe=NO
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that runs, and the environment in which Slurm's commands find it."""
+
+    folder: Path
+    env: dict[str, str]
+
+    def ask(self, *words: str) -> str:
+        """Return what one of Slurm's commands says; fail with its words where it fails."""
+        done = self.run(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def run(self, *words: str, folder: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        return subprocess.run(
+            words,
+            cwd=folder,
+            env={**os.environ, **self.env, **env},
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+        )
+
+    def submit(self, script: str, folder: Path, *flags: str, **env: str) -> int:
+        """Submit a script of the user's own from `folder`; return the job's number."""
+        path = folder / "job.sh"
+        path.write_text(script, encoding="utf-8")
+        done = self.run("sbatch", "--parsable", *flags, str(path), folder=folder, **env)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    def about(self, job: int) -> dict[str, str]:
+        """Return what the controller says about a job."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.ask("scontrol", "show", "job", str(job), "--oneliner")))
+
+    def start_again(self, job: int) -> None:
+        """Have a job that requeues itself start soon; Slurm would hold it back for two minutes."""
+        until(lambda: self.about(job)["JobState"] == "PENDING", _LIMIT_S)
+        # A node refuses what was granted in the second in which it ended the job before: "Job credential revoked".
+        time.sleep(_APART_S)
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def ended(self, job: int, limit_s: float = 120.0) -> str:
+        """Wait until the job has ended for good; return its last state."""
+
+        def is_over() -> bool:
+            return self.about(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+        until(is_over, limit_s)
+        return self.about(job)["JobState"]
+
+
+def missing() -> list[str]:
+    """Return the programs that this machine lacks for a cluster."""
+    return [name for name in NEEDED if _find(name) is None]
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Cluster]:
+    """Start a cluster of two nodes; end every process of it afterwards."""
+    # A short path: that of a socket is limited to 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    env = {"SLURM_CONF": str(folder / "slurm.conf")}
+    with contextlib.ExitStack() as daemons:
+        daemons.callback(shutil.rmtree, folder, ignore_errors=True)
+        _prepare(folder)
+        socket = folder / "munge.socket"
+        of_munge = [f"--{name}={folder}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
+        _start(daemons, folder, "munged", "--foreground", "--force", f"--key-file={folder}/munge.key", *of_munge)
+        until(socket.exists, 20)
+        _start(daemons, folder, "slurmctld", "-D", env=env)
+        for node in ("n1", "n2"):
+            _start(daemons, folder, "slurmd", "-D", "-N", node, env=env)
+        running = Cluster(folder, env)
+        until(lambda: _idle(running) == 2, 60)
+        try:
+            yield running
+        finally:
+            for job in running.ask("squeue", "--noheader", "--format=%A").split():
+                running.ask("scancel", "--signal=KILL", "--full", job)
+                running.ask("scancel", job)
+            with contextlib.suppress(AssertionError):
+                until(lambda: not running.ask("squeue", "--noheader").strip(), 30)
+
+
+def _prepare(folder: Path) -> None:
+    (folder / "state").mkdir()
+    key = folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    folder.chmod(0o755)  # munge refuses a socket that others cannot reach
+    ports = [free_port() for _ in range(3)]
+    text = _CONF.format(
+        folder=folder, user=getpass.getuser(), controller_port=ports[0], ports=ports[1:], cpus=_CPUS, gpus=_GPUS
+    )
+    (folder / "slurm.conf").write_text(text, encoding="utf-8")
+    # Files that are everywhere stand for the devices: what is tested is how GPUs are asked for.
+    (folder / "gres.conf").write_text("NodeName=n[1-2] Name=gpu File=/dev/null,/dev/zero\n", encoding="utf-8")
+    # Slurm looks for this file beside slurm.conf, and else at the machine's own place.
+    (folder / "cgroup.conf").write_text("CgroupAutomount=no\n", encoding="utf-8")
+
+
+def _start(
+    daemons: contextlib.ExitStack, folder: Path, *words: str, env: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    program = _find(words[0])
+    assert program, f"{words[0]} is not installed"
+    log = daemons.enter_context((folder / f"{words[0]}-{words[-1].strip('/').split('/')[-1]}.out").open("wb"))
+    process = subprocess.Popen(
+        [program, *words[1:]],
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    daemons.callback(_end, process)
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _idle(running: Cluster) -> int:
+    with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+        return running.ask("sinfo", "--noheader", "--Node", "--format=%T").split().count("idle")
+    return 0
+
+
+def _find(name: str) -> str | None:
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(_SBIN))
