@@ -25,6 +25,7 @@ VERBS = {
     "eval": "evaluate a checkpoint exactly: lockstep eval RUN [flags]",
     "verify": "proofs: N ranks against one, variants of a run, a run's records: lockstep verify WHAT",
     "diff": "how two checkpoints differ: lockstep diff A B",
+    "doctor": "whether a job can run here, and what would slow it: lockstep doctor [flags]",
     "info": "what there is: versions, hardware, recipes, models, data sets, strategies, launchers",
 }
 
