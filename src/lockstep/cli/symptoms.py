@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..doctor.finding import Finding
 
 _STYLES = {"green": "green", "yellow": "bold yellow", "red": "bold red", "unchecked": "dim"}
-_STATE_WIDE, _NAME_WIDE = 9, 19
+_STATE_WIDE, _NAME_WIDE = 9, 18
 _ALIKE = 3
 """Green lines of one name that are shown, where many hosts give as many."""
 
@@ -54,7 +54,7 @@ def _fewer(members: list[Finding]) -> list[Finding]:
 def _rows(each: Finding, hosts: Sequence[str]) -> list[tuple[Text, str, Text]]:
     """Return (state, name, what is said) of a finding, and of its fix."""
     said = Text(each.words)
-    if who := _who(each.ranks, hosts):
+    if who := _who(each, hosts):
         said.append(f" ({who})", "dim")
     rows = [(Text(each.state, _STYLES[each.state]), each.name, said)]
     if each.fix:
@@ -62,11 +62,16 @@ def _rows(each: Finding, hosts: Sequence[str]) -> list[tuple[Text, str, Text]]:
     return rows
 
 
-def _who(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return the ranks that a finding is about, with their hosts where there are several; "" for the only one."""
-    if len(hosts) == 1 or not ranks:
+def _who(each: Finding, hosts: Sequence[str]) -> str:
+    """Return the ranks that a finding is about, with their hosts where there are several; "" where that is nothing new.
+
+    That is: about the only rank, about all of them and good news, or about none in particular.
+    """
+    ranks = each.ranks
+    everybody = len(ranks) == len(hosts)
+    if len(hosts) == 1 or not ranks or (everybody and each.state in ("green", "unchecked")):
         return ""
-    if len(ranks) == len(hosts):
+    if everybody:
         return f"all {len(hosts)} ranks"
     named = f"rank{'s' * (len(ranks) > 1)} {_spans(ranks)}"
     on = list(dict.fromkeys(hosts[rank] for rank in ranks))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-from .finding import Finding, Subject, failed
+from .finding import YELLOW, Finding, Subject, failed
+
+Probe = Callable[[], Iterable[Finding]]
 
 
-def look(group: str, name: str, probe: Callable[[], Iterable[Finding]], limit_s: float) -> list[Finding]:
+def look(about: Subject, probe: Probe, limit_s: float, hung: str = YELLOW) -> list[Finding]:
     """Return what `probe` finds; a finding too where it raises, or does not come back within `limit_s` seconds.
 
-    It runs in a thread of its own, which is left behind where it hangs.
+    It runs in a thread of its own, which is left behind where it hangs; `hung` is the state that this means.
     """
     found: list[Finding] = []
     raised: list[BaseException] = []
@@ -22,11 +24,10 @@ def look(group: str, name: str, probe: Callable[[], Iterable[Finding]], limit_s:
         except BaseException as error:
             raised.append(error)
 
-    looking = threading.Thread(target=run, daemon=True, name=f"doctor {name}")
+    looking = threading.Thread(target=run, daemon=True, name=f"doctor {about.name}")
     looking.start()
     looking.join(limit_s)
     if looking.is_alive():
         words = f"the system gave no answer within {limit_s:g} s"
-        fix = "find out what hangs: a network disk, a name server or a driver that does not answer"
-        return [Subject(group, name).red(words, fix)]
-    return [failed(group, name, raised[0])] if raised else list(found)
+        return [about.found(hung, words, "find out what hangs: a network disk, a name server, a driver, an import")]
+    return [*found, *(failed(about, error) for error in raised)]

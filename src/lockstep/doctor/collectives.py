@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -120,7 +120,7 @@ def judge(told: Mapping[int, Sequence[Measured]], carrier: Carrier | None, hosts
         return
     if carrier:
         yield Subject("collectives", carrier.name, carrier.bytes_per_s, "bytes/s").green(
-            f"{rate(carrier.bytes_per_s)}, which the bandwidth of the bus is held against"
+            f"{rate(carrier.bytes_per_s)}, what all-reduce is held against"
         )
     sizes = [each.size_bytes for each in next(iter(told.values()))]
     for index, size_bytes in enumerate(sizes):

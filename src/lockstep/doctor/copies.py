@@ -38,7 +38,7 @@ def random_bytes(seed: int, count: int) -> Tensor:
 
 def checksum(values: Tensor) -> int:
     """Return the CRC-32 of bytes (n,), wherever they lie."""
-    return zlib.crc32(memoryview(values.cpu().numpy()))
+    return zlib.crc32(values.cpu().numpy().tobytes())
 
 
 def host_and_devices(devices: Sequence[torch.device], seed: int) -> Iterator[Finding]:

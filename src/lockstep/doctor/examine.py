@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
 from ..failures import is_echo, one_line
+from ..kinds import kind
 from ..launchers import hosts, rank, table
 from ..topology import Topology
 from . import collectives, copies, devices, disk, host, network, nvml, ports, software
 from .board import Board
-from .bounded import look
+from .bounded import Probe, look
 from .collectives import Carrier, Measured
 from .finding import RED, Finding, Subject, failed, merged
 
@@ -76,11 +77,6 @@ class Self:
     """For one thing that may hang."""
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank is the one that looks at what all ranks of its host share."""
-        return self.topology.local_rank == 0
-
-    @property
     def sharers(self) -> host.Sharers:
         """With whom it shares its host."""
         return host.Sharers(self.topology.local_size, self.topology.size, on_cpu=self.device.type == "cpu")
@@ -92,26 +88,25 @@ def examine(config: RunConfig, topology: Topology, device: torch.device, store: 
 
     patience_s = config.parallel.stall_timeout
     board = Board(PrefixStore("doctor", store), topology.rank, topology.size, patience_s)
-    limit_s = min(_PROBE_S, _PART * patience_s)
-    drivers: list[nvml.Driver] = []
-
-    def ask_driver() -> Iterator[Finding]:
-        drivers.append(nvml.ask(table.visible_gpus()))
-        yield from ()
-
-    found = look("devices", "driver", ask_driver, limit_s)
-    wire = network.wire(rank.bound(), topology.address or hosts.ANYWHERE)
-    if not wire.address and topology.nodes == 1:
-        wire = replace(wire, address=_LOOPBACK)  # a laptop without a network
-    me = Self(config, topology, device, drivers[0] if drivers else nvml.Driver(), wire, limit_s)
-
-    mine = {"host": socket.gethostname(), "versions": software.versions(me.driver.version), "mtu": wire.mtu}
-    found += _alone(me, asked)
-    told = board.all("host", mine | {"findings": _sent(found, topology.rank)})
+    me, found = _introduced(config, topology, device, min(_PROBE_S, patience_s / 4))
+    told = board.all(
+        "host",
+        {
+            "host": socket.gethostname(),
+            "node": topology.node,
+            "versions": software.versions(me.driver.version),
+            "mtu": me.wire.mtu,
+            "findings": _sent([*found, *_of_rank(me)], topology.rank),
+            "of_host": _sent(_of_host(me, asked), None) if topology.local_rank == 0 else [],
+        },
+    )
     names = [each["host"] if each else "?" for each in told]
-    findings = _received(told)
-    findings += software.judge({at: each["versions"] for at, each in _present(told)}, software.least_torch())
-    findings += network.judge_mtus({at: each["mtu"] for at, each in _present(told)})
+    findings = [
+        *software.judge({at: each["versions"] for at, each in _present(told)}, software.least_torch()),
+        *_received(told),
+        *_received_of_hosts(told),
+        *network.judge_mtus({at: each["mtu"] for at, each in _present(told)}),
+    ]
     reached = _ports(me, board, names)
     findings += reached
     findings += _together(me, board, store, names, can=not any(each.state == RED for each in reached))
@@ -123,50 +118,85 @@ def examine(config: RunConfig, topology: Topology, device: torch.device, store: 
     return Report(tuple(merged(findings)), tuple(names), tuple(board.absent))
 
 
-def _alone(me: Self, asked: Asked) -> list[Finding]:
-    """Return what this rank finds by itself; what ranks of a host share is looked at by one of them."""
-    sharers, others = me.sharers, me.topology.nodes > 1
-    on_cpu = me.device.type == "cpu"
-    probes: list[tuple[str, str, Callable[[], Iterator[Finding]]]] = [
-        ("host", "processors", lambda: host.processors(sharers)),
-        ("host", "limits", lambda: host.limits(sharers)),
+def _introduced(
+    config: RunConfig, topology: Topology, device: torch.device, limit_s: float
+) -> tuple[Self, list[Finding]]:
+    """Return this rank with its driver and its wire, and what was found where these could not be asked."""
+    drivers: list[nvml.Driver] = []
+    wires: list[network.Wire] = []
+
+    def ask_driver() -> Iterator[Finding]:
+        drivers.append(nvml.ask(table.visible_gpus()))
+        yield from ()
+
+    def find_wire() -> Iterator[Finding]:
+        wires.append(network.wire(rank.bound(), topology.address or hosts.ANYWHERE))
+        yield from ()
+
+    found = look(Subject("devices", "driver"), ask_driver, limit_s)
+    found += look(Subject("network", "interface"), find_wire, limit_s)
+    wire = wires[0] if wires else network.Wire("", "", None, None)
+    if not wire.address and not wire.interface and topology.nodes == 1:
+        wire = replace(wire, interface="loopback", address=_LOOPBACK)  # a laptop without a network
+    return Self(config, topology, device, drivers[0] if drivers else nvml.Driver(), wire, limit_s), found
+
+
+def _of_rank(me: Self) -> list[Finding]:
+    """Return what this rank finds about its own process and its own devices."""
+    gpus = _own_gpus(me)
+    probes: list[tuple[Subject, Probe]] = [
+        (Subject("host", "processors"), lambda: host.processors(me.sharers)),
+        (Subject("host", "limits"), lambda: host.limits(me.sharers)),
+        (Subject("devices", "GPUs"), lambda: devices.gpus(gpus)),
+        (Subject("devices", "copies"), lambda: copies.host_and_devices(_own_devices(me), _SEED + me.topology.rank)),
     ]
-    if me.leads:
-        own, address, is_bound = socket.gethostname(), me.wire.address, bool(rank.bound())
-        states = [] if on_cpu else _own_gpus(me)
-        probes += [
-            ("host", "torchvision", software.torchvision),
-            ("host", "memory", host.memory),
-            ("host", "shared memory", lambda: host.shared_memory(sharers)),
-            ("devices", "GPUs", lambda: devices.usable(me.driver, on_cpu=on_cpu, chosen_cpu=asked.chosen_cpu)),
-            ("devices", "GPUs", lambda: devices.gpus(states)),
-            ("devices", "links", lambda: devices.links([] if on_cpu else me.driver.links, not on_cpu)),
-            ("network", "interface", lambda: network.judge_wire(me.wire)),
-            ("network", "host name", lambda: network.names(own, address, is_bound=is_bound, others=others)),
-        ]
-        if asked.data is not None:
-            data = asked.data
-            probes.append(("disk", "data", lambda: disk.data(data)))
-    seed = _SEED + me.topology.rank
-    probes.append(("devices", "copies", lambda: copies.host_and_devices(_own_devices(me), seed)))
-    return list(itertools.chain.from_iterable(look(*probe, me.limit_s) for probe in probes))
+    return list(itertools.chain.from_iterable(look(about, probe, me.limit_s) for about, probe in probes))
+
+
+def _of_host(me: Self, asked: Asked) -> list[Finding]:
+    """Return what all ranks of this host share, which one of them looks at."""
+    own, address, on_cpu = socket.gethostname(), me.wire.address, me.device.type == "cpu"
+    others, data = me.topology.nodes > 1, asked.data
+    links = [] if on_cpu else me.driver.links
+    probes: list[tuple[Subject, Probe]] = [
+        (Subject("host", "torchvision"), software.torchvision),
+        (Subject("host", "memory"), host.memory),
+        (Subject("host", "shared memory"), lambda: host.shared_memory(me.sharers)),
+        (
+            Subject("devices", "GPUs"),
+            lambda: devices.usable(me.driver, on_cpu=on_cpu, chosen_cpu=asked.chosen_cpu),
+        ),
+        (Subject("devices", "links"), lambda: devices.links(links, not on_cpu)),
+        (Subject("network", "interface"), lambda: network.judge_wire(me.wire)),
+        (
+            Subject("network", "host name"),
+            lambda: network.names(own, address, is_bound=bool(rank.bound()), others=others),
+        ),
+        (Subject("disk", "data"), lambda: disk.data(data) if data is not None else ()),
+    ]
+    return list(itertools.chain.from_iterable(look(about, probe, me.limit_s) for about, probe in probes))
+
+
+def _drives_all(me: Self) -> bool:
+    return kind(me.config.parallel.strategy).drives_all
 
 
 def _own_gpus(me: Self) -> list[nvml.GpuState]:
-    """Return the GPUs that ranks of this host compute on."""
+    """Return the GPUs that this process drives."""
+    if me.device.type == "cpu":
+        return []
+    if not _drives_all(me):
+        return [gpu for gpu in me.driver.gpus if gpu.index == me.device.index]
     chosen = me.config.parallel.gpu_indices
-    return [gpu for gpu in me.driver.gpus if not chosen or gpu.index in chosen]
+    return [gpu for gpu in me.driver.gpus if not chosen or gpu.index in chosen][: me.config.parallel.devices]
 
 
 def _own_devices(me: Self) -> list[torch.device]:
-    """Return the devices that this process drives."""
+    """Return the devices that this process drives, its own first."""
     import torch
 
-    from ..kinds import kind
-
-    if me.device.type == "cpu" or not kind(me.config.parallel.strategy).drives_all:
-        return [me.device]
-    return [torch.device("cuda", gpu.index) for gpu in _own_gpus(me)[: me.config.parallel.devices]]
+    others = [torch.device("cuda", gpu.index) for gpu in _own_gpus(me) if gpu.index != me.device.index]
+    return [me.device, *others]
 
 
 def _ports(me: Self, board: Board, names: Sequence[str]) -> list[Finding]:
@@ -183,7 +213,7 @@ def _ports(me: Self, board: Board, names: Sequence[str]) -> list[Finding]:
         visits = ports.visit_all({at: each for at, each in doors.items() if at != own})
         told_visits = board.all("visits", {str(at): asdict(each) for at, each in visits.items()})
     findings = [
-        replace(failed("network", "ports", OSError(each["trouble"])), state=RED, ranks=(at,))
+        replace(failed(Subject("network", "ports"), OSError(each["trouble"])), state=RED, ranks=(at,))
         for at, each in _present(told)
         if "trouble" in each
     ]
@@ -251,7 +281,7 @@ def _carrier(me: Self, board: Board) -> Carrier | None:
         gpu = next((each for each in me.driver.gpus if each.index == me.device.index), None)
         if gpu and (found := devices.link(me.driver, gpu)):
             mine = Carrier(found[0], found[0], found[1])
-    elif me.leads:
+    elif me.topology.local_rank == 0:  # one at a time
         mine = Carrier("memory", "memory copy", collectives.memory_bytes_per_s())
     told = [Carrier(**each) for _, each in _present(board.all("carriers", asdict(mine) if mine else {})) if each]
     return min(told, key=lambda each: each.bytes_per_s, default=None)
@@ -273,12 +303,12 @@ def _disk(me: Self, board: Board, folder: Path) -> list[Finding]:
 
     with contextlib.ExitStack() as stack:
         if me.topology.is_main:
-            found += look("disk", "output", lambda: disk.output(folder), me.limit_s)
-            found += look("disk", "shared", leave_mark, me.limit_s) if me.topology.size > 1 else []
+            found += look(Subject("disk", "output"), lambda: disk.output(folder), me.limit_s, hung=RED)
+            found += look(Subject("disk", "shared"), leave_mark, me.limit_s) if me.topology.size > 1 else []
         told = board.all("marks", {"findings": _sent(found, None), "mark": asdict(marks[0]) if marks else None})
         findings = _received(told)
         left = disk.Mark(**told[0]["mark"]) if told[0]["mark"] else None
-        trouble = look("disk", "shared", lambda: look_for(left), me.limit_s) if left else []
+        trouble = look(Subject("disk", "shared"), lambda: look_for(left), me.limit_s) if left else []
         told = board.all("seen", {"findings": _sent(trouble, me.topology.rank), "seen": seen == [True]})
     others = {at: each["seen"] for at, each in _present(told) if at}
     return [*findings, *_received(told), disk.judge_shared(left, others, hosts=me.topology.nodes)]
@@ -316,3 +346,15 @@ def _sent(found: Sequence[Finding], own: int | None) -> list[dict[str, Any]]:
 
 def _received(told: Sequence[Any]) -> list[Finding]:
     return [Finding.from_json(values) for _, each in _present(told) for values in each["findings"]]
+
+
+def _received_of_hosts(told: Sequence[Any]) -> list[Finding]:
+    """Return what was found about hosts, as findings about all ranks there."""
+    ranks: dict[int, tuple[int, ...]] = {}
+    for at, each in _present(told):
+        ranks[each["node"]] = (*ranks.get(each["node"], ()), at)
+    return [
+        replace(Finding.from_json(values), ranks=ranks[each["node"]])
+        for _, each in _present(told)
+        for values in each["of_host"]
+    ]

@@ -77,9 +77,9 @@ class Subject:
         return self.found(UNCHECKED, why)
 
 
-def failed(group: str, name: str, error: BaseException) -> Finding:
+def failed(about: Subject, error: BaseException) -> Finding:
     """Return the finding for something that could not be looked at, because looking raised `error`."""
-    return Subject(group, name).yellow(
+    return about.yellow(
         f"it could not be looked at: {one_line(error)}",
         "look at this by hand; whether it keeps a job from running is not known",
     )
