@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -71,8 +72,12 @@ def main(given: list[str]) -> int:
     )
     config = _placed(config)
     launchers.least_ranks(config)  # devices that this machine lacks are refused before anything starts
-    red = launchers.launch(visit, config)
-    if red:
+    report = launchers.launch(visit, config)
+    if report is None:
+        return 0  # this process is another rank than the one that tells
+    with output.written():
+        visit.show(report)
+    if red := _red(report):
         raise _refusal(red)
     return 0
 
@@ -112,28 +117,24 @@ class _Visit:
     def __call__(self, config: RunConfig, world: World) -> Any:
         raise AssertionError("the launchers let this entry form its own world")
 
-    def before_world(self, config: RunConfig, topology: Topology, device: torch.device, store: Store) -> list[str]:
-        """Examine this rank with the others; return, on rank 0, what is red (*collective*)."""
+    def before_world(self, config: RunConfig, topology: Topology, device: torch.device, store: Store) -> Report:
+        """Examine this rank with the others; return the report, which is whole on rank 0 (*collective*)."""
         from ..doctor.examine import Asked, examine
 
         output.survive()  # a rank is a process of its own
         report = examine(config, topology, device, store, Asked(self.output, self.data, self.chosen_cpu))
-        if not topology.is_main:
-            return []
-        red = [each.name for each in report.findings if each.state == "red"]
-        try:
-            with output.written():
-                self._print(report, config)
-        except BrokenPipeError:  # whoever read it has seen enough
-            output.let_go()
-        if report.absent:
-            raise _refusal(red)  # whoever started the ranks ends those that are left
-        return red
+        if topology.is_main and report.absent:
+            # Whoever waits for all ranks would wait for ever: it is told here, and by a failure, that one is silent.
+            with contextlib.suppress(BrokenPipeError, SystemExit), output.written():
+                self.show(report)
+            raise _refusal(_red(report))
+        return report
 
-    def _print(self, report: Report, config: RunConfig) -> None:
+    def show(self, report: Report) -> None:
+        """Print the report, as JSON if that was asked for."""
         took_s = time.time() - self.since_s
         if not self.as_json:
-            show(report.findings, report.hosts, config.parallel.accelerator, took_s)
+            show(report.findings, report.hosts, report.accelerator, took_s)
             return
         from ..doctor.finding import verdict
 
@@ -141,8 +142,7 @@ class _Visit:
             "verdict": verdict(report.findings),
             "ranks": len(report.hosts),
             "hosts": report.hosts,
-            "accelerator": config.parallel.accelerator,
-            "launcher": config.parallel.launcher,
+            "accelerator": report.accelerator,
             "seconds": round(took_s, 3),
             "findings": [
                 each.to_json() | {"nodes": list(dict.fromkeys(report.hosts[rank] for rank in each.ranks))}
@@ -150,6 +150,10 @@ class _Visit:
             ],
         }
         print(json.dumps(told, indent=2))
+
+
+def _red(report: Report) -> list[str]:
+    return [each.name for each in report.findings if each.state == "red"]
 
 
 def _refusal(red: list[str]) -> RunError:

@@ -28,15 +28,18 @@ _SIZES = {
 """{bytes: how often}; of the times the median is taken."""
 _MOST_S = 1.0  # for one size; where the next would take longer, it and those above are left out
 _PATTERN, _WEIGHTS = 127, 64  # small enough that the sum over 4,000 ranks is a whole number that float32 holds
-_LEAST = {"memory": 0.01, "link": 0.25, "NVLink": 0.3, "PCIe": 0.15}
+_LEAST = {"memory": 0.01, "link": 0.25, "fast link": 0.0, "NVLink": 0.3, "PCIe": 0.15}
 """Below this part of what carries it, the largest all-reduce is yellow.
 
 memory: gloo sends through loopback sockets and adds up in one thread. On two busy cores it was seen at 0.04 to 0.28 of
 the rate of a copy; a hundredth is neither, but ranks that wait for a processor or a loopback that is shaped.
-link: gloo and NCCL both fill most of a link of some Gbit/s; a quarter is another route, or a link that others use.
+link: of 10 Gbit/s, gloo was seen to fill 0.41 between two busy cores; a quarter is a link that others use, or that
+has fallen back to a lower rate. A fast link is one that gloo, which keeps one connection a pair, does not fill.
 NVLink, PCIe: copies both in and out share what is rated one way; below this NCCL has fallen back on a slower path.
 """
 
+GLOO_FILLS_BYTES_PER_S = 1.25e9
+"""10 Gbit/s: only up to here is gloo held against a link."""
 _NCCL_FIX = "see NCCL_DEBUG=INFO for the path that NCCL takes, and"
 _FIXES = {
     "memory": "start fewer ranks than processors, and see what else runs on this host",
@@ -118,7 +121,10 @@ def judge(told: Mapping[int, Sequence[Measured]], carrier: Carrier | None, hosts
         why = "one rank: nothing to reduce; lockstep doctor --devices 2 starts two"
         yield Subject("collectives", "all-reduce").unchecked(why)
         return
-    if carrier:
+    if carrier is None:
+        why = "the system does not know the link's rate, so that all-reduce is held against nothing"
+        yield Subject("collectives", "link").unchecked(why)
+    else:
         yield Subject("collectives", carrier.name, carrier.bytes_per_s, "bytes/s").green(
             f"{rate(carrier.bytes_per_s)}, what all-reduce is held against"
         )

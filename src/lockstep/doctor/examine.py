@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _PROBE_S = 10.0
 _PART = 0.8
 """Of the time that a rank is waited for: within it a collective gives up, and there is time to say so."""
+_IMPORT_PART = 0.5
+"""Of that time, for an import, which on a busy machine or a network disk takes seconds."""
 _LOOPBACK = "127.0.0.1"
 _SEED = 1
 _FIX = (
@@ -60,6 +62,8 @@ class Report:
     findings: tuple[Finding, ...]
     hosts: tuple[str, ...]
     """Of each rank."""
+    accelerator: str
+    """cpu or cuda."""
     absent: tuple[int, ...]
     """Ranks that fell silent."""
 
@@ -115,7 +119,7 @@ def examine(config: RunConfig, topology: Topology, device: torch.device, store: 
         words = f"it fell silent at {topic}, and was waited for {patience_s:g} s"
         fix = "see whether it was stopped, and what its host is busy with; end it before a job starts"
         findings.append(Subject("collectives", "ranks", ranks=(absent,)).red(words, fix))
-    return Report(tuple(merged(findings)), tuple(names), tuple(board.absent))
+    return Report(tuple(merged(findings)), tuple(names), device.type, tuple(board.absent))
 
 
 def _introduced(
@@ -159,7 +163,6 @@ def _of_host(me: Self, asked: Asked) -> list[Finding]:
     others, data = me.topology.nodes > 1, asked.data
     links = [] if on_cpu else me.driver.links
     probes: list[tuple[Subject, Probe]] = [
-        (Subject("host", "torchvision"), software.torchvision),
         (Subject("host", "memory"), host.memory),
         (Subject("host", "shared memory"), lambda: host.shared_memory(me.sharers)),
         (
@@ -174,7 +177,8 @@ def _of_host(me: Self, asked: Asked) -> list[Finding]:
         ),
         (Subject("disk", "data"), lambda: disk.data(data) if data is not None else ()),
     ]
-    return list(itertools.chain.from_iterable(look(about, probe, me.limit_s) for about, probe in probes))
+    found = look(Subject("host", "torchvision"), software.torchvision, _IMPORT_PART * me.config.parallel.stall_timeout)
+    return [*found, *itertools.chain.from_iterable(look(about, probe, me.limit_s) for about, probe in probes)]
 
 
 def _drives_all(me: Self) -> bool:
@@ -274,9 +278,13 @@ def _form(me: Self, store: Store, limit_s: float) -> World:
 def _carrier(me: Self, board: Board) -> Carrier | None:
     """Return what all-reduces of these ranks go through, the slowest on any host; None where its rate is unknown."""
     mine: Carrier | None = None
-    if me.topology.nodes > 1:
+    infiniband = network.infiniband_bytes_per_s() if me.device.type == "cuda" else None
+    if me.topology.nodes > 1 and infiniband:
+        mine = Carrier("link", "InfiniBand", infiniband)
+    elif me.topology.nodes > 1:
         if me.wire.bytes_per_s:
-            mine = Carrier("link", me.wire.interface, me.wire.bytes_per_s)
+            fast = me.device.type == "cpu" and me.wire.bytes_per_s > collectives.GLOO_FILLS_BYTES_PER_S
+            mine = Carrier("fast link" if fast else "link", me.wire.interface, me.wire.bytes_per_s)
     elif me.device.type == "cuda":
         gpu = next((each for each in me.driver.gpus if each.index == me.device.index), None)
         if gpu and (found := devices.link(me.driver, gpu)):

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..launchers import hosts
 from .finding import RED, YELLOW, Finding, Subject
+from .host import INFINIBAND
 from .units import rate, span
 
 NET = Path("/sys/class/net")
@@ -32,10 +32,6 @@ class Wire:
     """Its rate; None where it tells none, such as loopback."""
     mtu: int | None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return its values by name."""
-        return dict(vars(self))
-
 
 def wire(interface: str, towards: str, net: Path = NET) -> Wire:
     """Return the wire that traffic of this process takes: `interface`, or the one on the route `towards` an address."""
@@ -48,6 +44,18 @@ def wire(interface: str, towards: str, net: Path = NET) -> Wire:
     speed, mtu = (_number(net / interface / name) for name in ("speed", "mtu"))
     # In Mbit/s; -1 for a link that does not know.
     return Wire(interface, address, speed * 1e6 / 8 if speed and speed > 0 else None, mtu)
+
+
+def infiniband_bytes_per_s(folder: Path = INFINIBAND) -> float | None:
+    """Return the rate of this host's fastest InfiniBand port; None where there is none.
+
+    The kernel words it `100 Gb/sec (4X EDR)` (Documentation/ABI/stable/sysfs-class-infiniband).
+    """
+    found = []
+    for path in folder.glob("*/ports/*/rate"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            found.append(float(path.read_text(encoding="ascii").split()[0]) * 1e9 / 8)
+    return max(found, default=None)
 
 
 def judge_wire(wire: Wire) -> Iterator[Finding]:

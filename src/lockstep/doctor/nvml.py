@@ -5,8 +5,8 @@ Questions that a driver, or a part of a GPU (MIG), does not answer are left open
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .. import hardware
@@ -75,7 +75,6 @@ class Driver:
     links: tuple[Link, ...] = ()
     trouble: str = ""
     """Why the driver could not be asked, where it is there."""
-    infiniband: Mapping[str, str] = field(default_factory=dict)
 
 
 def pcie_bytes_per_s(generation: int, width: int) -> float:
