@@ -237,8 +237,10 @@ def test_wires_and_packets(tmp_path: Path) -> None:
     (tmp_path / "lo" / "mtu").write_text("9000\n")
     wire = network.wire("lo", "", tmp_path)
     assert wire == network.Wire("lo", "127.0.0.1", 25e9 / 8, 9000)
-    assert [each.state for each in network.judge_wire(wire)] == [GREEN]
-    (lost,) = network.judge_wire(network.wire("no0", ""))
+    assert [each.state for each in network.judge_wire(wire, others=False)] == [GREEN]
+    (kept,) = network.judge_wire(wire, others=True)
+    assert (kept.state, "GLOO_SOCKET_IFNAME" in kept.fix) == (RED, True)
+    (lost,) = network.judge_wire(network.wire("no0", ""), others=False)
     assert lost.state == RED
     assert "127.0.0.1" in lost.words
     assert not [*network.judge_mtus({0: 9000, 1: 9000, 2: None})]
@@ -278,6 +280,8 @@ def test_a_pair_that_cannot_connect_is_named() -> None:
     assert shut.state == RED
     assert shut.words == "rank 0 (a) does not reach rank 1 (b) at 10.0.0.1: no answer within 3 s"
     assert "from 10.0.0.0 into b" in shut.fix
+    inward = ports.judge({(0, 1): "refused"}, {1: ports.Door("127.0.0.1", 4000, "")}, ["a", "b"])
+    assert "iptables" not in inward.fix
     many = {(a, b): "refused" for a in range(2) for b in range(2)} | {(0, rank): "x" for rank in (1,)}
     assert "more" not in ports.judge(many, doors, ["a", "b"]).words
     assert ports.judge({}, {}, ["a"]).state == UNCHECKED

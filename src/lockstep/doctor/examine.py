@@ -170,7 +170,7 @@ def _of_host(me: Self, asked: Asked) -> list[Finding]:
             lambda: devices.usable(me.driver, on_cpu=on_cpu, chosen_cpu=asked.chosen_cpu),
         ),
         (Subject("devices", "links"), lambda: devices.links(links, not on_cpu)),
-        (Subject("network", "interface"), lambda: network.judge_wire(me.wire)),
+        (Subject("network", "interface"), lambda: network.judge_wire(me.wire, others=others)),
         (
             Subject("network", "host name"),
             lambda: network.names(own, address, is_bound=bool(rank.bound()), others=others),

@@ -58,13 +58,18 @@ def infiniband_bytes_per_s(folder: Path = INFINIBAND) -> float | None:
     return max(found, default=None)
 
 
-def judge_wire(wire: Wire) -> Iterator[Finding]:
-    """Yield what the job's interface on this host is."""
+def judge_wire(wire: Wire, *, others: bool) -> Iterator[Finding]:
+    """Yield what the job's interface on this host is; `others` says that there are other hosts to be reached."""
+    about = Subject("network", "interface")
     if not wire.address:
         known = ", ".join(f"{name} ({addresses[0]})" for name, addresses in hosts.interfaces().items() if addresses)
         words = f"{wire.interface or 'no interface'} has no address that others could reach; there are {known}"
         fix = "name one of these in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on this host, or unset them"
-        yield Subject("network", "interface").red(words, fix)
+        yield about.red(words, fix)
+        return
+    if others and ipaddress.ip_address(wire.address).is_loopback:
+        words = f"traffic is kept on {wire.interface} {wire.address}, where other hosts reach nobody"
+        yield about.red(words, "unset GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or name the network's interface there")
         return
     parts = [f"{wire.interface} {wire.address}"]
     parts += [f"{rate(wire.bytes_per_s)} ({wire.bytes_per_s * 8 / 1e9:g} Gbit/s)"] if wire.bytes_per_s else []

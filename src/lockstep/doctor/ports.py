@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import secrets
 import socket
 import socketserver
@@ -130,6 +131,8 @@ def judge(troubles: Mapping[tuple[int, int], str], doors: Mapping[int, Door], ho
 def _fix(start: int, end: int, doors: Mapping[int, Door], hosts: Sequence[str]) -> str:
     if hosts[start] == hosts[end]:
         return f"let {hosts[end]} talk to itself: iptables -I INPUT -s {doors[start].address} -p tcp -j ACCEPT"
+    if ipaddress.ip_address(doors[end].address).is_loopback:
+        return "let the job's traffic go over the network's interface, not over loopback: see there"
     low, high = _ephemeral()
     return (
         f"let TCP from {doors[start].address} into {hosts[end]}, ports {low} to {high}: iptables -I INPUT -s "
