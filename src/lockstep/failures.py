@@ -78,7 +78,7 @@ def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
         return Failure(rank, type(error).__name__, str(error), trace, is_echo=isinstance(error, RankLostError))
     if is_echo(error):
         return Failure(rank, type(error).__name__, _loss(error, rank, again), trace, is_echo=True)
-    return Failure(rank, type(error).__name__, f"Rank {rank} failed{_place(error)}: {_reason(error)}", trace)
+    return Failure(rank, type(error).__name__, f"Rank {rank} failed{_place(error)}: {one_line(error)}", trace)
 
 
 def again(config: RunConfig) -> str:
@@ -176,7 +176,8 @@ def is_library(file: str) -> bool:
     return file.startswith("<") or file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file
 
 
-def _reason(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Return the class and the words of `error` in one line, without a trace that another process has put into them."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r}) before it was done"
     text = str(error)

@@ -41,7 +41,7 @@ LAYERS: list[list[str]] = [
     ],
     ["world", "state", "randomness"],
     ["data", "models", "nn", "precision", "optim", "losses", "strategies", "launchers", "record"],
-    ["checkpoint", "resume", "meter", "evaluation", "verify"],
+    ["checkpoint", "resume", "meter", "evaluation", "verify", "doctor"],
     ["job", "saving", "announce", "proofs", "engine", "folders", "runs"],
     ["prove"],
     ["cli"],

@@ -26,6 +26,7 @@ VERBS = {
     "verify": "proofs: N ranks against one, variants of a run, a run's records: lockstep verify WHAT",
     "diff": "how two checkpoints differ: lockstep diff A B",
     "submit": "hand a run to a cluster: lockstep submit slurm [its flags] RECIPE [flags]",
+    "doctor": "whether a job can run here, and what would slow it: lockstep doctor [flags]",
     "info": "what there is: versions, hardware, recipes, models, data sets, strategies, launchers",
 }
 

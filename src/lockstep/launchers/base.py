@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..config import RunConfig
 
 if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
+
+    from ..topology import Topology
     from ..world import World  # which imports torch; a launcher is chosen without it
 
 Entry = Callable[[RunConfig, "World"], Any]
 """What every rank runs. Must be importable by name, since a launcher may start processes that look it up."""
+
+
+@runtime_checkable
+class FormsWorld(Protocol):
+    """An entry that forms the world itself out of the ranks that have met, since it says why none can be formed."""
+
+    def __call__(self, config: RunConfig, world: World) -> Any:
+        """Not called: an entry like any other for whoever passes it on."""
+
+    def before_world(self, config: RunConfig, topology: Topology, device: torch.device, store: Store) -> Any:
+        """Be this rank, with a store that all ranks share, and return this rank's value (*collective*)."""
 
 
 class Launcher(Protocol):

@@ -23,7 +23,7 @@ from ..notes import Notes
 from ..pulse import Pulse
 from ..topology import Topology
 from . import claims, guard, hosts, stores
-from .base import Entry
+from .base import Entry, FormsWorld
 from .devices import gpu_ids, gpu_index
 from .rendezvous import RollCall
 
@@ -66,9 +66,14 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
 
 def run_alone(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any:
     """Run the entry in this process as a world of one rank; return its value."""
+    from torch._C._distributed_c10d import HashStore
+
     from ..world import World
 
-    return entry(config, World.alone(take_device(config, env, Topology())))
+    device = take_device(config, env, Topology())
+    if isinstance(entry, FormsWorld):
+        return entry.before_world(config, Topology(), device, HashStore())
+    return entry(config, World.alone(device))
 
 
 def run_met(
@@ -136,11 +141,13 @@ def run_joined(
     notes: Notes,
 ) -> Any:
     """Join the world over `store`, run the entry, leave; return this rank's value (*collective*)."""
+    if isinstance(entry, FormsWorld):
+        return entry.before_world(config, topology, device, store)
     world = _join(config, topology, device, store, pulse, notes)
     try:
         value = entry(config, world)
     except BaseException:
-        _close_soon(world)
+        close_soon(world)
         raise
     world.close()
     return value
@@ -190,6 +197,11 @@ def bind(interface: str | None) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
+def bound() -> str:
+    """Return the network interface that gloo's traffic of this process is kept on; empty where none is chosen."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+
+
 def _check_node(config: RunConfig, topology: Topology) -> None:
     """Raise where the ranks that came stand on other nodes than the flags say."""
     parallel = config.parallel
@@ -222,7 +234,7 @@ def accounted(
         raise failure.error() from error
 
 
-def _close_soon(world: World) -> None:
+def close_soon(world: World) -> None:
     """Leave the world after a failure, which tells the other ranks at once; give up where leaving itself hangs."""
 
     def close() -> None:
