@@ -191,7 +191,7 @@ class ParallelConfig:
     """The devices, the way to use them, and how their processes meet."""
 
     strategy: str = "auto"
-    """single, dp or ddp; auto takes ddp where there are several devices."""
+    """single, dp, ddp or hybrid; auto takes ddp where there are several devices."""
     devices: Annotated[int | None, _key(metavar="INT")] = None
     """Devices on this node; by default all GPUs, or one CPU process."""
     gpus: str = ""
@@ -215,7 +215,7 @@ class ParallelConfig:
     batchnorm: str = "auto"
     """Batch statistics: sync (of the global micro-batch) or local (of each replica); auto is sync where it can be."""
     find_unused: bool = False
-    """ddp: search for parameters that the loss does not reach at each step (slower), instead of refusing them."""
+    """ddp, hybrid: search for parameters the loss does not reach at each step (slower), instead of refusing them."""
 
     def __post_init__(self) -> None:
         choose("accelerator", self.accelerator, ACCELERATORS)

@@ -20,7 +20,7 @@ from ..kinds import kind
 from ..topology import Topology
 from . import claims, hosts, stores
 from .base import Entry
-from .devices import gpu_ids, gpu_index
+from .devices import drives_all, gpu_ids, gpu_index
 from .rendezvous import RollCall
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def run_met(
         size=size,
         accelerator=parallel.accelerator,
         gpus=gpu_ids(parallel, env),
+        drives_all=drives_all(parallel),
         addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE),
     )
     call = RollCall(meeting, mine)
