@@ -199,7 +199,7 @@ class ParallelConfig:
     accelerator: str = "auto"
     """auto, cpu or cuda."""
     launcher: str = "auto"
-    """How processes come to be: inline, spawn, environment, manual; auto finds out."""
+    """How processes come to be: inline, spawn, environment, manual, ray; auto finds out."""
     nodes: int = 1
     """Number of nodes."""
     init_method: str = ""

@@ -70,7 +70,7 @@ def test_all_variants_of_the_recipe_are_one_model(tmp_path: Path) -> None:
     check = _summary(run)["proof"]["curve"]
     assert (check["outcome"], check["times"]) == ("holds", 10)
     assert 0 < rows["hybrid-2x2"]["loss"] < 1e-9
-    assert "dp-2: by design not one device's model" in check["found"]
+    assert "dp-2, hybrid-2x2: by design not one device's model" in check["found"]
     assert "**holds**" in (run / "proof.md").read_text()
     assert "The same model: 10 comparisons over 6 steps" in ended.out
 

@@ -12,6 +12,8 @@ from ..errors import RequestError
 from ..kinds import auto, kind, with_ranks, with_several
 
 Gpu = TypeVar("Gpu")
+_ELSEWHERE = ("ray",)
+"""Launchers that use other machines than this one: they find out themselves what `auto` means there."""
 
 
 def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
@@ -20,6 +22,8 @@ def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
     Raises `RequestError` for devices that this machine lacks, and for strategies that cannot use what was asked.
     """
     asked = config.parallel
+    if asked.launcher in _ELSEWHERE:
+        return config
     accelerator = _accelerator(asked, 0 if asked.accelerator == "cpu" else _count_gpus(env))
     parallel = dataclasses.replace(asked, accelerator=accelerator)
     if asked.strategy == "auto":
@@ -40,7 +44,8 @@ def processes(config: RunConfig, env: Mapping[str, str]) -> int:
 
 def least_ranks(config: RunConfig, env: Mapping[str, str]) -> int:
     """Return the least number of ranks, on all nodes, that a resolved config will have."""
-    return max(processes(config, env) * config.parallel.nodes, _ranks_elsewhere(config.parallel, env))
+    here = 1 if config.parallel.strategy == "auto" else processes(config, env)  # not resolved: known elsewhere
+    return max(here * config.parallel.nodes, _ranks_elsewhere(config.parallel, env))
 
 
 def devices_here(parallel: ParallelConfig, env: Mapping[str, str]) -> int:

@@ -20,6 +20,7 @@ from .dialects import started_elsewhere
 from .environment import EnvironmentLauncher
 from .inline import InlineLauncher
 from .manual import ManualLauncher
+from .ray import RayLauncher
 from .spawn import SpawnLauncher
 
 __all__ = ["choose", "launch", "least_ranks", "names", "resolve", "starts_here", "visible_gpus"]
@@ -103,6 +104,7 @@ def _check_meeting_flags(name: str, parallel: ParallelConfig) -> None:
     how = {
         "inline": "is this process alone",
         "spawn": "starts its ranks itself",
+        "ray": "starts its ranks itself",
         "environment": "lets ranks meet at the environment's MASTER_ADDR and MASTER_PORT",
     }.get(name)
     if how and given:
@@ -113,7 +115,10 @@ def _check_meeting_flags(name: str, parallel: ParallelConfig) -> None:
 
 
 def _table() -> dict[str, Launcher]:
-    launchers: tuple[Launcher, ...] = (InlineLauncher(), SpawnLauncher(), EnvironmentLauncher(), ManualLauncher())
+    launchers: tuple[Launcher, ...] = (
+        *(InlineLauncher(), SpawnLauncher(), EnvironmentLauncher(), ManualLauncher()),
+        RayLauncher(),
+    )
     return {launcher.name: launcher for launcher in launchers}
 
 
