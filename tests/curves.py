@@ -56,10 +56,10 @@ def curve(pool: RankPool, folder: Path, ranks: int, **values: Any) -> Curve:
 def spread(strategy: str, replicas: int) -> tuple[int, dict[str, Any]]:
     """Return the number of ranks, and the options, with which `strategy` has that many replicas of the model."""
     kind = KINDS[strategy]
-    return replicas if kind.has_ranks else 1, {
-        "strategy": strategy,
-        "devices": replicas if kind.drives_all and not kind.has_ranks else None,
-    }
+    each = replicas if kind.drives_all else 1
+    if kind.has_two_levels:
+        each = 2 if replicas > 2 and replicas % 2 == 0 else 1
+    return replicas // each, {"strategy": strategy, "devices": each if kind.drives_all else None}
 
 
 def apart(ours: Curve, theirs: Curve) -> float:

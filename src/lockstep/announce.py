@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from . import resume
+from . import kinds, resume
 from .config import SPANNING_SCHEDULES
 from .errors import counted
 from .folders import unwritable
@@ -103,9 +103,21 @@ def _said(job: Job) -> list[str]:
         f"strategy {job.strategy.name}, launcher {parallel.launcher}, {job.replicas} × {device}, "
         f"precision {job.precision.name}, {order}",
         statistics,
+        *_plain(job),
         *_short(job),
         *_inexact(job),
     ]
+
+
+def _plain(job: Job) -> list[str]:
+    """Return a line where a strategy of two levels has but one here."""
+    name, ranks, devices = job.strategy.name, job.world.size, len(job.strategy.devices)
+    same = kinds.plainer(name, ranks=ranks, devices=devices)
+    if not same:
+        return []
+    found = "one rank" if ranks == 1 else "one device in each rank"
+    local = " with --batchnorm local" if job.batchnorm == "local" and ranks > 1 else ""
+    return [f"{found}: here {name} computes what {same} does{local}"]
 
 
 def _short(job: Job) -> list[str]:

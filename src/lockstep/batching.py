@@ -5,6 +5,10 @@ statistics of BatchNorm are those of one global micro-batch: A is part of the mo
 world. Each global micro-batch is then shared out among the ranks. Both cuts are as even as they can be (sizes
 differ by at most one), so that no batch size is illegal: with 10 samples on 4 ranks they hold 3, 3, 2 and 2.
 
+Where a rank drives several devices, a global micro-batch is cut into a part for each device of the world, and a rank
+has its devices' parts, which are neighbours: each device then has what it would have as a rank of its own. Cutting a
+rank's share anew into as many parts, as evenly, larger ones first, gives just these parts.
+
 A last batch of n < global samples is cut into ⌈n·A ÷ global⌉ micro-batches, so that it runs at about the
 micro-batch size of the others; ranks that get no sample of it still take part in every collective.
 """
@@ -12,6 +16,7 @@ micro-batch size of the others; ranks that get no sample of it still take part i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 from .errors import RequestError, counted
 
@@ -38,42 +43,56 @@ def _cut(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
 class BatchPlan:
     """How each optimizer step's samples are shared out.
 
-    `global_size` samples a step, cut into `accumulation` global micro-batches, each shared among `ranks`.
+    `global_size` samples a step, cut into `accumulation` global micro-batches, each shared among `ranks` that drive
+    `devices` devices each.
     """
 
     global_size: int
     ranks: int
     accumulation: int
+    devices: int = 1
 
     @classmethod
     def solve(
-        cls, global_size: int, ranks: int, *, micro_size: int | None = None, accumulation: int | None = None
+        cls,
+        global_size: int,
+        ranks: int,
+        *,
+        micro_size: int | None = None,
+        accumulation: int | None = None,
+        devices: int = 1,
     ) -> BatchPlan:
-        """Return the plan for a global batch on `ranks` ranks.
+        """Return the plan for a global batch on `ranks` ranks of `devices` devices each.
 
         `micro_size` is the most samples that a rank computes at once; the fewest global micro-batches that keep to
         it are taken. `accumulation` names their number instead. With neither there is one.
 
         Raises `RequestError` where the batch cannot be shared out so that each rank has work.
         """
-        if global_size < ranks:
+        fewest, whom = _fewest(ranks, devices), _ranks_of(ranks, devices)
+        if global_size < fewest:
             raise RequestError(
-                f"Global batch {global_size} does not split into {ranks} ranks: each needs at least one sample; "
-                f"use --batch {ranks} or more, or at most {counted(global_size, 'rank')}."
+                f"Global batch {global_size} does not split into {whom}: each needs at least one sample; "
+                f"use --batch {fewest} or more, or at most {_ranks_of(most_ranks(global_size, devices), devices)}."
             )
         if accumulation is None:
-            accumulation = 1 if micro_size is None else -(-global_size // (micro_size * ranks))
-        if accumulation > global_size // ranks:
-            most = global_size // ranks
+            accumulation = 1 if micro_size is None else -(-global_size // _largest_micro(micro_size, ranks, devices))
+        if accumulation > global_size // fewest:
             if micro_size is None:
-                instead = f"--accumulate {most} or less, or --batch {accumulation * ranks} or more"
-            else:  # it is 1: of any more, the fewest micro-batches that keep to it leave no rank without a sample
-                instead = f"--batch {most * ranks} or {(most + 1) * ranks}, or --micro-batch 2 or more"
+                most = global_size // fewest
+                instead = f"--accumulate {most} or less, or --batch {accumulation * fewest} or more"
+            else:
+                instead = _instead_of(micro_size, global_size, ranks, devices)
             raise RequestError(
-                f"Global batch {global_size} does not split into {accumulation} micro-batches on "
-                f"{counted(ranks, 'rank')}: each rank needs at least one sample of each; use {instead}."
+                f"Global batch {global_size} does not split into {accumulation} micro-batches on {whom}: each rank "
+                f"needs at least one sample of each; use {instead}."
             )
-        return cls(global_size=global_size, ranks=ranks, accumulation=accumulation)
+        return cls(global_size=global_size, ranks=ranks, accumulation=accumulation, devices=devices)
+
+    @property
+    def largest_share(self) -> int:
+        """The most samples that a rank computes at once."""
+        return max(len(share) for share in self.split(0, self.global_size, 0))
 
     def steps(self, samples: int, *, drop_last: bool = False) -> int:
         """Return the number of optimizer steps in an epoch of `samples` samples."""
@@ -94,21 +113,62 @@ class BatchPlan:
         Every rank gets the same number of shares, so that all meet in each collective; a share can be empty.
         """
         micros = self.micros(stop - start)
-        return [Share(*_cut(*_cut(start, stop, micros, micro), self.ranks, rank)) for micro in range(micros)]
+        return [self._share(*_cut(start, stop, micros, micro), rank) for micro in range(micros)]
+
+    def _share(self, start: int, stop: int, rank: int) -> Share:
+        """Return the rank's share of the global micro-batch [start, stop): the parts of its devices."""
+        parts, first = self.ranks * self.devices, rank * self.devices
+        return Share(_cut(start, stop, parts, first)[0], _cut(start, stop, parts, first + self.devices - 1)[1])
 
     def leaves_ranks_empty(self, samples: int, *, drop_last: bool = False) -> bool:
         """Return whether a share of an epoch of `samples` samples is empty, as its last batch's can be."""
         last = samples % self.global_size
         if last == 0 or drop_last:
             return False
-        return last // self.micros(last) < self.ranks  # the smallest of its global micro-batches
+        return last // self.micros(last) < _fewest(self.ranks, self.devices)  # the smallest of its micro-batches
 
     def __str__(self) -> str:
         """Return the line that is printed once: `global batch 256 = 4 ranks × 2 micro-batches × 32`."""
-        whole = self.ranks * self.accumulation
+        whole = self.ranks * self.devices * self.accumulation
         each = str(self.global_size // whole)
         if self.global_size % whole:
             each += f" or {self.global_size // whole + 1}"
         ranks = counted(self.ranks, "rank")
+        if self.devices > 1:
+            ranks += f" × {counted(self.devices, 'device')}"
         micros = counted(self.accumulation, "micro-batch")
         return f"global batch {self.global_size} = {ranks} × {micros} × {each}"
+
+
+def most_ranks(micro: int, devices: int = 1) -> int:
+    """Return among how many ranks of `devices` devices each a global micro-batch of `micro` samples can be shared."""
+    return (micro - 1) // devices + 1
+
+
+def _fewest(ranks: int, devices: int) -> int:
+    """Return the samples of the smallest global micro-batch of which every rank has one."""
+    return (ranks - 1) * devices + 1
+
+
+def _largest_micro(share: int, ranks: int, devices: int) -> int:
+    """Return the samples of the largest global micro-batch of which no rank has more than `share`."""
+    each, more = divmod(share, devices)
+    return ranks * devices * each + more
+
+
+def _instead_of(micro_size: int, global_size: int, ranks: int, devices: int) -> str:
+    """Return, for a sentence, what can be asked for where keeping to `micro_size` leaves a rank without a sample."""
+
+    def fits(size: int) -> bool:
+        return global_size // -(-global_size // _largest_micro(size, ranks, devices)) >= _fewest(ranks, devices)
+
+    larger = f"--micro-batch {next(filter(fits, count(micro_size + 1)))} or more"
+    most = _largest_micro(micro_size, ranks, devices)
+    if most < _fewest(ranks, devices):  # whatever the batch
+        return larger
+    below = global_size // most * most
+    return f"--batch {below} or {below + most}, or {larger}"
+
+
+def _ranks_of(ranks: int, devices: int) -> str:
+    return counted(ranks, "rank") + (f" of {devices} devices" if devices > 1 else "")

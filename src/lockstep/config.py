@@ -191,7 +191,7 @@ class ParallelConfig:
     """The devices, the way to use them, and how their processes meet."""
 
     strategy: str = "auto"
-    """single, dp or ddp; auto takes ddp where there are several devices."""
+    """single, dp, ddp or hybrid; auto takes ddp where there are several devices."""
     devices: Annotated[int | None, _key(metavar="INT")] = None
     """Devices on this node; by default all GPUs, or one CPU process."""
     gpus: str = ""
@@ -199,7 +199,7 @@ class ParallelConfig:
     accelerator: str = "auto"
     """auto, cpu or cuda."""
     launcher: str = "auto"
-    """How processes come to be: inline, spawn, elastic, environment, manual; auto finds out."""
+    """How processes come to be: inline, spawn, elastic, environment, manual, ray; auto finds out."""
     nodes_asked: Annotated[str, _key(name="nodes", metavar="N|MIN:MAX")] = "1"
     """Number of nodes; 1:4 takes as many as there are, and goes on with those that are left."""
     max_restarts: int = 0
@@ -222,7 +222,7 @@ class ParallelConfig:
     batchnorm: str = "auto"
     """Batch statistics: sync (of the global micro-batch) or local (of each replica); auto is sync where it can be."""
     find_unused: bool = False
-    """ddp: search for parameters that the loss does not reach at each step (slower), instead of refusing them."""
+    """ddp, hybrid: search for parameters the loss does not reach at each step (slower), instead of refusing them."""
 
     def __post_init__(self) -> None:
         choose("accelerator", self.accelerator, ACCELERATORS)

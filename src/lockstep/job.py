@@ -11,11 +11,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from . import kinds, losses, optim
-from .batching import BatchPlan
+from .batching import BatchPlan, most_ranks
 from .config import RunConfig
 from .data import sets
 from .data.order import Order
-from .errors import RequestError
+from .errors import RequestError, counted
 from .losses import LossFunction
 from .models import table as models_table
 from .models import trial
@@ -186,13 +186,17 @@ def assemble(
     `RequestError` for what cannot be honoured.
     """
     asked = config.batch
+    strategy = strategies.build(config.parallel, world)
+    _check_alike(world, strategy)
+    devices = 1 if only_evaluates else len(strategy.devices)  # an evaluation uses the first
     if accumulation is not None:
-        _check_ranks(asked.size, accumulation, world.size)
+        _check_ranks(asked.size, accumulation, world.size, devices)
     plan = BatchPlan.solve(
         asked.size,
         world.size,
         micro_size=asked.micro_batch if accumulation is None else None,
         accumulation=asked.accumulate if accumulation is None else accumulation,
+        devices=devices,
     )
     _check_micro_batch(plan, asked.micro_batch)
     precision = Precision.of(config.precision, world.device)
@@ -201,7 +205,6 @@ def assemble(
         raise RequestError(
             f"--precision auto came to {' and '.join(sorted(set(found)))} on the ranks' different hardware; name one."
         )
-    strategy = strategies.build(config.parallel, world)
     data = data or sets.build(
         config.data, seed=config.seed, world=world, dtype=precision.dtype, channels_last=precision.channels_last
     )
@@ -246,19 +249,31 @@ def assemble(
     )
 
 
-def _check_ranks(global_size: int, accumulation: int, ranks: int) -> None:
+def _check_alike(world: World, strategy: Strategy) -> None:
+    """Raise, on every rank, where a rank drives other numbers of devices than rank 0: shares follow (*collective*)."""
+    first, *others = world.gather(len(strategy.devices))
+    for rank, count in enumerate(others, start=1):
+        if count != first:
+            raise RequestError(
+                f"Rank {rank} drives {counted(count, 'device')} and rank 0 {first}, and a batch is shared out evenly: "
+                "give every rank as many devices, by --devices or --gpus."
+            )
+
+
+def _check_ranks(global_size: int, accumulation: int, ranks: int, devices: int) -> None:
     """Raise where a continued run's micro-batches, which stay as they are, are too small for so many ranks."""
-    most = global_size // accumulation
+    micro = global_size // accumulation
+    most = most_ranks(micro, devices)
     if ranks > most:
         raise RequestError(
-            f"The run was begun with {accumulation} global micro-batches of {most} samples or more, which are part of "
+            f"The run was begun with {accumulation} global micro-batches of {micro} samples or more, which are part of "
             f"the model, and some of {ranks} ranks would get no sample of them; continue on {most} ranks or fewer."
         )
 
 
 def _check_micro_batch(plan: BatchPlan, most: int | None) -> None:
     """Raise where a continued run's micro-batches, which stay as they are, hold more than --micro-batch allows."""
-    share = -(-plan.global_size // (plan.accumulation * plan.ranks))
+    share = plan.largest_share
     if most is not None and share > most:
         raise RequestError(
             f"--micro-batch {most} is less than the {share} samples that each of {plan.ranks} ranks gets of the "
@@ -284,7 +299,7 @@ def _model(
     if asked == "sync" and not strategy.can_sync_batchnorm:
         raise RequestError(
             f"--batchnorm sync cannot work under --strategy {strategy.name}, whose replicas compute their own batch "
-            f"statistics in one process; use --batchnorm local, or --strategy {kinds.with_ranks()}."
+            f"statistics in one process; use --batchnorm local, or --strategy {kinds.per_device()}."
         )
     if untracked := sync_batchnorm.untracked(model):
         raise RequestError(

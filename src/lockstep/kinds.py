@@ -5,6 +5,7 @@ A launcher has to know that before it starts anything; `strategies/table.py` mak
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from .errors import choose
@@ -28,6 +29,11 @@ class Kind(NamedTuple):
         """Whether a node has as many processes as devices."""
         return self.has_ranks and not self.drives_all
 
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether several processes share the work, and each drives several devices."""
+        return self.has_ranks and self.drives_all
+
 
 KINDS = {
     "single": Kind("single", "Single", "one device", has_ranks=False, drives_all=False),
@@ -46,6 +52,14 @@ KINDS = {
         drives_all=False,
         options=("find-unused",),
     ),
+    "hybrid": Kind(
+        "hybrid",
+        "Hybrid",
+        "one process a node drives several devices (threads on a CPU), gradients all-reduced between processes",
+        has_ranks=True,
+        drives_all=True,
+        options=("find-unused",),
+    ),
 }
 
 
@@ -56,14 +70,39 @@ def kind(strategy: str) -> Kind:
 
 def with_ranks() -> str:
     """Return, for a sentence, the strategies under which several processes share the work."""
-    return " or ".join(name for name, each in KINDS.items() if each.has_ranks)
+    return _either(name for name, each in KINDS.items() if each.has_ranks)
+
+
+def per_device() -> str:
+    """Return, for a sentence, the strategies that have a process for each device."""
+    return _either(name for name, each in KINDS.items() if each.process_per_device)
+
+
+def plainer(strategy: str, *, ranks: int, devices: int) -> str:
+    """Return the strategy that comes to the same on `ranks` ranks of `devices` devices and has no second level.
+
+    "" where there is none.
+    """
+    each = KINDS[strategy]
+    if not each.has_two_levels or (ranks > 1 and devices > 1):
+        return ""
+    return next(
+        name
+        for name, other in KINDS.items()
+        if (other.process_per_device if ranks > 1 else other.drives_all and not other.has_ranks)
+    )
 
 
 def with_several() -> str:
     """Return, for a sentence, the strategies that share out work over several devices."""
-    return " or ".join(name for name, each in KINDS.items() if each.has_ranks or each.drives_all)
+    return _either(name for name, each in KINDS.items() if each.has_ranks or each.drives_all)
 
 
 def auto(*, several: bool) -> str:
     """Return the name that `--strategy auto` stands for where there are several devices or ranks, or one."""
     return "ddp" if several else "single"
+
+
+def _either(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last

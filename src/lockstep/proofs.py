@@ -160,6 +160,7 @@ def _ledger(job: Job, step: int) -> Ledger | None:
         evaluated_samples=len(job.data.test),
         accumulation=job.plan.accumulation,
         steps_per_epoch=job.steps_per_epoch,
+        devices=job.plan.devices,
     )
 
 

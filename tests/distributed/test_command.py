@@ -110,7 +110,7 @@ def test_a_run_leaves_what_tools_read(whole: Whole) -> None:
     assert (asked["model"], asked["batch"], asked["max-steps"]) == ("resnet8", 64, STEPS)
     assert to_toml(from_toml((run / "config.toml").read_text())) == (run / "config.toml").read_text()
     manifest = json.loads((run / "manifest.json").read_text())
-    assert manifest["batch_plan"] == {"global_size": 64, "ranks": 2, "accumulation": 1}
+    assert manifest["batch_plan"] == {"global_size": 64, "ranks": 2, "accumulation": 1, "devices": 1}
     assert manifest["topology"]["size"] == 2
     chosen = {name: manifest["chosen"][name] for name in ("strategy", "launcher", "devices", "batchnorm", "precision")}
     assert chosen == {"strategy": "ddp", "launcher": "spawn", "devices": 2, "batchnorm": "sync", "precision": "fp32"}

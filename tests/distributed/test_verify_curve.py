@@ -39,6 +39,9 @@ def test_all_variants_of_the_recipe_are_one_model(tmp_path: Path) -> None:
         "dp-2": "holds",
         "ddp-2": "holds",
         "ddp-3": "holds",
+        "ddp-4-local": "reference",
+        "hybrid-2x2": "holds",
+        "hybrid-2x2-resumed": "holds",
         "single-accum-2": "reference",
         "ddp-2-accum-2": "holds",
         "ddp-2-by-torchrun": "holds",
@@ -55,19 +58,21 @@ def test_all_variants_of_the_recipe_are_one_model(tmp_path: Path) -> None:
         ("ddp-3", "spawn", 3),
         ("ddp-2-by-torchrun", "environment", 2),
         ("single", "inline", 1),
+        ("hybrid-2x2", "manual", 2),
     ):
         manifest = json.loads((run / name / "manifest.json").read_text())
         assert (manifest["chosen"]["launcher"], manifest["topology"]["size"]) == (launcher, ranks)
         assert manifest["chosen"]["precision"] == "fp64"
-    for name in ("ddp-2-resumed", "single-then-ddp-2"):
+    for name in ("ddp-2-resumed", "single-then-ddp-2", "hybrid-2x2-resumed"):
         assert json.loads((run / name / "manifest.json").read_text())["first_step"] == 3
     assert [len(rows[name]["commands"]) for name in ("ddp-2", "ddp-2-by-hand", "ddp-2-resumed")] == [1, 2, 2]
     assert 0 < rows["ddp-2"]["loss"] < 1e-9
     check = _summary(run)["proof"]["curve"]
-    assert (check["outcome"], check["times"]) == ("holds", 8)
-    assert "dp-2: by design not one device's model" in check["found"]
+    assert (check["outcome"], check["times"]) == ("holds", 10)
+    assert 0 < rows["hybrid-2x2"]["loss"] < 1e-9
+    assert "dp-2, hybrid-2x2: by design not one device's model" in check["found"]
     assert "**holds**" in (run / "proof.md").read_text()
-    assert "The same model: 8 comparisons over 6 steps" in ended.out
+    assert "The same model: 10 comparisons over 6 steps" in ended.out
 
 
 def test_dropout_parts_ranks_from_one_device_and_not_the_launchers(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def curve(world: World, folder: Path, **values: Any) -> Curve:
 def test_a_gpu_trains_the_model_that_a_cpu_trains(nccl: World, tmp_path: Path, strategy: str, model: str) -> None:
     on_cpu = curve(World.alone(), tmp_path / "cpu", model=model)
     # One device each: dp then runs on cuda:0, ddp exchanges with itself over NCCL.
-    devices = {"devices": 1} if strategy == "dp" else {}
+    devices = {"devices": 1} if KINDS[strategy].drives_all else {}
     on_gpu = curve(nccl, tmp_path / "gpu", model=model, strategy=strategy, accelerator="cuda", **devices)
     assert apart(on_gpu, on_cpu) < LAW
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,16 +18,22 @@ sizes = st.integers(1, 300)
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> BatchPlan:
-    ranks = draw(st.integers(1, 9))
-    size = draw(st.integers(ranks, 300))
-    return BatchPlan.solve(size, ranks, accumulation=draw(st.integers(1, size // ranks)))
+def plans(draw: st.DrawFn, most_devices: int = 4) -> BatchPlan:
+    ranks, devices = draw(st.integers(1, 9)), draw(st.integers(1, most_devices))
+    fewest = (ranks - 1) * devices + 1
+    size = draw(st.integers(fewest, 300))
+    return BatchPlan.solve(size, ranks, accumulation=draw(st.integers(1, size // fewest)), devices=devices)
 
 
 def _positions(plan: BatchPlan, start: int, stop: int) -> list[list[list[int]]]:
     """Return the positions by micro-batch and rank."""
     by_rank = [plan.split(start, stop, rank) for rank in range(plan.ranks)]
     return [[list(range(share.start, share.stop)) for share in micro] for micro in zip(*by_rank, strict=True)]
+
+
+def _of_devices(count: int, devices: int) -> list[int]:
+    """Return how many of a rank's `count` samples each of its devices takes, as the strategies split them."""
+    return [len(part) for part in torch.arange(count).tensor_split(devices)]
 
 
 @given(plans(), sizes, st.booleans())
@@ -38,11 +49,25 @@ def test_shares_are_even_and_as_many_on_every_rank(plan: BatchPlan, count: int) 
     shares = [plan.split(1000, 1000 + count, rank) for rank in range(plan.ranks)]
     assert len({len(own) for own in shares}) == 1
     for micro in zip(*shares, strict=True):
-        held = [len(share) for share in micro]
+        held = [size for share in micro for size in _of_devices(len(share), plan.devices)]
         assert max(held) - min(held) <= 1
     micros = [sum(len(share) for share in micro) for micro in zip(*shares, strict=True)]
     assert max(micros) - min(micros) <= 1
     assert min(micros) >= 1  # whoever has no sample is a rank, never a whole micro-batch
+
+
+@given(plans(), sizes)
+def test_a_device_has_what_it_would_have_as_a_rank(plan: BatchPlan, count: int) -> None:
+    count = min(count, plan.global_size)
+    apart = dataclasses.replace(plan, ranks=plan.ranks * plan.devices, devices=1)
+    for micro, alone in zip(_positions(plan, 0, count), _positions(apart, 0, count), strict=True):
+        held = [part for share in micro for part in _parts(share, plan.devices)]
+        assert held == alone
+
+
+def _parts(share: list[int], devices: int) -> list[list[int]]:
+    ends = np.cumsum(_of_devices(len(share), devices))
+    return [share[start:end] for start, end in pairwise([0, *ends])]
 
 
 @given(plans(), sizes)
@@ -66,12 +91,15 @@ def test_global_micro_batches_do_not_depend_on_the_world(plan: BatchPlan, ranks:
 
 @given(plans(), st.integers(1, 40))
 def test_a_micro_size_is_kept_to_with_the_fewest_micro_batches(plan: BatchPlan, micro: int) -> None:
-    found = BatchPlan.solve(plan.global_size, plan.ranks, micro_size=micro) if micro > 1 else None
-    if found is None:
+    try:
+        found = BatchPlan.solve(plan.global_size, plan.ranks, micro_size=micro, devices=plan.devices)
+    except RequestError:
+        assert micro < max(2, plan.devices * plan.ranks)  # the parts of one such micro-batch leave a rank without
         return
+    assert found.largest_share <= micro
     assert max(len(share) for rank in range(found.ranks) for share in found.split(0, found.global_size, rank)) <= micro
     if found.accumulation > 1:
-        fewer = BatchPlan.solve(found.global_size, found.ranks, accumulation=found.accumulation - 1)
+        fewer = dataclasses.replace(found, accumulation=found.accumulation - 1)
         assert max(len(share) for share in fewer.split(0, fewer.global_size, 0)) > micro
 
 
@@ -85,6 +113,11 @@ def test_a_micro_size_is_kept_to_with_the_fewest_micro_batches(plan: BatchPlan, 
 )
 def test_the_plan_in_a_line(size: int, ranks: int, accumulation: int, line: str) -> None:
     assert str(BatchPlan.solve(size, ranks, accumulation=accumulation)) == line
+
+
+def test_the_plan_of_ranks_with_several_devices_in_a_line() -> None:
+    plan = BatchPlan.solve(256, 2, accumulation=2, devices=3)
+    assert str(plan) == "global batch 256 = 2 ranks × 3 devices × 2 micro-batches × 21 or 22"
 
 
 def test_ten_samples_on_four_ranks() -> None:
@@ -103,16 +136,30 @@ def test_a_batch_that_leaves_ranks_without_work_is_refused() -> None:
 
 
 @given(plans(), st.integers(1, 40))
-def test_the_batch_sizes_advised_for_a_micro_size_work(plan: BatchPlan, micro: int) -> None:
+def test_what_is_advised_for_a_micro_size_works(plan: BatchPlan, micro: int) -> None:
+    ranks, devices = plan.ranks, plan.devices
     try:
-        BatchPlan.solve(plan.global_size, plan.ranks, micro_size=micro)
+        BatchPlan.solve(plan.global_size, ranks, micro_size=micro, devices=devices)
     except RequestError as error:
-        sizes = [int(word.strip(",")) for word in str(error).partition("--batch ")[2].split() if word[0].isdigit()]
-        below, above, larger = sizes
-        assert below < plan.global_size < above
-        for size in (below, above):
-            BatchPlan.solve(size, plan.ranks, micro_size=micro)
-        BatchPlan.solve(plan.global_size, plan.ranks, micro_size=larger)
+        advice = str(error).partition("; use ")[2]
+        *batches, larger = [int(word.strip(",")) for word in advice.split() if word[0].isdigit()]
+        assert len(batches) == (2 if "--batch" in advice else 0)
+        assert batches or devices > 1
+        for size in batches:
+            BatchPlan.solve(size, ranks, micro_size=micro, devices=devices)
+        if batches:
+            assert batches[0] < plan.global_size < batches[1]
+        BatchPlan.solve(plan.global_size, ranks, micro_size=larger, devices=devices)
+        with pytest.raises(RequestError):
+            BatchPlan.solve(plan.global_size, ranks, micro_size=larger - 1, devices=devices)
+
+
+def test_a_batch_that_leaves_a_rank_of_several_devices_without_work_is_refused() -> None:
+    assert [len(BatchPlan.solve(3, 2, devices=2).split(0, 3, rank)[0]) for rank in range(2)] == [2, 1]
+    with pytest.raises(RequestError, match=r"into 2 ranks of 2 devices: .* use --batch 3 or more, or at most 1 "):
+        BatchPlan.solve(2, 2, devices=2)
+    with pytest.raises(RequestError, match=r"on 2 ranks of 3 devices: .* use --micro-batch 3 or more"):
+        BatchPlan.solve(10, 2, micro_size=2, devices=3)
 
 
 @given(plans(), sizes, st.booleans())

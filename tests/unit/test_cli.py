@@ -116,7 +116,7 @@ GONE = "a-folder-that-is-not-there"
         ("train digits --rank 2 --world-size 2", "--rank 2 lies outside the world of --world-size 2; ranks go from 0"),
         ("train digits --rank 0", "--rank 0 without --world-size"),
         ("train digits --nodes 2", "torchrun --nnodes 2"),
-        ("train digits --strategy single --devices 2", "take dp or ddp, or one device"),
+        ("train digits --strategy single --devices 2", "take dp, ddp or hybrid, or one device"),
         ("train digits --devices 2 --gpus 0", "--devices 2 disagrees with --gpus 0"),
         ("train digits --gpus a", "--gpus a: give different indices with commas"),
         (f"train digits --config {GONE}.toml", f"{GONE}.toml cannot be read: No such file or directory."),

@@ -139,15 +139,21 @@ def test_every_strategy_of_the_table_is_held_against_one_device(
     found = variants.others(setup, has_statistics=has_statistics)
     assert [each.name for each in found if each.partner == "single" and not each.begun_as] == [
         *([] if has_statistics else ["dp-2"]),
-        *("ddp-2", "ddp-3", "other-2", "other-3"),
+        *("ddp-2", "ddp-3"),
+        *([] if has_statistics else ["hybrid-2x2"]),
+        *("other-2", "other-3"),
         *([] if has_statistics else ["single-accum-2"]),
     ]
     # One process cannot synchronise statistics: it is held against ranks that do not either.
     assert [each.name for each in found if each.partner == "ddp-2-local"] == (["dp-2"] if has_statistics else [])
+    assert [each.name for each in found if each.partner == "ddp-4-local"] == (["hybrid-2x2"] if has_statistics else [])
     assert [each.name for each in found if each.partner == "single-accum-2"] == ["ddp-2-accum-2", "other-2-accum-2"]
     assert [each.name for each in found if each.same_bits] == [
-        *("ddp-2-by-torchrun", "ddp-2-by-hand", "ddp-2-resumed", "other-2-resumed"),
+        *("ddp-2-by-torchrun", "ddp-2-by-hand", "ddp-2-resumed", "other-2-resumed", "hybrid-2x2-resumed"),
     ]
+    # What one device has begun, replicas with statistics of their own cannot go on with.
+    continued = {each.name for each in found if each.begun_as == Way("single", 1)}
+    assert ("single-then-hybrid-2x2" in continued) == (not has_statistics)
     seen = {setup.reference.name}
     for each in found:
         assert each.name not in seen
@@ -177,7 +183,23 @@ def test_gpus_are_those_there_are_and_bits_are_due_where_they_can_be() -> None:
             for command in stage:
                 chosen = command[command.index("--gpus") + 1]
                 assert "--devices" not in command
-                assert chosen == ("5" if "single" in command else "5,3")
+                if "hybrid" in command:
+                    assert chosen == {"0": "5", "1": "3"}[command[command.index("--rank") + 1]]
+                else:
+                    assert chosen == ("5" if "single" in command else "5,3")
+
+
+@pytest.mark.parametrize(("gpus", "count", "shares"), [("", 4, ["0,1", "2,3"]), ("6,4,2,0,1", 5, ["6,4", "2,0"])])
+def test_ranks_that_drive_several_gpus_have_each_their_own(gpus: str, count: int, shares: list[str]) -> None:
+    setup = _setup(is_cpu=False, gpus=gpus, strategy="hybrid", devices=count)
+    first, again = variants.others(setup, has_statistics=True)
+    assert (first.name, again.name) == ("hybrid-2x2", "hybrid-2x2-resumed")
+    for variant in (first, again):
+        for stage in variants.commands(setup, variant, steps=6):
+            assert [command[command.index("--gpus") + 1] for command in stage] == shares
+            assert [command[-1] for command in stage] == ["0", "1"]
+    (on_cpu,) = variants.commands(_setup(strategy="hybrid"), first, steps=6)
+    assert [command[command.index("--devices") + 1] for command in on_cpu] == ["2", "2"]
 
 
 def test_what_a_batch_cannot_be_shared_out_for_is_left_out_with_the_reason() -> None:
@@ -186,6 +208,7 @@ def test_what_a_batch_cannot_be_shared_out_for_is_left_out_with_the_reason() -> 
     why = {each.name: variants.obstacle(setup, each, steps=1, has_statistics=True) for each in found}
     assert {name for name, reason in why.items() if reason} == {
         *("ddp-3", "ddp-2-accum-2", "ddp-2-resumed", "single-then-ddp-2"),
+        *("ddp-4-local", "hybrid-2x2", "hybrid-2x2-resumed"),
     }
     local = _setup(batchnorm="local")
     why = {each.name: variants.obstacle(local, each, steps=6, has_statistics=True) for each in found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -277,6 +278,35 @@ def test_a_rank_takes_the_gpu_that_its_claim_names(
     claims.check_together(
         [_claim(rank, 2, "a", accelerator="cuda", gpus=devices.gpu_ids(parallel, env)) for rank, env in enumerate(envs)]
     )
+
+
+@pytest.mark.usefixtures("eight_gpus")
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        ([{"gpus": "4,6"}, {"gpus": "1,0"}], [["GPU-4", "GPU-6"], ["GPU-1", "GPU-0"]]),
+        ([{"devices": 2}, {"gpus": "7,2"}], [["GPU-0", "GPU-1"], ["GPU-7", "GPU-2"]]),
+        ([{"devices": 2}, {"devices": 2}], None),
+        ([{}, {"gpus": "7"}], None),  # the first takes all eight
+    ],
+)
+def test_a_rank_that_drives_several_gpus_takes_all_its_own(
+    options: list[dict[str, Any]], taken: list[list[str]] | None
+) -> None:
+    came = []
+    for rank_, own in enumerate(options):
+        parallel = devices.resolve(override(RunConfig(), strategy="hybrid", nodes=2, **own), {}).parallel
+        ids = devices.gpu_ids(parallel, {})
+        assert devices.processes(override(RunConfig(), strategy="hybrid", **own), {}) == 1
+        assert hardware.gpus(None)[devices.gpu_index(parallel, {}, rank_)].uuid == ids[0]
+        came.append(_claim(rank_, 2, "a", accelerator="cuda", gpus=ids, drives_all=devices.drives_all(parallel)))
+    if taken is None:
+        with pytest.raises(RequestError, match=r"Ranks 0 and 1 on a would share one GPU .GPU-[07].; give each"):
+            claims.check_together(came)
+        return
+    assert [list(claim.gpus) for claim in came] == taken
+    claims.check_together(came)
+    claims.check_together([came[0], dataclasses.replace(came[0], rank=1, host="b", boot="b")])  # each on its own node
 
 
 @pytest.mark.usefixtures("eight_gpus")

@@ -84,5 +84,6 @@ def test_other_devices_or_ranks_start_from_the_fallback() -> None:
 @pytest.mark.parametrize("name", list(KINDS))
 def test_every_strategy_names_the_devices_it_drives(name: str) -> None:
     world = World(Topology(), torch.device("cuda", 2))
-    strategy = table.build(ParallelConfig(strategy=name, gpus="2,0" if name == "dp" else "2"), world)
-    assert strategy.devices == (GPUS if name == "dp" else GPUS[:1])
+    several = KINDS[name].drives_all
+    strategy = table.build(ParallelConfig(strategy=name, gpus="2,0" if several else "2"), world)
+    assert strategy.devices == (GPUS if several else GPUS[:1])

@@ -143,12 +143,13 @@ def test_what_came_before_has_no_part_in_the_bits() -> None:
 
 
 @pytest.mark.parametrize("inner", [False, True])
-def test_copies_of_a_compiled_model_are_refused(inner: bool) -> None:
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.drives_all])
+def test_copies_of_a_compiled_model_are_refused(name: str, inner: bool) -> None:
     model = _net()
     (model.get_submodule("0") if inner else model).compile()
-    with pytest.raises(RequestError, match="--compile cannot work under --strategy dp on 2 devices"):
-        table.build(ParallelConfig(strategy="dp", devices=2), World.alone()).wrap(model)
-    table.build(ParallelConfig(strategy="dp", devices=1), World.alone()).wrap(model)
+    with pytest.raises(RequestError, match=f"under --strategy {name} on 2 devices, .*, or use --strategy ddp.$"):
+        table.build(ParallelConfig(strategy=name, devices=2), World.alone()).wrap(model)
+    table.build(ParallelConfig(strategy=name, devices=1), World.alone()).wrap(model)
 
 
 def test_evaluation_runs_in_one_piece() -> None:

@@ -18,7 +18,7 @@ from .. import hardware
 from ..errors import RequestError
 from ..topology import Topology
 from . import hosts
-from .devices import turn
+from .devices import of_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,8 @@ class Claim:
     accelerator: str
     gpus: tuple[str, ...] = ()
     """Identities of the GPUs that the process may take, by local rank; a single one is taken by whoever names it."""
+    drives_all: bool = False
+    """Whether it takes all of these GPUs, whatever its local rank."""
     addresses: tuple[str, ...] = ()
     """Addresses of this host, the one that others most likely reach first."""
     interface: str = ""
@@ -128,19 +130,19 @@ def check_together(claims: Sequence[Claim]) -> None:
         seen[claim.node] += 1
         if not claim.gpus:
             continue
-        mine = turn(len(claim.gpus), local_rank)
-        if mine >= len(claim.gpus):
+        mine = of_rank(claim.gpus, local_rank, drives_all=claim.drives_all)
+        if not mine:
             raise RequestError(
                 f"Rank {claim.rank} ({claim.who}) is number {local_rank} of its node, which shows "
                 f"{len(claim.gpus)} GPUs; start at most as many ranks on a node as it has GPUs."
             )
-        gpu = claim.gpus[mine]
-        other = users.setdefault((claim.boot, gpu), claim)
-        if other is not claim:
-            raise RequestError(
-                f"Ranks {other.rank} and {claim.rank} on {claim.host} would share one GPU ({gpu}); "
-                "give each its own with --gpus, or start fewer ranks on this node."
-            )
+        for gpu in mine:
+            other = users.setdefault((claim.boot, gpu), claim)
+            if other is not claim:
+                raise RequestError(
+                    f"Ranks {other.rank} and {claim.rank} on {claim.host} would share one GPU ({gpu}); "
+                    "give each its own with --gpus, or start fewer ranks on this node."
+                )
 
 
 def check_reach(claims: Sequence[Claim], mine: Claim) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from .. import hardware
 from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError
 from ..kinds import auto, kind, with_ranks, with_several
 from .dialects import of_array, ranks_told
+
+Gpu = TypeVar("Gpu")
+_ELSEWHERE = ("ray",)
+"""Launchers that use other machines than this one: they find out themselves what `auto` means there."""
 
 
 def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
@@ -18,6 +23,8 @@ def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
     Raises `RequestError` for devices that this machine lacks, and for strategies that cannot use what was asked.
     """
     asked = config.parallel
+    if asked.launcher in _ELSEWHERE:
+        return config
     accelerator = _accelerator(asked, 0 if asked.accelerator == "cpu" else _count_gpus(env))
     parallel = dataclasses.replace(asked, accelerator=accelerator)
     if asked.strategy == "auto":
@@ -25,9 +32,9 @@ def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
         parallel = dataclasses.replace(parallel, strategy=auto(several=several))
     if not kind(parallel.strategy).has_ranks:
         _check_one_process(parallel, env)
-        parallel = dataclasses.replace(
-            parallel, devices=devices_here(parallel, env) if kind(parallel.strategy).drives_all else 1
-        )
+    if not kind(parallel.strategy).process_per_device:
+        count = devices_here(parallel, env) if kind(parallel.strategy).drives_all else 1
+        parallel = dataclasses.replace(parallel, devices=count)
     return dataclasses.replace(config, parallel=parallel)
 
 
@@ -38,7 +45,8 @@ def processes(config: RunConfig, env: Mapping[str, str]) -> int:
 
 def least_ranks(config: RunConfig, env: Mapping[str, str]) -> int:
     """Return the least number of ranks, on all nodes, that a resolved config will have."""
-    return max(processes(config, env) * config.parallel.nodes, _ranks_elsewhere(config.parallel, env))
+    here = 1 if config.parallel.strategy == "auto" else processes(config, env)  # not resolved: known elsewhere
+    return max(here * config.parallel.nodes, _ranks_elsewhere(config.parallel, env))
 
 
 def devices_here(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
@@ -51,26 +59,38 @@ def devices_here(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
 
 
 def gpu_ids(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that ranks of this process's node use, by local rank; empty on the CPU."""
+    """Return the UUIDs of the GPUs that this process may take: by local rank, or all its own; empty on the CPU."""
     if parallel.accelerator != "cuda":
         return ()
     visible = hardware.gpus(env.get("CUDA_VISIBLE_DEVICES"))
-    return tuple(visible[index].uuid for index in (parallel.gpu_indices or range(len(visible))))
+    return tuple(visible[index].uuid for index in _chosen(parallel, len(visible)))
 
 
 def gpu_index(parallel: ParallelConfig, env: Mapping[str, str], local_rank: int) -> int:
-    """Return the index of the GPU that a local rank computes on, among those visible to its process."""
-    chosen = parallel.gpu_indices or range(_count_gpus(env))
-    return chosen[turn(len(chosen), local_rank)]
+    """Return the index of a local rank's GPU, the first of several, among those visible to its process."""
+    return of_rank(_chosen(parallel, _count_gpus(env)), local_rank, drives_all=drives_all(parallel))[0]
 
 
-def turn(gpus: int, local_rank: int) -> int:
-    """Return which of the GPUs that its process may take is a local rank's.
+def of_rank(gpus: Sequence[Gpu], local_rank: int, *, drives_all: bool) -> Sequence[Gpu]:
+    """Return those of the GPUs that its process may take which are a local rank's; none where there are too few.
 
-    A process with a single one takes it, whatever its local rank: somebody has given each rank its own, by --gpus,
-    by CUDA_VISIBLE_DEVICES, or by a scheduler that binds one to each task.
+    A process that drives several takes all. Of the others, one with a single GPU takes it, whatever its local rank:
+    somebody has given each rank its own, by --gpus, by CUDA_VISIBLE_DEVICES, or by a scheduler that binds one to each
+    task.
     """
-    return 0 if gpus == 1 else local_rank
+    return gpus if drives_all or len(gpus) == 1 else gpus[local_rank : local_rank + 1]
+
+
+def drives_all(parallel: ParallelConfig) -> bool:
+    """Return whether each process drives all devices that it may take; `auto` never comes to such a strategy."""
+    return parallel.strategy != "auto" and kind(parallel.strategy).drives_all
+
+
+def _chosen(parallel: ParallelConfig, visible: int) -> Sequence[int]:
+    """Return the indices of the GPUs that this process may take, among its `visible` ones."""
+    if drives_all(parallel) and not parallel.gpu_indices:
+        return range(parallel.devices or visible)
+    return parallel.gpu_indices or range(visible)
 
 
 def _count_gpus(env: Mapping[str, str]) -> int:

@@ -24,7 +24,7 @@ from ..pulse import Pulse
 from ..topology import Topology
 from . import claims, guard, hosts, stores
 from .base import Entry, FormsWorld
-from .devices import gpu_ids, gpu_index
+from .devices import drives_all, gpu_ids, gpu_index
 from .rendezvous import RollCall
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def run_met(
         size=size,
         accelerator=parallel.accelerator,
         gpus=gpu_ids(parallel, env),
+        drives_all=drives_all(parallel),
         addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE, parallel.interface),
         interface=parallel.interface,
     )

@@ -142,6 +142,14 @@ def _serve(
     multiprocessing.set_start_method(None, force=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     lifeline.tie_to_parent(held)
+    be_rank(topology, payload, tell, listener)
+
+
+def be_rank(topology: Topology, payload: bytes, tell: Connection, listener: socket.socket | None) -> None:
+    """Run the pickled (entry, config) of `payload` as a rank, and tell its `Report`; a failure ends the process.
+
+    Rank 0 has the socket that listens at the topology's address; the others connect to it.
+    """
     config = RunConfig()
     try:
         entry, config = pickle.loads(payload)  # from our own parent, through a pipe that nobody else holds

@@ -22,6 +22,7 @@ from .elastic import ElasticLauncher
 from .environment import EnvironmentLauncher
 from .inline import InlineLauncher
 from .manual import ManualLauncher
+from .ray import RayLauncher
 from .spawn import SpawnLauncher
 
 __all__ = ["choose", "launch", "least_ranks", "names", "resolve", "starts_here", "visible_gpus"]
@@ -114,6 +115,7 @@ def _check_meeting_flags(name: str, parallel: ParallelConfig) -> None:
         "inline": "is this process alone",
         "spawn": "starts its ranks itself",
         "elastic": "numbers the ranks itself",
+        "ray": "starts its ranks itself",
         "environment": "lets ranks meet at the environment's MASTER_ADDR and MASTER_PORT",
     }.get(name)
     if how and given:
@@ -125,11 +127,8 @@ def _check_meeting_flags(name: str, parallel: ParallelConfig) -> None:
 
 def _table() -> dict[str, Launcher]:
     launchers: tuple[Launcher, ...] = (
-        InlineLauncher(),
-        SpawnLauncher(),
-        ElasticLauncher(),
-        EnvironmentLauncher(),
-        ManualLauncher(),
+        *(InlineLauncher(), SpawnLauncher(), ElasticLauncher(), EnvironmentLauncher(), ManualLauncher()),
+        RayLauncher(),
     )
     return {launcher.name: launcher for launcher in launchers}
 

@@ -117,7 +117,8 @@ def strategies(asked: str) -> list[str]:
             f"--strategy {asked} has one replica, which is what others are measured against; give "
             f"{' or '.join(several)}, or none for all of them."
         )
-    return several if asked == "auto" else [asked]
+    # Ranks that have a device each are no ranks that drive several: those are measured where they are asked for.
+    return [name for name in several if not KINDS[name].has_two_levels] if asked == "auto" else [asked]
 
 
 def examine(config: RunConfig, world: World, names: list[str], tolerance: float, step: str = "") -> Report | None:

@@ -62,6 +62,7 @@ class Workbench:
         first = self.job(config.parallel.strategy)
         self._data = first.data
         self.replicas = first.replicas
+        self._devices = first.plan.devices
         if self.replicas < 2:
             raise RequestError(
                 f"--strategy {config.parallel.strategy} has one replica here, and one process is what it is measured "
@@ -174,14 +175,16 @@ class Workbench:
 
     def share(self, case: Case, *, same: bool = False) -> Micros:
         """Return this rank's shares as it reads them, or, `same` on all ranks, as rank 0 does."""
-        plan = BatchPlan(global_size=case.size, ranks=self.world.size, accumulation=case.accumulation)
+        plan = BatchPlan(
+            global_size=case.size, ranks=self.world.size, accumulation=case.accumulation, devices=self._devices
+        )
         if not same:
             return self._fetch(case, plan, self.world.rank)
         whole = self.read(case)
         for x, y in whole:
             self.world.broadcast([x, y])
         positions = plan.split(case.start, case.stop, self.world.rank)
-        starts = [part.start for part in dataclasses.replace(plan, ranks=1).split(case.start, case.stop, 0)]
+        starts = [part.start for part in dataclasses.replace(plan, ranks=1, devices=1).split(case.start, case.stop, 0)]
         return [
             (x[part.start - start : part.stop - start], y[part.start - start : part.stop - start])
             for (x, y), part, start in zip(whole, positions, starts, strict=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..batching import BatchPlan
+from ..batching import BatchPlan, most_ranks
 from ..config import ParallelConfig, RecordConfig, RunConfig
 from ..errors import Stopped, counted
 from ..files import write_whole
@@ -22,10 +22,12 @@ from ..options import to_toml
 from .commands import Command, run
 
 CONFIG = "curve.toml"
+_NODES = 2
+"""Ranks that stand for nodes of several devices each."""
 
 
 class Way(NamedTuple):
-    """A strategy, and the number of devices that it has."""
+    """A strategy, and the number of devices that it has in all."""
 
     strategy: str
     devices: int
@@ -33,12 +35,26 @@ class Way(NamedTuple):
     @property
     def name(self) -> str:
         """The strategy alone where it has one device."""
+        if self.has_two_levels:
+            return f"{self.strategy}-{self.ranks}x{self.each}"
         return self.strategy if self.devices == 1 else f"{self.strategy}-{self.devices}"
 
     @property
     def ranks(self) -> int:
         """Processes that share out the batch."""
+        if self.has_two_levels:
+            return _NODES
         return self.devices if KINDS[self.strategy].process_per_device else 1
+
+    @property
+    def each(self) -> int:
+        """Devices that a process drives."""
+        return self.devices // self.ranks
+
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether each of several processes drives several devices; they are started by hand, as on several nodes."""
+        return KINDS[self.strategy].has_two_levels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +112,8 @@ class Setup:
 def check(setup: Setup) -> None:
     """Raise `RequestError` where the batch cannot be shared out among the devices."""
     for strategy in setup.strategies:
-        BatchPlan.solve(setup.config.batch.size, Way(strategy, setup.devices).ranks, accumulation=setup.accumulation)
+        way = _way(setup, strategy)
+        BatchPlan.solve(setup.config.batch.size, way.ranks, accumulation=setup.accumulation, devices=way.each)
 
 
 def others(setup: Setup, *, has_statistics: bool) -> list[Variant]:
@@ -106,11 +123,12 @@ def others(setup: Setup, *, has_statistics: bool) -> list[Variant]:
     """
     alone, once, twice = setup.reference, setup.accumulation, 2 * setup.accumulation
     ways = list(_ways(setup))
-    found = []
+    found: list[Variant] = []
     for way in ways:
         variant = Variant(name=way.name, way=way, accumulation=once, partner=alone.name)
-        found += _apart(variant) if has_statistics and _keeps_statistics_apart(setup, way) else [variant]
-    ranked = [way for way in ways if KINDS[way.strategy].has_ranks and way.devices == setup.devices]
+        pair = _apart(variant) if has_statistics and _keeps_statistics_apart(setup, way) else [variant]
+        found += [each for each in pair if each not in found]
+    ranked = [way for way in ways if KINDS[way.strategy].process_per_device and way.devices == setup.devices]
     if ranked:
         cut = Variant(
             name=f"{alone.name}-accum-{twice}",
@@ -124,13 +142,15 @@ def others(setup: Setup, *, has_statistics: bool) -> list[Variant]:
         found += [_started(way, once, starter, same_bits=_is_exact(setup)) for starter in ("torchrun", "hand")]
     for way in ours:
         found += _continued(way, alone, same_bits=_is_exact(setup))
+    for way in (way for way in ways if way.has_two_levels):
+        found += _continued(way, alone, same_bits=_is_exact(setup))[: 1 if has_statistics else None]
     return found
 
 
 def _keeps_statistics_apart(setup: Setup, way: Way) -> bool:
     """Whether nobody asked for it, and yet each replica has to take batch statistics of its own."""
     asked = setup.config.parallel
-    return asked.strategy == "auto" and asked.batchnorm == "auto" and way.devices > 1 and way.ranks == 1
+    return asked.strategy == "auto" and asked.batchnorm == "auto" and way.devices > 1 and KINDS[way.strategy].drives_all
 
 
 def _apart(variant: Variant) -> list[Variant]:
@@ -146,9 +166,16 @@ def _apart(variant: Variant) -> list[Variant]:
 
 def _ways(setup: Setup) -> Iterator[Way]:
     for strategy in setup.strategies:
-        yield Way(strategy, setup.devices)
-        if KINDS[strategy].has_ranks and setup.is_cpu:
+        yield _way(setup, strategy)
+        if KINDS[strategy].process_per_device and setup.is_cpu:
             yield Way(strategy, setup.devices + 1)
+
+
+def _way(setup: Setup, strategy: str) -> Way:
+    """Return how a strategy uses the devices: on a CPU, as many on each of several nodes; GPUs are shared out."""
+    if not KINDS[strategy].has_two_levels:
+        return Way(strategy, setup.devices)
+    return Way(strategy, _NODES * (setup.devices if setup.is_cpu else setup.devices // _NODES))
 
 
 def _is_exact(setup: Setup) -> bool:
@@ -186,9 +213,9 @@ def _continued(way: Way, alone: Variant, *, same_bits: bool) -> list[Variant]:
 
 def obstacle(setup: Setup, variant: Variant, *, steps: int, has_statistics: bool) -> str:
     """Return why a variant of a run of `steps` steps cannot be trained, in words; empty where it can."""
-    ranks, batch = variant.way.ranks, setup.config.batch.size
-    if ranks * variant.accumulation > batch:
-        parts = f"{counted(variant.accumulation, 'micro-batch')} on {counted(ranks, 'rank')}"
+    way, batch = variant.way, setup.config.batch.size
+    if way.ranks > most_ranks(batch // variant.accumulation, way.each):
+        parts = f"{counted(variant.accumulation, 'micro-batch')} on {counted(way.ranks, 'rank')}"
         return f"--batch {batch} does not split into {parts}"
     if variant.begun_as and steps < 2:
         return "one step has no middle"
@@ -213,39 +240,45 @@ def commands(setup: Setup, variant: Variant, *, steps: int) -> list[list[Command
     A run that is continued is stopped after half of its `steps`.
     """
     if variant.begun_as:
-        begun = _train(setup, variant, variant.begun_as, "--max-steps", str(steps // 2))
-        return [
-            [_python("lockstep", *begun)],
-            [_python("lockstep", *_train(setup, variant, variant.way), "--resume", "auto")],
-        ]
-    train = _train(setup, variant, variant.way)
-    ranks = variant.way.ranks
+        begun = _started_ranks(setup, variant, variant.begun_as, "--max-steps", str(steps // 2))
+        return [begun, _started_ranks(setup, variant, variant.way, "--resume", "auto")]
+    return [_started_ranks(setup, variant, variant.way)]
+
+
+def _started_ranks(setup: Setup, variant: Variant, way: Way, *more: str) -> list[Command]:
+    """Return the commands that are started at once: one for each rank that is started by hand, else one for all."""
+    ranks = way.ranks
     if variant.starter == "torchrun":
         per_node = ("--standalone", "--nproc-per-node", str(ranks))
-        return [[_python("torch.distributed.run", *per_node, "-m", "lockstep", *train)]]
-    if variant.starter == "hand":
+        return [_python("torch.distributed.run", *per_node, "-m", "lockstep", *_train(setup, variant, way), *more)]
+    if variant.starter == "hand" or way.has_two_levels:
         place = (setup.folder / f"{variant.name}.meeting").resolve().as_uri()
-        meet = (*train, "--launcher", "manual", "--init-method", place, "--world-size", str(ranks))
-        return [[_python("lockstep", *meet, "--rank", str(rank)) for rank in range(ranks)]]
-    return [[_python("lockstep", *train)]]
+        meet = (*more, "--launcher", "manual", "--init-method", place, "--world-size", str(ranks))
+        return [
+            _python("lockstep", *_train(setup, variant, way, rank), *meet, "--rank", str(rank)) for rank in range(ranks)
+        ]
+    return [_python("lockstep", *_train(setup, variant, way), *more)]
 
 
 def _python(module: str, *words: str) -> Command:
     return (sys.executable, "-m", module, *words)
 
 
-def _train(setup: Setup, variant: Variant, way: Way, *more: str) -> Command:
+def _train(setup: Setup, variant: Variant, way: Way, rank: int = 0) -> Command:
     files = ("--config", str(setup.folder / CONFIG), "--output", str(setup.folder / variant.name))
     cut = () if variant.accumulation == setup.accumulation else ("--accumulate", str(variant.accumulation))
     local = ("--batchnorm", "local") if variant.local else ()
-    return ("train", *files, "--strategy", way.strategy, *_devices(setup, way), *cut, *local, *more)
+    return ("train", *files, "--strategy", way.strategy, *_devices(setup, way, rank), *cut, *local)
 
 
-def _devices(setup: Setup, way: Way) -> Command:
+def _devices(setup: Setup, way: Way, rank: int) -> Command:
     chosen = setup.config.parallel.gpu_indices[: way.devices]
+    if way.has_two_levels and not setup.is_cpu:  # each rank has GPUs of its own
+        chosen = (chosen or tuple(range(way.devices)))[rank * way.each :][: way.each]
     if chosen:
         return ("--gpus", ",".join(map(str, chosen)))
-    return ("--devices", str(way.devices)) if way.devices > 1 else ()
+    count = way.each if way.has_two_levels else way.devices
+    return ("--devices", str(count)) if count > 1 else ()
 
 
 def train(setup: Setup, variant: Variant, *, steps: int) -> list[Command]:

@@ -30,7 +30,7 @@ from torch.nn.parallel import comm
 
 from ..config import ParallelConfig
 from ..errors import RequestError
-from ..kinds import with_ranks
+from ..kinds import per_device
 from ..world import World
 from .base import Replicated
 
@@ -43,43 +43,60 @@ class DataParallel(Replicated):
     averages_over = 1  # the single backward pass sums over replicas by itself
 
     def __init__(self, config: ParallelConfig, world: World) -> None:
-        indices = config.gpu_indices or range(config.devices or torch.cuda.device_count() or 1)
-        if world.device.type == "cuda":
-            self.devices = tuple(torch.device("cuda", index) for index in indices)
-        else:
-            self.devices = (world.device,) * (config.devices or 1)
+        self.devices = driven(config, world)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module that splits its input over the devices.
 
         Raises `RequestError` where there are several devices and `model` is compiled.
         """
-        if len(self.devices) > 1 and any(module._compiled_call_impl is not None for module in model.modules()):
-            raise RequestError(
-                f"--compile cannot work under --strategy dp on {len(self.devices)} devices, because a copy of a "
-                f"compiled module calls the original; leave it out, or use --strategy {with_ranks()}."
-            )
-        if self.devices[0].type == "cuda":
-            return DeviceReplicas(model, self.devices)
-        return ThreadReplicas(model, len(self.devices))
+        return spread(model, self.devices, strategy=self.name)
 
     def copies(self, model: nn.Module) -> list[Mapping[str, Tensor]]:
-        """Return the parameters as each GPU but the first gets them in a forward pass, copied in the same way.
+        """Return the parameters as each GPU but the first gets them in a forward pass."""
+        return copied(model, self.devices)
 
-        Where peer-to-peer access between GPUs is broken, these copies are what it ruins. Threads on a CPU share one
-        set of weights.
-        """
-        if self.devices[0].type != "cuda" or len(self.devices) == 1:
-            return []
-        named = {f"model/{name}": held.detach() for name, held in model.named_parameters()}
-        _, *others = comm.broadcast_coalesced(list(named.values()), self.devices)  # type: ignore[no-untyped-call]
-        return [
-            {
-                name: torch.view_as_complex(copy) if own.is_complex() else copy
-                for (name, own), copy in zip(named.items(), copies, strict=True)
-            }
-            for copies in others
-        ]
+
+def driven(config: ParallelConfig, world: World) -> tuple[torch.device, ...]:
+    """Return the devices of a process that drives several: its GPUs, the world's device first, or a CPU's threads."""
+    if world.device.type != "cuda":
+        return (world.device,) * (config.devices or 1)
+    indices = config.gpu_indices or range(config.devices or torch.cuda.device_count() or 1)
+    return tuple(torch.device("cuda", index) for index in indices)
+
+
+def spread(model: nn.Module, devices: tuple[torch.device, ...], *, strategy: str) -> nn.Module:
+    """Return the module that splits its input over the devices, in parts as even as `BatchPlan`'s.
+
+    Raises `RequestError` where there are several devices and `model` is compiled; `strategy` is who is told.
+    """
+    if len(devices) > 1 and any(module._compiled_call_impl is not None for module in model.modules()):
+        raise RequestError(
+            f"--compile cannot work under --strategy {strategy} on {len(devices)} devices, because a copy of a "
+            f"compiled module calls the original; leave it out, or use --strategy {per_device()}."
+        )
+    if devices[0].type == "cuda":
+        return DeviceReplicas(model, devices)
+    return ThreadReplicas(model, len(devices))
+
+
+def copied(model: nn.Module, devices: tuple[torch.device, ...]) -> list[Mapping[str, Tensor]]:
+    """Return the parameters as each GPU but the first gets them in a forward pass, copied in the same way.
+
+    Where peer-to-peer access between GPUs is broken, these copies are what it ruins. Threads on a CPU share one set of
+    weights.
+    """
+    if devices[0].type != "cuda" or len(devices) == 1:
+        return []
+    named = {f"model/{name}": held.detach() for name, held in model.named_parameters()}
+    _, *others = comm.broadcast_coalesced(list(named.values()), devices)  # type: ignore[no-untyped-call]
+    return [
+        {
+            name: torch.view_as_complex(copy) if own.is_complex() else copy
+            for (name, own), copy in zip(named.items(), copies, strict=True)
+        }
+        for copies in others
+    ]
 
 
 class InAutocast(nn.Module):

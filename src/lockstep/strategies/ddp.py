@@ -51,7 +51,7 @@ class DDP(Replicated):
 
     def __init__(self, config: ParallelConfig, world: World) -> None:
         self.world = world
-        self.devices = (world.device,)
+        self.devices: tuple[torch.device, ...] = (world.device,)
         self.find_unused = config.find_unused
 
     @property

@@ -81,12 +81,13 @@ class Ledger:
         evaluated_samples: int,
         accumulation: int,
         steps_per_epoch: int,
+        devices: int = 1,
     ) -> None:
         """Open the ledger at `path`, which a run that is continued has rewound before (*collective*).
 
         `path` counts on rank 0; None keeps the account without a file. `samples` are those of the training set,
-        `evaluated_samples` those of the set that is evaluated. Raises `RequestError`, on every rank, for a file that
-        cannot be written, or is torn or damaged.
+        `evaluated_samples` those of the set that is evaluated, `devices` those that each rank drives. Raises
+        `RequestError`, on every rank, for a file that cannot be written, or is torn or damaged.
         """
         self.cost_s = 0.0
         """Seconds that this rank spent in the collective methods."""
@@ -96,7 +97,7 @@ class Ledger:
         """Why pages wait, in the system's words; empty where none does."""
         self._world = world
         self._samples, self._evaluated_samples = samples, evaluated_samples
-        self._accumulation, self._steps_per_epoch = accumulation, steps_per_epoch
+        self._accumulation, self._steps_per_epoch, self._devices = accumulation, steps_per_epoch, devices
         self._notes: list[tuple[int, Indices]] = []
         self._evaluated: list[Indices] = []
         self._tally = Tally(0)
@@ -193,7 +194,8 @@ class Ledger:
         if gathered is None:
             return None
         first_step, counts, indices = gathered
-        page = Page(kind, epoch, first_step, self._world.size, self._accumulation, samples, counts, indices)
+        ranks, devices = self._world.size, self._devices
+        page = Page(kind, epoch, first_step, ranks, self._accumulation, samples, counts, indices, devices=devices)
         self._count(page)
         if self._file is not None:
             self._waiting.append(page.encode())

@@ -31,9 +31,9 @@ Indices = npt.NDArray[np.int64]
 _MAGIC = b"LKSL"
 _VERSION = 1
 _KINDS = (TRAIN, EVAL)
-# magic, version, kind, bits an index, ranks, accumulation, epoch, first step, steps, samples in the data set,
-# indices, checksum of counts and indices, checksum of the header before it
-_HEADER = struct.Struct("<4sHBBIIQQIQQII")
+# magic, version, kind, bits an index, ranks, devices of a rank but the first, accumulation, epoch, first step, steps,
+# samples in the data set, indices, checksum of counts and indices, checksum of the header before it
+_HEADER = struct.Struct("<4sHBBHHIQQIQQII")
 _CHUNK = 1 << 16
 """Indices packed at a time: a multiple of 8, so that each chunk ends with a whole byte."""
 
@@ -89,6 +89,8 @@ class Page:
     """(steps, ranks): how many samples each rank computed in each step; an evaluation counts as one step."""
     indices: Indices
     """(counts.sum(),): the samples by step, then rank, then as the rank computed them."""
+    devices: int = 1
+    """Devices that each rank drives."""
 
     @property
     def steps(self) -> int:
@@ -125,7 +127,8 @@ class Page:
         assert self.counts.sum() == len(self.indices), "each index is some rank's"
         bits = bits_for(self.samples)
         body = self.counts.astype("<u4").tobytes() + pack(self.indices, bits)
-        numbers = (_KINDS.index(self.kind), bits, self.ranks, self.accumulation, self.epoch, self.first_step)
+        world = (self.ranks, self.devices - 1)
+        numbers = (_KINDS.index(self.kind), bits, *world, self.accumulation, self.epoch, self.first_step)
         held = (self.steps, self.samples, len(self.indices), zlib.crc32(body))
         header = _HEADER.pack(_MAGIC, _VERSION, *numbers, *held, 0)[:-4]
         return header + struct.pack("<I", zlib.crc32(header)) + body
@@ -164,9 +167,7 @@ def _next(file: IO[bytes], left: int, at: str) -> Page | None:
         raise _damaged(at)
     if len(header) < _HEADER.size:
         return None
-    _, version, kind, bits, ranks, accumulation, epoch, first, steps, samples, held, body_sum, own_sum = _HEADER.unpack(
-        header
-    )
+    _, version, kind, bits, ranks, further, *numbers, steps, samples, held, body_sum, own_sum = _HEADER.unpack(header)
     if version != _VERSION:
         raise RequestError(
             f"{at} is of version {version} of the ledger's format, and this lockstep reads version {_VERSION}; "
@@ -184,7 +185,8 @@ def _next(file: IO[bytes], left: int, at: str) -> Page | None:
     if zlib.crc32(body) != body_sum or counts.sum() != held:
         raise _damaged(at)
     indices = unpack(body[counts_bytes:], held, bits)
-    return Page(_KINDS[kind], epoch, first, ranks, accumulation, samples, counts, indices)
+    accumulation, epoch, first = numbers
+    return Page(_KINDS[kind], epoch, first, ranks, accumulation, samples, counts, indices, devices=further + 1)
 
 
 def _damaged(at: str) -> RequestError:

@@ -37,7 +37,9 @@ class Planned:
 
     def of(self, page: Page) -> BatchPlan:
         """Return how the steps of the page are shared out."""
-        return BatchPlan(global_size=self.global_batch, ranks=page.ranks, accumulation=page.accumulation)
+        return BatchPlan(
+            global_size=self.global_batch, ranks=page.ranks, accumulation=page.accumulation, devices=page.devices
+        )
 
     def steps_per_epoch(self, page: Page) -> int:
         """Return the optimizer steps in an epoch."""

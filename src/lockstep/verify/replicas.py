@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LockstepError, ProofError, counted, ranks_named
-from ..kinds import with_ranks
+from ..kinds import per_device
 from ..proof import BIT_FOR_BIT, Check
 from ..world import World
 from . import finite
@@ -240,7 +240,7 @@ class ReplicaCheck:
             f"The copies of rank {rank}'s weights on {where} are not the same bits as its own after step {step}: they "
             f"differ in {_listed(named)}; before, they were {self._before()}. Copies from one "
             "GPU to another that go wrong do this, or memory that flips bits; continue from a checkpoint of before "
-            f"with --strategy {with_ranks()}."
+            f"with --strategy {per_device()}."
         )
 
     def _doubt(self, step: int) -> str:

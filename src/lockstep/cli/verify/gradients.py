@@ -32,6 +32,7 @@ usage: lockstep verify gradients [RECIPE] [--tolerance T] [--step MODULE:ATTRIBU
 Computes the gradient of the same global batches (the first of an epoch, an uneven one, one in micro-batches) in one
 process and with --devices N under each strategy, or the one that --strategy names, in float64. Where they are not the
 same, everything that can be is switched off on both sides and let back in one by one, so that each cause is measured.
+(hybrid is measured where --strategy names it; its ranks are started by torchrun or by hand.)
 
   --tolerance T   largest relative difference (default: 1e-9 in float64, 1e-4 in other precisions)
   --step M:A      a training step of your own instead of ours: called as step(model, x, y), it runs forward and
