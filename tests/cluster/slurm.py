@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import getpass
 import os
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -24,6 +26,7 @@ _CPUS = 4  # what each node claims to have, whatever the machine has
 _GPUS = 2
 _LIMIT_S = 120.0
 _APART_S = 2.5
+_PR_SET_PDEATHSIG = 1
 
 _CONF = """\
 ClusterName=lockstep
@@ -51,7 +54,7 @@ GresTypes=gpu
 ReturnToService=2
 MpiDefault=none
 JobRequeue=1
-KillWait=10
+KillWait=60
 MinJobAge=300
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[0]} CPUs={cpus} Gres=gpu:{gpus}
@@ -141,8 +144,8 @@ def cluster() -> Iterator[Cluster]:
             yield running
         finally:
             for job in running.ask("squeue", "--noheader", "--format=%A").split():
-                running.ask("scancel", "--signal=KILL", "--full", job)
-                running.ask("scancel", job)
+                running.run("scancel", job)  # which may have ended meanwhile
+                running.run("scancel", "--signal=KILL", "--full", job)
             with contextlib.suppress(AssertionError):
                 until(lambda: not running.ask("squeue", "--noheader").strip(), 30)
 
@@ -177,9 +180,15 @@ def _start(
         stdout=log,
         stderr=log,
         start_new_session=True,
+        preexec_fn=_end_with_parent,
     )
     daemons.callback(_end, process)
     return process
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end a daemon when the tests are killed, which then cannot do it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
