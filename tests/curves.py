@@ -59,7 +59,10 @@ def spread(strategy: str, replicas: int) -> tuple[int, dict[str, Any]]:
     each = replicas if kind.drives_all else 1
     if kind.has_two_levels:
         each = 2 if replicas > 2 and replicas % 2 == 0 else 1
-    return replicas // each, {"strategy": strategy, "devices": each if kind.drives_all else None}
+    return replicas // each if kind.has_ranks else 1, {
+        "strategy": strategy,
+        "devices": each if kind.drives_all else None,
+    }
 
 
 def apart(ours: Curve, theirs: Curve) -> float:

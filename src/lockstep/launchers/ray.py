@@ -103,6 +103,7 @@ def _cluster(env: Mapping[str, str]) -> Iterator[None]:
         except ConnectionError:
             if address not in ("", "local"):
                 raise
+            print("no Ray cluster runs here: one is started on this host for this run", file=sys.stderr, flush=True)
             ray.init(address="local", include_dashboard=False, **how)
     except (ConnectionError, RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
