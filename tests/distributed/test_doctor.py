@@ -166,8 +166,8 @@ def test_a_rank_that_fails_in_all_reduce_is_told_in_its_own_words(
     ended, late_s = _beside(tmp_path, _examined, "--stall-timeout", _STALL_S)
     assert ended.code == 1
     assert late_s < 3 * _STALL_S
-    failed = _found(ended)["all-reduce"]
-    assert (failed["state"], failed["ranks"]) == ("red", [1])
+    (failed,) = [each for each in json.loads(ended.out)["findings"] if each["state"] == "red"]
+    assert (failed["name"], failed["ranks"]) == ("all-reduce", [1])
     assert "ValueError: no buffer space" in failed["words"]
     assert _found(ended)["write speed"]["state"] in ("green", "yellow")
 
