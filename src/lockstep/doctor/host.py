@@ -73,7 +73,6 @@ def memory() -> Iterator[Finding]:
 def judge_memory(free_bytes: int, all_bytes: int) -> Finding:
     """Return what memory that is left means."""
     low = free_bytes < _LEAST_MEMORY_BYTES
-    # In tens of GiB and the like: ranks that look a moment apart shall say the same.
     return Subject("host", "memory", value=free_bytes, unit="bytes").found(
         YELLOW if low else GREEN,
         f"{size(free_bytes)} of {size(all_bytes)} free",
