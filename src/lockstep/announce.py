@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from . import kinds, resume
+from . import kinds
 from .config import SPANNING_SCHEDULES
 from .errors import counted
 from .folders import unwritable
@@ -69,11 +69,13 @@ def _skipped(job: Job) -> list[str]:
 
 def _continued(job: Job, progress: Progress) -> list[str]:
     """Return lines that say whether the run goes on from a checkpoint, if that was asked for, and as what."""
-    path, first_step = resume.source(job.config), progress.step
+    path, first_step = progress.origin, progress.step
     if path is not None and first_step >= job.total_steps:
         return [f"nothing is left to train: {path} is complete at step {first_step:,} of {job.total_steps:,}"]
     if path is not None:
-        return [f"continuing at step {first_step:,} of {job.total_steps:,}, from {path}", *_rescheduled(job, progress)]
+        continuing = f"continuing at step {first_step:,} of {job.total_steps:,}, from {path}"
+        caution = [progress.caution] if progress.caution else []
+        return [*caution, continuing, *_rescheduled(job, progress)]
     if job.config.checkpoint.resume:
         return [f"nothing to resume in {job.config.record.output}: a new run"]
     return []

@@ -57,7 +57,8 @@ class RunFolder:
                 for pattern in _WRITTEN:
                     for path in self.path.glob(pattern):
                         path.unlink()
-                shutil.rmtree(self.path / "failures", ignore_errors=True)
+                for written in ("failures", "output"):
+                    shutil.rmtree(self.path / written, ignore_errors=True)
                 if (self.path / "checkpoints").exists():
                     (self.path / "checkpoints").rmdir()
                 if self.is_new:
@@ -96,7 +97,11 @@ def claim(config: RunConfig, *, before: Path | None = None) -> RunFolder:
 
 def _holds_anything_of_ours(path: Path) -> bool:
     """Whether a file lies there that a run writes: one without a manifest may be a person's copy of a run."""
-    return any(next(path.glob(pattern), None) for pattern in (*_WRITTEN, "checkpoints", "failures") if pattern != _LOCK)
+    return any(
+        next(path.glob(pattern), None)
+        for pattern in (*_WRITTEN, "checkpoints", "failures", "output")
+        if pattern != _LOCK
+    )
 
 
 def check(config: RunConfig) -> None:

@@ -70,8 +70,8 @@ def load(config: RunConfig, world: World, *, keys: Collection[str] = _IDENTITY) 
     the ranks see different ones: a node without the run's folder would begin anew beside others that go on.
     """
     state = world.together(lambda: _load(config, keys))
-    path = source(config)
-    seen = world.gather(None if path is None or state is None else checkpoint.fingerprint(path))
+    path = None if state is None else state.origin
+    seen = world.gather(None if path is None else checkpoint.fingerprint(path))
     for rank, theirs in enumerate(seen):
         if theirs != seen[0]:
             raise RequestError(
@@ -85,7 +85,7 @@ def _load(config: RunConfig, keys: Collection[str]) -> State | None:
     path = source(config)
     if path is None:
         return None
-    loaded = checkpoint.load(path)
+    loaded = checkpoint.load_good(path) if config.checkpoint.resume == "auto" else checkpoint.load(path)
     _check_same_run(loaded.meta, config, path, keys)
     return loaded
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import failures, folders, hardware, resume
+from . import failures, folders, hardware, resume, said
 from .checkpoint import find
 from .config import RunConfig
 from .engine import train
@@ -32,7 +32,7 @@ def run(config: RunConfig, world: World) -> RunResult:
     _check_alike(config, world)
     config, before = _after(config, world)
     state = resume.load(config, world)  # what cannot be continued is refused before a folder is made
-    with _claimed(config, world, before) as folder:
+    with _claimed(config, world, before) as folder, _kept_output(folder, world):
         config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=folder))
         world.pulse.folder = folder
         if world.is_main:
@@ -59,6 +59,10 @@ def run(config: RunConfig, world: World) -> RunResult:
             raise
         finally:
             recorder.close()
+
+
+def _kept_output(folder: Path, world: World) -> contextlib.AbstractContextManager[None]:
+    return said.kept(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main)
 
 
 def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:

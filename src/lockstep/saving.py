@@ -39,6 +39,10 @@ class Progress:
     evaluated: int = 0
     planned_epochs: int | None = None
     """Epochs that the run was to have when it was saved; None where it begins."""
+    origin: Path | None = None
+    """The checkpoint that it was taken up from."""
+    caution: str = ""
+    """What is to be said of that checkpoint."""
 
 
 class Saver:
@@ -219,6 +223,8 @@ def restore(job: Job, loaded: State) -> Progress:
         scores=None if meta["scores"] is None else Scores(**meta["scores"]),
         evaluated=meta["evaluated"],
         planned_epochs=meta["planned_epochs"],
+        origin=loaded.origin,
+        caution=loaded.caution,
     )
 
 

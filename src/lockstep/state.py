@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ class State:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+    origin: Path | None = field(default=None, compare=False)
+    """The checkpoint that it was read from."""
+    caution: str = field(default="", compare=False)
+    """What is to be said of that: it is not the newest, because that one is damaged."""
 
     def part(self, name: str) -> dict[str, Tensor]:
         """Return the tensors below `name/`, by the rest of their names."""

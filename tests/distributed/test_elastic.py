@@ -121,3 +121,22 @@ def test_the_nodes_that_are_left_go_on_and_one_that_comes_back_is_taken_in(tmp_p
     assert "Another node has come: the ranks save, and start again with it." in ended.err
     found = losses(tmp_path / "run")
     assert [step for step, _ in found] == list(range(1, len(found) + 1))
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(undisturbed: Path, tmp_path: Path) -> None:
+    with start(tmp_path, *RUN.split(), "--devices", 2, "--max-restarts", 1) as agent:
+        _at(tmp_path, 100)
+        ranks = _ranks(agent, 2)
+        for rank in ranks:
+            rank.suspend()  # nothing is saved meanwhile
+        last = (tmp_path / "run" / "checkpoints" / "last").resolve()
+        flipped = bytearray((last / "model.safetensors").read_bytes())
+        flipped[-1] ^= 1
+        (last / "model.safetensors").write_bytes(flipped)
+        ranks[0].kill()
+        ended = end(agent)
+    assert ended.code == 0, ended.err
+    assert "is damaged (model.safetensors does not match its checksum" in ended.out
+    assert "the run goes on from the one before it" in ended.out
+    assert weights(tmp_path / "run") == weights(undisturbed)
+    assert losses(tmp_path / "run") == losses(undisturbed)

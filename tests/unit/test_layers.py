@@ -35,6 +35,7 @@ LAYERS: list[list[str]] = [
         "interrupts",
         "own",
         "pulse",
+        "said",
         "notes",
         "watch",
         "submit",

@@ -12,10 +12,10 @@ Saving costs the training one copy of the tensors; a thread writes them while tr
 checkpoints that `last` and `best` point to and the one that was last before, so that a damaged one leaves a good one.
 
 Nothing here can run code: tensors are safetensors, the rest is JSON. Loading verifies every checksum first, and what
-does not match is refused with the newest checkpoint that is whole.
+does not match is refused with the newest checkpoint that is whole, from which a run that goes on by itself goes on.
 """
 
-from .read import find, fingerprint, load, peek
+from .read import find, fingerprint, load, load_good, peek
 from .write import Checkpoints
 
-__all__ = ["Checkpoints", "find", "fingerprint", "load", "peek"]
+__all__ = ["Checkpoints", "find", "fingerprint", "load", "load_good", "peek"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -75,8 +76,23 @@ def load(path: Path) -> State:
                 group = name.removesuffix(".safetensors")
                 tensors |= {f"{group}/{key}": tensor for key, tensor in load_tensors(data).items()}
     except _DamageError as damage:
-        raise RequestError(f"The checkpoint {path} cannot be used: {damage}; {_offer(folder)}") from damage
-    return State(tensors, meta)
+        raise DamagedError(path, damage, _good_beside(folder)) from damage
+    return State(tensors, meta, origin=path)
+
+
+def load_good(path: Path) -> State:
+    """Return what `load` does or, where that one is damaged, the newest checkpoint beside it that is whole.
+
+    Nothing is lost then but the steps between them; the state's `caution` says so. Raises what `load` does.
+    """
+    try:
+        return load(path)
+    except DamagedError as damaged:
+        if damaged.good is None:
+            raise
+        state = load(damaged.good)
+        caution = f"{path} is damaged ({damaged.why}): the run goes on from the one before it, {damaged.good}"
+        return dataclasses.replace(state, caution=caution)
 
 
 def peek(path: Path) -> dict[str, Any] | None:
@@ -86,6 +102,19 @@ def peek(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return meta
+
+
+class DamagedError(RequestError):
+    """A checkpoint that is not what was written; `good` is the newest one beside it that is."""
+
+    def __init__(self, path: Path, why: Exception, good: Path | None) -> None:
+        offer = (
+            "there is no other good one beside it; leave --resume out to start anew in another --output."
+            if good is None
+            else f"the last good one is {good}: give that one instead."
+        )
+        super().__init__(f"The checkpoint {path} cannot be used: {why}; {offer}")
+        self.why, self.good = str(why), good
 
 
 class _DamageError(Exception):
@@ -131,8 +160,8 @@ def _newer_version(folder: Path) -> int | None:
     return version if intact and isinstance(version, int) and version > VERSION else None
 
 
-def _offer(damaged: Path) -> str:
-    """Return the clause that names the newest whole checkpoint beside `damaged`."""
+def _good_beside(damaged: Path) -> Path | None:
+    """Return the newest whole checkpoint beside `damaged`, None where there is none."""
     beside = damaged.parent
     broken = damaged.resolve()
     for _, folder in reversed(steps(beside)):
@@ -140,8 +169,8 @@ def _offer(damaged: Path) -> str:
             with contextlib.suppress(_DamageError):
                 for _ in _verified(folder):
                     pass
-                return f"the last good one is {folder}: give that one instead."
-    return "there is no other good one beside it; leave --resume out to start anew in another --output."
+                return folder
+    return None
 
 
 def _why_not(path: Path) -> str:

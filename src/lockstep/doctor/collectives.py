@@ -43,7 +43,7 @@ GLOO_FILLS_BYTES_PER_S = 1.25e9
 _NCCL_FIX = "see NCCL_DEBUG=INFO for the path that NCCL takes, and"
 _FIXES = {
     "memory": "start fewer ranks than processors, and see what else runs on this host",
-    "link": "see that the ranks use the fast network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and nobody else does",
+    "link": "see that the ranks use the fast network (--interface) and nobody else does",
     "NVLink": f"{_NCCL_FIX} nvidia-smi nvlink -s for links that are down",
     "PCIe": f"{_NCCL_FIX} nvidia-smi topo -m for where the GPUs sit",
 }

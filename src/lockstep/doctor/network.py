@@ -121,7 +121,7 @@ def judge_name(own: str, found: list[str], why: str, address: str, *, is_bound: 
     shown = ", ".join(dict.fromkeys(found))
     if others and all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found):
         words = f"{own} resolves to {shown}, where other hosts reach nobody"
-        fix = f"{line} (in place of the one with {found[0]}), or set GLOO_SOCKET_IFNAME to the network's interface"
+        fix = f"{line} (in place of the one with {found[0]}), or name the network's interface with --interface"
         return about.found(breaks, words, fix)
     return about.green(f"{own} resolves to {shown}")
 

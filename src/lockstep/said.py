@@ -1,0 +1,85 @@
+"""What each rank says, in a file of its own: rank 0's also on the console, the others' there alone.
+
+A line that every rank prints would stand on the console as many times as there are ranks, and whatever a library
+writes to the file descriptors (C++ warnings, NCCL's log, what a data worker says) would be mixed among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+_REDRAWS = re.compile(r"\x1b\[\??[0-9;]*[ABFGHJKhl]")
+"""What moves a terminal's cursor: part of a bar that is drawn over and over."""
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@contextlib.contextmanager
+def kept(path: Path, *, shown: bool) -> Iterator[None]:
+    """Append what this process says within the block to the file at `path`; `shown` says that the console has it too.
+
+    Where it is not shown, that is all which it and its data workers write to stdout and stderr; where it is, all that
+    Python writes, progress bars left out. Where the file cannot be written, the console has everything.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", buffering=1, encoding="utf-8", errors="replace")
+    except OSError:
+        yield
+        return
+    with file, _copied(file) if shown else _diverted(file):
+        yield
+
+
+@contextlib.contextmanager
+def _diverted(file: IO[str]) -> Iterator[None]:
+    saved = {number: os.dup(number) for number in (1, 2)}
+    _flush()
+    try:
+        for number in saved:
+            os.dup2(file.fileno(), number)
+        yield
+    finally:
+        _flush()
+        for number, before in saved.items():
+            os.dup2(before, number)
+            os.close(before)
+
+
+@contextlib.contextmanager
+def _copied(file: IO[str]) -> Iterator[None]:
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_Copied(stream, file) if stream is not None else stream for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Copied:
+    """A stream whose text goes to a file as well."""
+
+    def __init__(self, stream: Any, file: IO[str]) -> None:
+        self._stream, self._file = stream, file
+
+    def write(self, text: str) -> int:
+        """Write the text to both."""
+        if not _REDRAWS.search(text):
+            with contextlib.suppress(OSError, ValueError):  # a full disk is no reason to say nothing
+                self._file.write(_COLOURS.sub("", text))
+        written: int = self._stream.write(text)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
