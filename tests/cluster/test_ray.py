@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -99,6 +100,10 @@ def cluster() -> Iterator[Cluster]:
         pytest.fail("Ray is not installed: pip install 'lockstep-torch[ray]'")
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     made = Cluster(folder)
+    # Whether Ray asks for a token by itself differs between its versions, and between a head and those that join it.
+    kept = pytest.MonkeyPatch()
+    kept.setenv("RAY_AUTH_MODE", "token")
+    kept.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
         made.add()
         made.add()
@@ -106,6 +111,7 @@ def cluster() -> Iterator[Cluster]:
     finally:
         for node in made.nodes:
             made.lose(node)
+        kept.undo()
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -13,7 +13,7 @@ from ..command import Running, command, end, events, gone, losses, processes, st
 from ..ports import free_port
 
 RUN = (
-    "train --data tests.own_data:slow --model mlp --strategy ddp --accelerator cpu --epochs 12 --checkpoint-every 30 "
+    "train --data tests.own_data:slow --model mlp --strategy ddp --accelerator cpu --epochs 18 --checkpoint-every 30 "
     "--batch 16 --log-every 5 --workers 0 --precision fp64 --output run"
 )
 
