@@ -108,7 +108,8 @@ def _open(place: Place, timeout_s: float) -> stores.Meeting:
     topology = place.topology
     if place.file:
         return stores.open_file(place.file)
-    apart = place.knows_node and (topology.nodes > 1 if topology.is_main else topology.node > 0)
+    knows_hosts = place.knows_node and place.nodes_are_hosts
+    apart = knows_hosts and (topology.nodes > 1 if topology.is_main else topology.node > 0)
     if place.store_is_served:
         return stores.connect(topology.address, topology.port, timeout_s, job=place.job, start=place.start)
     opens = stores.serve if topology.is_main else stores.connect

@@ -38,6 +38,8 @@ class Place:
     """What tells this start of the ranks from earlier ones of the same job."""
     knows_node: bool = True
     """Whether it says which ranks share this node; otherwise the roll call finds out."""
+    nodes_are_hosts: bool = True
+    """Whether its nodes are hosts of their own; all those of a Slurm for trials may be this one."""
     gpus: tuple[str, int] | None = None
     """The variable that says how many of the node's GPUs are the job's, and the number; None where none says."""
     error_file: Path | None = None

@@ -60,6 +60,7 @@ def read(env: Mapping[str, str]) -> Place:
             f"The environment disagrees with itself: WORLD_SIZE is {env['WORLD_SIZE']}, but srun has started {size} "
             f"tasks ({of_size}); unset WORLD_SIZE, or start as many tasks."
         )
+    address = _address(env, len(tasks))
     return Place(
         Topology(
             rank=index,
@@ -68,7 +69,7 @@ def read(env: Mapping[str, str]) -> Place:
             local_size=tasks[node],
             node=node,
             nodes=len(tasks),
-            address=_address(env, len(tasks)),
+            address=address,
             port=port(env, default=_port(env)),
         ),
         Names(
@@ -77,6 +78,7 @@ def read(env: Mapping[str, str]) -> Place:
             local_size=f"{_TASKS_PER_NODE} of this node",
             nodes="SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in env else "SLURM_NNODES",
         ),
+        nodes_are_hosts="MASTER_ADDR" in env or address != LOOPBACK,  # which is then Slurm's own word
         gpus=_gpus(env),
     )
 
