@@ -42,8 +42,10 @@ class EnvironmentLauncher:
                 time.sleep(_ECHO_WAITS_S)
             reasons.leave(failure, place.error_file)
 
+        say = rank.teller()
+
         def tell(failure: Failure) -> None:
-            rank.say(failure)
+            say(failure)
             leave_word(failure)
 
         with rank.accounted(topology.rank, config, leave_word):

@@ -45,7 +45,7 @@ class ManualLauncher:
         url = _url(config.parallel, env)
         with rank.accounted(index, config):
             opens = _door(url, index, size, config.parallel)
-            return rank.run_met(entry, config, env, opens, index=index, size=size, tell=rank.say)
+            return rank.run_met(entry, config, env, opens, index=index, size=size, tell=rank.teller())
 
 
 def _who(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[int, int]:

@@ -164,10 +164,21 @@ def vanish(error: BaseException) -> NoReturn:
     os._exit(RunError.exit_code)
 
 
-def say(failure: failures.Failure) -> None:
-    """Say on stderr why this rank ends, where no command is left to say it."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"lockstep: {failure.sentence}\n".encode())
+def teller() -> Callable[[failures.Failure], None]:
+    """Return what says why this rank ends, where no command is left to say it, on the stderr that there is now.
+
+    By then what the rank says may go to a file.
+    """
+    try:
+        console = os.dup(2)
+    except OSError:  # the command was started with `2>&-`
+        return lambda failure: None
+
+    def say(failure: failures.Failure) -> None:
+        with contextlib.suppress(OSError):
+            os.write(console, f"lockstep: {failure.sentence}\n".encode())
+
+    return say
 
 
 def _join(
