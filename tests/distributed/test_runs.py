@@ -75,9 +75,10 @@ def test_a_run_whose_micro_batches_are_too_small_for_the_ranks_is_refused(pool: 
 
 MAY_CHANGE = {
     "data-dir", "download", "workers", "skip-corrupt", "on-device", "accumulate", "micro-batch", "eval-batch",
-    "strategy", "devices", "gpus", "accelerator", "launcher", "nodes", "init-method", "rank", "world-size", "timeout",
-    "stall-timeout", "batchnorm", "find-unused", "precision", "channels-last", "compile", "deterministic", "resume",
-    "checkpoint-every", "output", "log-every", "verify-every", "ledger", "epochs", "max-steps",
+    "strategy", "devices", "gpus", "accelerator", "launcher", "nodes", "max-restarts", "init-method", "clear-meeting",
+    "interface", "rank", "world-size", "timeout", "stall-timeout", "batchnorm", "find-unused", "precision",
+    "channels-last", "compile", "deterministic", "resume", "checkpoint-every", "output", "log-every", "verify-every",
+    "ledger", "epochs", "max-steps",
 }  # fmt: skip
 """Options that leave the run the one it was, or, like --accumulate and --batchnorm, are looked at by themselves."""
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,7 @@ _BEATS_S = (0.1, 1.0)
 _BEATS_KEPT_S = (1.0, 60.0)  # where each one makes a file longer
 _MISSED_BEATS = 3
 _LOOK_S = 0.05
+_SOON_S = 0.5
 
 
 def watch(
@@ -38,6 +40,7 @@ def watch(
 
     def end(failure: Failure) -> None:
         told = dataclasses.replace(failure, sentence=f"{failure.sentence}; {failures.again(config)}.")
+        _soon(lambda: call.pass_sentence(came, told.sentence))
         if pulse.folder is not None:
             with contextlib.suppress(OSError):
                 failures.write(told, pulse.folder / "failures")
@@ -67,6 +70,8 @@ def lost(
     """
     if not isinstance(error, Exception) or not failures.is_echo(error):
         return None
+    if sentence := call.sentence(came):
+        return RankLostError(sentence)
     deadline = time.monotonic() + (_MISSED_BEATS + 1) * watch.beat_s
     while not (gone := call.gone(came) or _silent(call, came, watch)):
         left = len(call.present(came)) < len(came)  # of its own accord, with a message of its own
@@ -80,6 +85,18 @@ def lost(
         f"Rank {claim.rank} ({claim.who}) died or was cut off{where}, and rank {rank} waited for it in "
         f"{waits_in(seen[rank])}: its own message, if it could leave one, says why; {failures.again(config)}."
     )
+
+
+def _soon(work: Callable[[], None]) -> None:
+    """Do `work`, but not for long: a store whose server was stopped would keep this rank for ever."""
+
+    def attempt() -> None:
+        with contextlib.suppress(RuntimeError):
+            work()
+
+    working = threading.Thread(target=attempt, daemon=True)
+    working.start()
+    working.join(_SOON_S)
 
 
 def _silent(call: RollCall, came: Sequence[Claim], watch: Watch) -> list[Claim]:

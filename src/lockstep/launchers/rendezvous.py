@@ -149,6 +149,18 @@ class RollCall:
         """Return those whose process has ended on this host without having left."""
         return [claim for claim in self.present(claims) if claim.is_dead()]
 
+    def pass_sentence(self, claims: Sequence[Claim], sentence: str) -> None:
+        """Leave the watch's sentence for ranks that lose this one before their own watch speaks."""
+        self._store.set(f"sentence/{digest(claims)}", sentence)
+
+    def sentence(self, claims: Sequence[Claim]) -> str:
+        """Return the sentence that a rank's watch has left before it ended the rank, "" for none."""
+        key = f"sentence/{digest(claims)}"
+        with contextlib.suppress(RuntimeError):
+            if self._meeting.is_open() and self._store.check([key]):
+                return self._store.get(key).decode()
+        return ""
+
     @property
     def server(self) -> int | None:
         """The rank that serves the store; None where that is a file, or an agent that outlives the ranks."""
