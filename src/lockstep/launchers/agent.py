@@ -8,7 +8,6 @@ come to join them, and passes a signal of the user's on.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import pickle
@@ -32,7 +31,6 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from .. import failures
@@ -40,6 +38,7 @@ from ..config import RunConfig
 from ..errors import ProofError, RequestError, RunError, Stopped
 from ..failures import Failure
 from . import reasons
+from .plain_state import PlainState
 from .supervise import obituary
 
 _FINAL = {RequestError.__name__, ProofError.__name__}
@@ -161,57 +160,6 @@ def _exit_of(pid: int) -> int | None:
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
-class _PlainState(C10dRendezvousBackend):
-    """torch's rendezvous state in a store, which torch pickles, read only where it is nothing but that state.
-
-    Whoever reaches the store's port could otherwise have every agent run code of theirs.
-    """
-
-    def get_state(self) -> Any:
-        """Return (state, token). Raises `RendezvousStateError` where the state names anything but torch's own types."""
-        found = super().get_state()
-        if found is not None:
-            try:
-                _Plain(io.BytesIO(found[0])).load()
-            except Exception as error:
-                raise RendezvousStateError("The agents' store holds something else than a rendezvous.") from error
-        return found
-
-    def set_state(self, state: bytes, token: Any = None) -> Any:
-        """Put the state there; return (state, token, whether it was put), the state checked as by `get_state`."""
-        found = super().set_state(state, token)
-        if found is not None:
-            with suppress(_Foreign):
-                _Plain(io.BytesIO(found[0])).load()
-                return found
-            raise RendezvousStateError("The agents' store holds something else than a rendezvous.")
-        return found
-
-
-class _Foreign(pickle.UnpicklingError):
-    """A pickle names something that no rendezvous state is made of."""
-
-
-class _Plain(pickle.Unpickler):
-    _KNOWN = frozenset(
-        {
-            ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
-            ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_NodeDesc"),
-            ("datetime", "datetime"),
-            ("datetime", "timezone"),
-            ("datetime", "timedelta"),
-            ("builtins", "set"),
-            ("copyreg", "_reconstructor"),
-            ("builtins", "object"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._KNOWN:
-            raise _Foreign(f"{module}.{name}")
-        return super().find_class(module, name)
-
-
 def run(
     store: Store,
     *,
@@ -246,7 +194,7 @@ def run(
         keep_alive_interval=_KEEP_ALIVE_S,
         keep_alive_max_attempt=_MISSED,
     )
-    handler = create_handler(store, _PlainState(store, job), parameters)
+    handler = create_handler(store, PlainState(store, job), parameters)
     spec = WorkerSpec(
         role="rank",
         local_world_size=processes,

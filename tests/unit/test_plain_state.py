@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from lockstep.launchers.agent import _PlainState
+from lockstep.launchers.plain_state import PlainState
 
 
 class _Touches:
@@ -44,7 +44,7 @@ def _state() -> _RendezvousState:
 def test_torchs_own_state_is_read() -> None:
     store = HashStore()
     _put(store, _state())
-    found = _PlainState(store, "job").get_state()
+    found = PlainState(store, "job").get_state()
     assert found is not None
     assert pickle.loads(found[0]).participants == _state().participants
 
@@ -55,7 +55,7 @@ def test_a_state_that_would_run_something_is_refused(tmp_path: Path) -> None:
     assert marker.exists()  # so it would
     marker.unlink()
     store = HashStore()
-    backend = _PlainState(store, "job")
+    backend = PlainState(store, "job")
     for foreign in (_Touches(marker), {"participants": _Touches(marker)}):
         _put(store, foreign)
         with pytest.raises(RendezvousStateError, match="something else than a rendezvous"):
