@@ -7,7 +7,7 @@ from importlib import import_module
 
 from .harness import DISTURBED, Neighbours, Skipped, write
 
-NAMES = ("start", "overhead", "feed", "pyramidnet", "ddp", "memory", "strategies", "diff", "verify")
+NAMES = ("start", "overhead", "feed", "pyramidnet", "ddp", "memory", "strategies", "diff", "verify", "reliability")
 
 
 def main(names: list[str]) -> int:

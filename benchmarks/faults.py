@@ -1,0 +1,141 @@
+"""Faults in real runs: ranks that are killed, stopped or that exit, at any moment, and what comes of the run.
+
+The runs read a data set of ours that takes its time, so that a fault can come in the middle of anything: a step, a
+save, an evaluation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.utils.data import Dataset
+
+LIMIT_S = 120.0
+"""After which a run counts as hanging."""
+_LOOK_S = 0.002
+_SAMPLE_S = 0.003
+Pair = tuple[torch.Tensor, int]
+
+
+class Slow(Dataset[Pair]):
+    """Samples of 8 numbers, each after a pause."""
+
+    classes = 4
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Pair:
+        time.sleep(_SAMPLE_S)
+        return torch.sin(torch.arange(8.0) * (index + 1)), index % 4
+
+
+def slow() -> tuple[Slow, Slow]:
+    """Return training and test set; from now on a file `exit_RANK` in the working folder ends that rank."""
+    threading.Thread(target=_exit_when_told, daemon=True).start()
+    return Slow(240), Slow(40)
+
+
+def _exit_when_told() -> None:
+    told = Path(f"exit_{os.environ.get('RANK', '0')}")
+    while True:
+        if told.exists():
+            told.unlink()
+            os._exit(3)
+        time.sleep(_LOOK_S)
+
+
+RUN = [
+    "train",
+    *("--data", "benchmarks.faults:slow"),
+    *("--model", "mlp"),
+    *("--strategy", "ddp"),
+    *("--accelerator", "cpu"),
+    *("--workers", "0"),
+    *("--batch", "24"),
+    *("--epochs", "8"),
+    *("--checkpoint-every", "5"),
+    *("--log-every", "1"),
+    *("--output", "run"),
+]
+
+
+@dataclass
+class Run:
+    """A run under way, in a folder of its own."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    begun_s: float
+
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of its ranks, in their order."""
+        children = psutil.Process(self.process.pid).children()
+        found = [each for each in children if "spawn_main" in " ".join(each.cmdline())]
+        return sorted(found, key=lambda each: each.pid)
+
+    def steps(self) -> list[int]:
+        """Return the steps that have been recorded."""
+        path = self.folder / "run" / "steps.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [row["step"] for row in rows if row["event"] == "step"]
+
+    def starts(self) -> int:
+        """Return how often ranks have begun to train."""
+        path = self.folder / "run" / "steps.jsonl"
+        return path.read_text().count('"event": "start"') if path.exists() else 0
+
+    def until_step(self, step: int, *, starts: int = 1) -> float:
+        """Return the time, by `time.perf_counter`, at which the run has made that step in that start of its ranks."""
+        while not (self.starts() >= starts and (made := self.steps()) and made[-1] >= step):
+            if time.perf_counter() - self.begun_s > LIMIT_S or self.process.poll() is not None:
+                raise RuntimeError(f"no step {step}: {self.process.poll()}")
+            time.sleep(_LOOK_S)
+        return time.perf_counter()
+
+    def weights(self) -> dict[str, bytes]:
+        """Return the last checkpoint's files of tensors."""
+        last = self.folder / "run" / "checkpoints" / "last"
+        return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+
+
+@contextlib.contextmanager
+def running(folder: Path, *words: object) -> Iterator[Run]:
+    """Start `lockstep train` with these words; at the end it and all its ranks are gone."""
+    root = str(Path(__file__).parents[1])
+    begun_s = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *RUN, *map(str, words)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    run = Run(process, folder, begun_s)
+    try:
+        yield run
+    finally:
+        left = [] if process.poll() is not None else run.ranks
+        process.kill()
+        for each in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.communicate()
