@@ -37,7 +37,7 @@ from .. import failures
 from ..config import RunConfig
 from ..errors import ProofError, RequestError, RunError, Stopped
 from ..failures import Failure
-from . import reasons
+from . import lifeline, reasons
 from .plain_state import PlainState
 from .supervise import obituary
 
@@ -67,7 +67,8 @@ class Agent(LocalElasticAgent):
         start = store.compare_set("lockstep/start", "", secrets.token_hex(8)).decode()
         worker_group.spec.args = (*self._arguments, start)
         self._begun_s = time.time()
-        return dict(super()._start_workers(worker_group))
+        with lifeline.interrupts_held_back():
+            return dict(super()._start_workers(worker_group))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ended = self._ended_badly()

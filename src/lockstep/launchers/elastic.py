@@ -19,7 +19,6 @@ import json
 import os
 import pickle
 import secrets
-import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -102,18 +101,13 @@ def _agree_on_job(meeting: stores.Meeting, config: RunConfig) -> str:
 
 def serve(payload: bytes, host: str, port: int, job: str, start: str) -> bytes | None:
     """Be one rank that an agent has started: run the entry; return rank 0's pickled value, None on other ranks."""
-    lifeline.lead_own_group()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    lifeline.settle()
     lifeline.end_with_parent()
     place = dialects.read(os.environ)
     index = place.topology.rank
     config = RunConfig()
     try:
         entry, config = pickle.loads(payload)  # from our own parent
-
-        def tell(failure: failures.Failure) -> None:
-            reasons.leave(failure, place.error_file)
-
         value = rank.run_met(
             entry,
             config,
@@ -122,7 +116,7 @@ def serve(payload: bytes, host: str, port: int, job: str, start: str) -> bytes |
             index=index,
             size=place.topology.size,
             known=place.topology,
-            tell=tell,
+            tell=lambda failure: reasons.leave(failure, place.error_file),
         )
     except BaseException as error:
         reasons.leave(failures.account(error, index, config), place.error_file)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 _PR_SET_PDEATHSIG = 1
@@ -23,6 +25,25 @@ def lead_own_group() -> None:
     """Leave the terminal's foreground group, so that Ctrl-C reaches only the parent, which passes it on."""
     with contextlib.suppress(PermissionError):  # already a leader
         os.setsid()
+
+
+def settle() -> None:
+    """Make a process that multiprocessing has spawned one like any other, before it does a rank's work."""
+    lead_own_group()
+    # Without this, what the user's code starts, such as data workers, would be spawned because the rank itself was:
+    # seconds for each to import torch, and semaphores that are told as leaked when a rank is killed.
+    multiprocessing.set_start_method(None, force=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+@contextlib.contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Start children with SIGINT blocked: until one leads its own group, the terminal's Ctrl-C would reach it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def tie_to_parent(lifeline: Connection) -> None:

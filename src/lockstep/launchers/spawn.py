@@ -6,14 +6,12 @@ take the port in between. It then waits for what each rank reports (see `supervi
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import pickle
-import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -52,8 +50,6 @@ class SpawnLauncher:
                 f"--launcher spawn starts processes on this host alone, but --nodes {config.parallel.nodes} were "
                 "asked for; start the command on each node with torchrun, or give --init-method."
             )
-        if getattr(multiprocessing.current_process(), "_inheriting", False):
-            os._exit(UNGUARDED)  # a rank that imports the script which started it, and is told to start ranks in turn
         payload = packed(entry, config)
         size = processes(config, env)
         on_gpus = config.parallel.accelerator == "cuda"
@@ -80,6 +76,8 @@ def packed(entry: Entry, config: RunConfig) -> bytes:
 
     Raises `RequestError` for an entry, or a program, that they could not find.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)  # a rank that imports the script which started it, and is told to start ranks in turn
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is not None and script.startswith("<"):
         raise RequestError(
@@ -115,32 +113,18 @@ def _start(topology: Topology, payload: bytes, listener: socket.socket) -> Worke
     process = context.Process(
         target=_serve, args=(topology, payload, tell, held, handed), name=f"lockstep-rank-{topology.rank}"
     )
-    with _interrupts_held_back():
+    with lifeline.interrupts_held_back():
         process.start()
     tell.close()
     held.close()
     return Worker(topology.rank, process, hear, keep)
 
 
-@contextlib.contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Start a child with SIGINT blocked: until it leads its own group, the terminal's Ctrl-C would reach it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _serve(
     topology: Topology, payload: bytes, tell: Connection, held: Connection, listener: socket.socket | None
 ) -> None:
     """Be one rank: run the entry, report its value or its failure to the parent."""
-    lifeline.lead_own_group()
-    # Without this, what the user's code starts, such as data workers, would be spawned because the rank itself was:
-    # seconds for each to import torch, and semaphores that are told as leaked when a rank is killed.
-    multiprocessing.set_start_method(None, force=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    lifeline.settle()
     lifeline.tie_to_parent(held)
     be_rank(topology, payload, tell, listener)
 

@@ -140,14 +140,6 @@ class Supervisor:
         code = worker.process.exitcode or 0
         if self._interrupts.asked and code == -signal.SIGTERM:
             return Failure(worker.rank, Stopped.__name__, "Stopped outside of training; there was nothing to save.", "")
-        if code == UNGUARDED:
-            return Failure(
-                worker.rank,
-                RequestError.__name__,
-                "Each rank imports the script that starts the ranks, and would start them again; put that script's "
-                'start under `if __name__ == "__main__":`.',
-                "",
-            )
         return obituary(worker.rank, code, self._again, aborts_when_alone=self._aborts_when_alone)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -185,6 +177,14 @@ def obituary(rank: int, code: int, again: str, *, aborts_when_alone: bool = Fals
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         how = f"Rank {rank} was killed by {signal.Signals(-code).name}{hint}"
         return Failure(rank, "", f"{how}; {again}.", "", is_echo=aborts_when_alone and code == -signal.SIGABRT)
+    if code == UNGUARDED:
+        return Failure(
+            rank,
+            RequestError.__name__,
+            "Each rank imports the script that starts the ranks, and would start them again; put that script's "
+            'start under `if __name__ == "__main__":`.',
+            "",
+        )
     how = f"Rank {rank} exited with code {code} before it was done and without a word"
     return Failure(rank, "", f"{how}: what was printed above may say why; {again}.", "")
 
