@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -141,3 +142,8 @@ def desert(path: str, rank: int, size: int) -> None:
 def _note(config: RunConfig, world: World) -> None:
     world.barrier()
     (config.data.dir / f"rank_{world.rank}").write_text(str(os.getpid()))
+
+
+def started(config: RunConfig, world: World) -> str:
+    """Return how this rank starts processes of its own, such as data workers."""
+    return multiprocessing.get_start_method()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from lockstep.launchers.table import launch
+
 from ..command import Running, command, end, events, gone, losses, processes, start, until, weights
 from ..ports import free_port
+from . import entries
+from .ranks import config
 
 RUN = (
     "train --data tests.own_data:slow --model mlp --strategy ddp --accelerator cpu --epochs 18 --checkpoint-every 30 "
@@ -140,3 +147,20 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(undisturbed: Pat
     assert "the run goes on from the one before it" in ended.out
     assert weights(tmp_path / "run") == weights(undisturbed)
     assert losses(tmp_path / "run") == losses(undisturbed)
+
+
+def test_what_a_rank_starts_is_started_as_anywhere_else() -> None:
+    found = [launch(entries.started, config(devices=1, strategy="ddp", max_restarts=count), {}) for count in (0, 1)]
+    assert found == [multiprocessing.get_start_method()] * 2
+
+
+def test_a_script_that_would_start_ranks_again_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import lockstep\n"
+        "config = lockstep.recipe('digits', devices=2, strategy='ddp', accelerator='cpu', max_restarts=2)\n"
+        "lockstep.launch(lockstep.run, config)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr.strip().splitlines()[-1].startswith("lockstep.errors.RequestError: Each rank imports the script")
+    assert "restart 1" not in done.stderr
