@@ -214,7 +214,10 @@ def _train(config: RunConfig, world: World) -> RunResult:
 class _Unwatched:
     """In the place of a watch: it sends nothing and looks at nothing."""
 
-    def close(self) -> None:
+    def give_way(self) -> None:
+        """Do nothing."""
+
+    def close(self, limit_s: float = 0.0) -> None:
         """Do nothing."""
 
 

@@ -1,8 +1,22 @@
-"""`python -m lockstep`, which is also what torchrun starts: `torchrun -m lockstep train …`."""
+"""`lockstep`, or `python -m lockstep`, which is also what torchrun starts: `torchrun -m lockstep train …`."""
 
+import atexit
+import os
 import sys
+from typing import NoReturn
 
-from .cli.main import main
+from . import bounded
+from .cli.main import main as run
+
+
+def main() -> NoReturn:
+    """Run the command and end the process with its exit code."""
+    code = run()
+    if bounded.any_left():  # after a failure: what it waits for may come at any moment
+        atexit._run_exitfuncs()
+        os._exit(code)
+    sys.exit(code)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,12 +3,13 @@
 Two threads in each rank. One sends the rank's *beat*, what its `Pulse` says and where its main thread is, to the store
 at which the ranks have met, and reads the others' beats there. The other never touches the network: it looks whether
 its own rank moves. A rank that has not entered a new phase for --stall-timeout looks at all beats, finds out for whom
-the others wait, and ends with one sentence, which is the same on all of them:
+the others wait, and leaves one sentence at the store, with which all of them end:
 
     Rank 3 (node b) stopped 41 s ago in data at folder.py:88; ranks 0–2 wait in all-reduce at step 512.
 
 Whoever hangs is known because every rank enters the same phases in the same order: the rank that has entered the fewest
-is waited for. A process that was stopped, or that the network has lost, is known by beats that no longer change.
+is waited for. A process that was stopped, or that the network has lost, is known by beats that no longer change. The
+rank that serves the store ends last, when the others have read the sentence.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import bounded
 from .errors import RunError, ranks_in_short
 from .failures import Failure, is_library
 from .pulse import Pulse
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
 
 _BELOW = tuple(str(Path(__file__).with_name(name)) for name in ("watch.py", "pulse.py", "world.py", "nn"))
 _WORDS = {"": "its own code", "data": "data loading", "step": "the optimizer step", "save": "saving"}
+_SENTENCE = "sentence"
+_SOON_S = 0.5  # for a store to answer, whose server may be what was stopped
+_LAST_BEATS = 3  # for living ranks to hear the sentence
+_LEAVE_S = 2.0
+_LOOK_S = 0.02
 _EXCHANGED_AT_ONCE = 16
 """Ranks whose beats each rank reads at every beat; where there are more, it reads them less often."""
 
@@ -74,34 +81,37 @@ class Watch:
         server: int | None,
         stall_timeout_s: float,
         beat_s: float,
-        ends: Callable[[Failure], None],
+        ends: Callable[[Watch, Failure], None],
     ) -> None:
         """Send the first beat and begin to watch.
 
         `store` is one that only this watch uses (a clone), served by rank `server` if by any; `nodes` names each rank's
-        host, in the order of the ranks; `beat_s` are the seconds between beats. `ends` is called from the watch's own
-        thread with what is to be told, once nothing moves, and has to end this process.
+        host, in the order of the ranks; `beat_s` are the seconds between beats. `ends` is called from a thread of the
+        watch's with what is to be told, once nothing moves here or on another rank, and has to end this process.
         """
         self._pulse, self._store, self._rank, self._nodes = pulse, store, rank, tuple(nodes)
         self.beat_s = beat_s
         self._server, self._stall_s, self._ends = server, stall_timeout_s, ends
         self._main = threading.main_thread().ident
         self._closed = threading.Event()
+        self._speaks = threading.Lock()  # taken once, by who says why this process ends
         self._moved = (pulse.count, time.monotonic())
         self._beats: dict[int, tuple[Beat, float]] = {}
         self._read_s = time.monotonic()
         self._number = 0
         self._send()
         self._threads = [
-            threading.Thread(target=target, daemon=True, name=f"watch-{name}")
-            for name, target in (("beats", self._exchange), ("look", self._look))
+            bounded.Call(target, f"watch-{name}") for name, target in (("beats", self._exchange), ("look", self._look))
         ]
         for thread in self._threads:
             thread.start()
 
-    def close(self) -> None:
-        """Stop watching."""
+    def close(self, limit_s: float = _LEAVE_S) -> None:
+        """Stop watching; wait `limit_s` seconds for a beat that is under way."""
         self._closed.set()
+        until_s = time.monotonic() + limit_s
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
 
     def seen(self) -> dict[int, Seen]:
         """Return the last that was heard of each rank."""
@@ -116,6 +126,8 @@ class Watch:
         with contextlib.suppress(RuntimeError):  # the store has gone, and beats that no longer change say so
             while not self._closed.wait(self.beat_s):
                 self._send()
+                if told := self.sentence():
+                    self._end(told)
                 if self._number % every == 0 or self._idle_s() > self._stall_s / 4:
                     self._read()
 
@@ -138,9 +150,45 @@ class Watch:
                 self._moved = (count, time.monotonic())
             elif self._pulse.phase and self._idle_s() > self._stall_s:
                 # A rank that stopped did so before the others began to wait: it has been silent for longer than this.
-                sentence = explain(self.seen(), self._nodes, self._stall_s / 2)
-                self._ends(Failure(self._rank, RunError.__name__, sentence, stacks()))
+                self._end(self._agreed(explain(self.seen(), self._nodes, self._stall_s / 2)))
                 return
+
+    def sentence(self) -> str:
+        """Return what a rank of this world has found out and ends with, "" for nothing."""
+        return self._store.get(_SENTENCE).decode() if self._store.check([_SENTENCE]) else ""
+
+    def _agreed(self, sentence: str) -> str:
+        """Return the sentence of the rank that spoke first; this one where it is the first, or the store is silent."""
+        told = [sentence]
+
+        def leave() -> None:
+            with contextlib.suppress(RuntimeError):
+                told.append(self._store.compare_set(_SENTENCE, "", sentence).decode())
+
+        bounded.within(_SOON_S, leave, "watch-sentence")
+        return told[-1]
+
+    def _end(self, sentence: str) -> None:
+        if self._speaks.acquire(blocking=False):
+            self._ends(self, Failure(self._rank, RunError.__name__, sentence, stacks()))
+
+    def give_way(self) -> None:
+        """Leave it to the caller to say why this process ends; where the watch is about to, do not return."""
+        self._speaks.acquire()
+
+    def let_others_hear(self) -> None:
+        """Return once no living rank needs this one any more to hear the sentence, or after a few beats."""
+        living = [rank for rank, each in self.seen().items() if each.silent_s <= self._stall_s / 2]
+
+        def wait() -> None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"heard/{self._rank}", "")
+                while self._rank == self._server and not self._store.check([f"heard/{rank}" for rank in living]):
+                    time.sleep(_LOOK_S)
+
+        bounded.within(
+            _LAST_BEATS * self.beat_s + _SOON_S if self._rank == self._server else _SOON_S, wait, "watch-end"
+        )
 
     def _idle_s(self) -> float:
         return time.monotonic() - self._moved[1]

@@ -38,7 +38,7 @@ class _Caller(threading.Thread):
         try:
             self._meeting = self._opens()
             call = RollCall(self._meeting, self._claim)
-            self.answer = f"{len(call.take(self._timeout_s))} ranks"
+            self.answer = f"{len(call.take(self._timeout_s).claims)} ranks"
             call.leave(clean=True)
         except RequestError as error:
             self.answer = str(error)

@@ -18,6 +18,7 @@ SOURCE = Path(lockstep.__file__).parent
 # Lower knows nothing of higher. Packages count as one room, whose files may import each other.
 LAYERS: list[list[str]] = [
     [
+        "bounded",
         "synonyms",
         "errors",
         "files",

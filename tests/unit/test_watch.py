@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def _watches(store: Store, pulses: list[Pulse], told: list[Failure], stall_timeo
             server=None,
             stall_timeout_s=stall_timeout_s,
             beat_s=0.05,
-            ends=told.append,
+            ends=lambda _, failure: told.append(failure),
         )
         for rank, pulse in enumerate(pulses)
     ]
@@ -109,6 +110,7 @@ def test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all(tmp_pa
     for watch in watches:
         watch.close()
     assert len(told) == 2
+    assert told[0].sentence == told[1].sentence
     for failure in told:
         assert failure.sentence.startswith("Rank 1 (node b) stopped ")
         assert failure.sentence.endswith("rank 0 waits in all-reduce at step 14")
@@ -126,6 +128,55 @@ def test_who_reports_nothing_is_not_judged(tmp_path: Path) -> None:
     for watch in watches:
         watch.close()
     assert told == []
+
+
+def _waiting() -> Pulse:
+    pulse = Pulse()
+    pulse.enter("backward")
+    return pulse
+
+
+def test_a_sentence_ends_all_at_once_and_the_server_last() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    ends: dict[int, tuple[str, float]] = {}
+
+    def end(rank: int, watch: Watch, failure: Failure) -> None:
+        watch.let_others_hear()
+        ends[rank] = (failure.sentence, time.monotonic())
+
+    # Rank 1 would wait an hour by itself: it hears of it from rank 0.
+    watches = [
+        Watch(
+            _waiting(),
+            store.clone(),
+            rank=rank,
+            nodes=["a", "a"],
+            server=0,
+            stall_timeout_s=stall_s,
+            beat_s=0.1,
+            ends=partial(end, rank),
+        )
+        for rank, stall_s in enumerate((0.5, 3600.0))
+    ]
+    until_s = time.monotonic() + 20
+    while len(ends) < 2 and time.monotonic() < until_s:
+        time.sleep(0.02)
+    for watch in watches:
+        watch.close()
+    assert ends[0][0] == ends[1][0] != ""
+    assert ends[1][1] <= ends[0][1]
+
+
+def test_who_has_given_way_is_not_spoken_for(tmp_path: Path) -> None:
+    told: list[Failure] = []
+    watches = _watches(FileStore(str(tmp_path / "store"), 2), [_waiting(), Pulse()], told, 0.2)
+    for watch in watches:
+        watch.give_way()
+    time.sleep(1.0)
+    for watch in watches:
+        watch.close()
+    assert told == []
+    assert not any(thread.name.startswith("watch-") for thread in threading.enumerate())
 
 
 def test_where_the_store_stops_only_who_serves_it_is_silent() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 
+from ..bounded import within
 from .finding import YELLOW, Finding, Subject, failed
 
 Probe = Callable[[], Iterable[Finding]]
@@ -24,10 +24,7 @@ def look(about: Subject, probe: Probe, limit_s: float, hung: str = YELLOW) -> li
         except BaseException as error:
             raised.append(error)
 
-    looking = threading.Thread(target=run, daemon=True, name=f"doctor {about.name}")
-    looking.start()
-    looking.join(limit_s)
-    if looking.is_alive():
+    if not within(limit_s, run, f"doctor {about.name}"):
         words = f"the system gave no answer within {limit_s:g} s"
         return [about.found(hung, words, "find out what hangs: a network disk, a name server, a driver, an import")]
     return [*found, *(failed(about, error) for error in raised)]

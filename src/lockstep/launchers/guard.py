@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from .. import failures
 from ..config import RunConfig
@@ -17,68 +16,58 @@ from ..failures import Failure, RankLostError
 from ..pulse import Pulse
 from ..watch import Watch, waits_in, whereabouts
 from .claims import Claim
-from .rendezvous import RollCall
+from .members import Members
 
 _BEATS_S = (0.1, 1.0)
 _BEATS_KEPT_S = (1.0, 60.0)  # where each one makes a file longer
 _MISSED_BEATS = 3
 _LOOK_S = 0.05
-_SOON_S = 0.5
 
 
-def watch(
-    config: RunConfig,
-    call: RollCall,
-    came: Sequence[Claim],
-    rank: int,
-    pulse: Pulse,
-    tell: Callable[[Failure], None],
-) -> Watch:
-    """Return a watch over the ranks that came to the roll call; `tell` passes on why this process is about to end."""
+def watch(config: RunConfig, members: Members, pulse: Pulse, tell: Callable[[Failure], None]) -> Watch:
+    """Return a watch over the members of a world; `tell` passes on why this process is about to end."""
     stall_timeout_s = config.parallel.stall_timeout
-    least_s, most_s = _BEATS_KEPT_S if call.keeps_all else _BEATS_S
+    least_s, most_s = _BEATS_KEPT_S if members.keeps_all else _BEATS_S
 
-    def end(failure: Failure) -> None:
+    def end(watch: Watch, failure: Failure) -> None:
         told = dataclasses.replace(failure, sentence=f"{failure.sentence}; {failures.again(config)}.")
-        _soon(lambda: call.pass_sentence(came, told.sentence))
         if pulse.folder is not None:
             with contextlib.suppress(OSError):
                 failures.write(told, pulse.folder / "failures")
         tell(told)
+        watch.let_others_hear()
         for child in multiprocessing.active_children():  # data workers, which would look for us for seconds
             child.kill()
         os._exit(RunError.exit_code)
 
     return Watch(
         pulse,
-        call.watch_store(came),
-        rank=rank,
-        nodes=[claim.host for claim in came],
-        server=call.server,
+        members.watch_store(),
+        rank=members.mine.rank,
+        nodes=[claim.host for claim in members.claims],
+        server=members.server,
         stall_timeout_s=stall_timeout_s,
         beat_s=min(max(stall_timeout_s / 10, least_s), most_s),
         ends=end,
     )
 
 
-def lost(
-    error: BaseException, config: RunConfig, call: RollCall, came: Sequence[Claim], rank: int, watch: Watch
-) -> RankLostError | None:
+def lost(error: BaseException, config: RunConfig, members: Members, watch: Watch) -> RankLostError | None:
     """Return the error that names the rank which `error` is an echo of; None if it is none, or nobody is found.
 
     A process of this host is seen to have ended; one of another host is missed by its beats.
     """
     if not isinstance(error, Exception) or not failures.is_echo(error):
         return None
-    if sentence := call.sentence(came):
-        return RankLostError(sentence)
+    if sentence := _heard(members, watch):
+        return RankLostError(f"{sentence}; {failures.again(config)}.")
     deadline = time.monotonic() + (_MISSED_BEATS + 1) * watch.beat_s
-    while not (gone := call.gone(came) or _silent(call, came, watch)):
-        left = len(call.present(came)) < len(came)  # of its own accord, with a message of its own
+    while not (gone := members.dead() or _silent(members, watch)):
+        left = len(members.here()) < len(members.claims)  # of its own accord, with a message of its own
         if left or time.monotonic() > deadline:
             return None
         time.sleep(_LOOK_S)
-    seen = watch.seen()
+    seen, rank = watch.seen(), members.mine.rank
     claim = gone[0]
     where = f", last heard of in {whereabouts(seen[claim.rank])}" if claim.rank in seen else ""
     return RankLostError(
@@ -87,18 +76,13 @@ def lost(
     )
 
 
-def _soon(work: Callable[[], None]) -> None:
-    """Do `work`, but not for long: a store whose server was stopped would keep this rank for ever."""
-
-    def attempt() -> None:
-        with contextlib.suppress(RuntimeError):
-            work()
-
-    working = threading.Thread(target=attempt, daemon=True)
-    working.start()
-    working.join(_SOON_S)
+def _heard(members: Members, watch: Watch) -> str:
+    """Return the sentence that another rank's watch has left before it ended that rank, "" for none."""
+    with contextlib.suppress(RuntimeError):
+        return watch.sentence() if members.meeting.is_open() else ""
+    return ""
 
 
-def _silent(call: RollCall, came: Sequence[Claim], watch: Watch) -> list[Claim]:
+def _silent(members: Members, watch: Watch) -> list[Claim]:
     silent = [rank for rank, each in watch.seen().items() if each.silent_s > _MISSED_BEATS * watch.beat_s]
-    return [claim for claim in call.present(came) if claim.rank in silent]
+    return [claim for claim in members.here() if claim.rank in silent]

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .. import failures, hardware
+from .. import bounded, failures, hardware
 from ..config import RunConfig
 from ..errors import LockstepError, RequestError, RunError
 from ..failures import RankLostError
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
 _BACKSTOP_S = 10.0  # that a collective waits on, so that it is the watch which says who stopped where
 _DIALS = 5  # gloo tries so often to reach a peer, each time for the whole time-out (seen: 50 s where 10 were given)
+_BEAT_S = 30.0  # for a last beat to come back over a slow network
 _CLOSE_S = 1.0  # for leaving a world that failed, before the failure is told without having left
 
 
@@ -106,28 +106,30 @@ def run_met(
         interface=parallel.interface,
     )
     call = RollCall(meeting, mine, clears=parallel.clear_meeting or meeting.lasting is not None)
-    came = call.take(parallel.timeout)
+    members = call.take(parallel.timeout)
+    came = members.claims
     topology = known or claims.place(came, mine)
     try:
         _check_node(config, topology)
         bind(claims.interface(came, mine))
         device = take_device(config, env, topology, sharing=claims.sharing(came, mine))
-        call.stand_by(came, parallel.timeout)
+        call.stand_by(members, parallel.timeout)
     except BaseException:
         call.abandon()
         raise
     pulse = Pulse()
-    watch = guard.watch(config, call, came, mine.rank, pulse, tell)
+    watch = guard.watch(config, members, pulse, tell)
     try:
-        value = run_joined(entry, config, topology, device, call.group_store(came), pulse, call.notes)
+        value = run_joined(entry, config, topology, device, members.group_store(), pulse, members.notes)
     except BaseException as error:
-        lost = guard.lost(error, config, call, came, mine.rank, watch)
+        watch.give_way()
+        lost = guard.lost(error, config, members, watch)
         call.leave(clean=False)
+        watch.close()
         if lost is not None:
             raise lost from error
         raise
-    finally:
-        watch.close()
+    watch.close(_BEAT_S)
     call.leave(clean=True)
     return value if topology.is_main else None
 
@@ -253,6 +255,4 @@ def close_soon(world: World) -> None:
         with contextlib.suppress(Exception):
             world.close()
 
-    closing = threading.Thread(target=close, daemon=True)
-    closing.start()
-    closing.join(_CLOSE_S)
+    bounded.within(_CLOSE_S, close, "leaving")

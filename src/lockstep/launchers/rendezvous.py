@@ -18,23 +18,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from ..errors import RequestError
 from ..failures import RankLostError
-from ..notes import NoNotes, Notes
 from .claims import Claim, check_reach, check_together, digest
-from .stores import Meeting, StoredNotes
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from .members import Members, present
+from .stores import Meeting
 
 _LOOK_S = 0.05
 _LIVENESS_S = 1.0  # between looks at whether the processes that we can see are alive
 _HEAR_S = 5.0  # for a process on another host to answer that it lives
 _LEAVE_S = 10.0
-_BEAT_LIMIT = timedelta(seconds=30)  # for a beat to reach the store, or to come from there
 
 
 class RollCall:
@@ -50,8 +44,8 @@ class RollCall:
         self._left = threading.Event()
         self._answers: threading.Thread | None = None
 
-    def take(self, timeout_s: float) -> tuple[Claim, ...]:
-        """Return the claims of all ranks, in their order, once all have confirmed them (*collective*).
+    def take(self, timeout_s: float) -> Members:
+        """Return all ranks, once all have confirmed that they are (*collective*).
 
         Raises `RequestError`, on every rank that can know, if a rank is missing after `timeout_s` seconds, claimed
         twice, or dead, or if ranks were started with different world sizes, accelerators, or the same GPU.
@@ -63,7 +57,7 @@ class RollCall:
             if self._meeting.file:
                 self._answers = threading.Thread(target=self._answer, daemon=True, name="roll call")
                 self._answers.start()
-            return claims
+            return Members(self._meeting, claims, self._mine)
         except RequestError as error:
             self._spread(str(error))
             self.abandon()
@@ -81,11 +75,12 @@ class RollCall:
                 "rank 0, or the agent that serves it, has ended: its own message tells why."
             ) from error
 
-    def stand_by(self, claims: Sequence[Claim], timeout_s: float) -> None:
+    def stand_by(self, members: Members, timeout_s: float) -> None:
         """Return once all ranks of the roll call are about to form the process group (*collective*).
 
         Raises `RankLostError` if one has ended or left since, or is not there after `timeout_s` seconds.
         """
+        claims = members.claims
         keys = [f"standby/{digest(claims)}/{claim.rank}" for claim in claims]
         deadline = time.monotonic() + timeout_s
         next_look = time.monotonic() + _LIVENESS_S
@@ -121,60 +116,6 @@ class RollCall:
         if self._meeting.hosted:
             with contextlib.suppress(RuntimeError):
                 _until(lambda: not self._claims(), _HEAR_S)
-
-    def group_store(self, claims: Sequence[Claim]) -> Store:
-        """Return the store for the process group of these claims, apart from any other world's keys."""
-        from torch._C._distributed_c10d import PrefixStore
-
-        return PrefixStore(f"world/{digest(claims)}", self._store)
-
-    def watch_store(self, claims: Sequence[Claim]) -> Store:
-        """Return the store for the beats of these claims, on a connection of its own: others may wait on theirs."""
-        from torch._C._distributed_c10d import PrefixStore
-
-        store = self._store.clone()
-        store.set_timeout(_BEAT_LIMIT)
-        return PrefixStore(f"watch/{digest(claims)}", store)
-
-    def present(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Return those that have not taken their claim back; all of them where the store can no longer be asked."""
-        if not self._meeting.is_open():
-            return list(claims)
-        with contextlib.suppress(RuntimeError):
-            here = {claim.nonce for claim in self._claims()}
-            return [claim for claim in claims if claim.nonce in here]
-        return list(claims)
-
-    def gone(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Return those whose process has ended on this host without having left."""
-        return [claim for claim in self.present(claims) if claim.is_dead()]
-
-    def pass_sentence(self, claims: Sequence[Claim], sentence: str) -> None:
-        """Leave the watch's sentence for ranks that lose this one before their own watch speaks."""
-        self._store.set(f"sentence/{digest(claims)}", sentence)
-
-    def sentence(self, claims: Sequence[Claim]) -> str:
-        """Return the sentence that a rank's watch has left before it ended the rank, "" for none."""
-        key = f"sentence/{digest(claims)}"
-        with contextlib.suppress(RuntimeError):
-            if self._meeting.is_open() and self._store.check([key]):
-                return self._store.get(key).decode()
-        return ""
-
-    @property
-    def server(self) -> int | None:
-        """The rank that serves the store; None where that is a file, or an agent that outlives the ranks."""
-        return None if self._meeting.file or self._meeting.lasting else 0
-
-    @property
-    def notes(self) -> Notes:
-        """What starts of the same ranks leave one another; nothing where the store ends with them."""
-        return NoNotes() if self._meeting.lasting is None else StoredNotes(self._meeting.lasting)
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the store grows with every write, as one in a file does."""
-        return self._meeting.file is not None
 
     def leave(self, *, clean: bool) -> None:
         """Take this rank's claim back.
@@ -346,9 +287,7 @@ class RollCall:
                     self._store.set(f"fault/{claim.nonce}", sentence)
 
     def _claims(self) -> tuple[Claim, ...]:
-        keys = [f"claim/{rank}" for rank in range(self._mine.size)]
-        texts = [self._store.get(key) for key in keys if self._store.check([key])]
-        return tuple(Claim.from_json(text) for text in texts if text)
+        return present(self._store, self._mine.size)
 
 
 def _until(holds: Callable[[], bool], limit_s: float) -> bool:

@@ -1,0 +1,76 @@
+"""The ranks that came to the roll call, and what they know of one another from then on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ..notes import NoNotes, Notes
+from .claims import Claim, digest
+from .stores import Meeting, StoredNotes
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_BEAT_LIMIT = timedelta(seconds=30)  # for a beat to reach the store, or to come from there
+
+
+def present(store: Store, size: int) -> tuple[Claim, ...]:
+    """Return the claims that lie in the store, in the order of their ranks."""
+    keys = [f"claim/{rank}" for rank in range(size)]
+    texts = [store.get(key) for key in keys if store.check([key])]
+    return tuple(Claim.from_json(text) for text in texts if text)
+
+
+@dataclass(frozen=True)
+class Members:
+    """All ranks of a world, as one of them sees them."""
+
+    meeting: Meeting
+    claims: tuple[Claim, ...]
+    """In the order of the ranks."""
+    mine: Claim
+
+    def group_store(self) -> Store:
+        """Return the store for the process group of these ranks, apart from any other world's keys."""
+        from torch._C._distributed_c10d import PrefixStore
+
+        return PrefixStore(f"world/{digest(self.claims)}", self.meeting.store)
+
+    def watch_store(self) -> Store:
+        """Return the store for the beats of these ranks, on a connection of its own: others may wait on theirs."""
+        from torch._C._distributed_c10d import PrefixStore
+
+        store = self.meeting.store.clone()
+        store.set_timeout(_BEAT_LIMIT)
+        return PrefixStore(f"watch/{digest(self.claims)}", store)
+
+    def here(self) -> Sequence[Claim]:
+        """Return those that have not taken their claim back; all of them where the store can no longer be asked."""
+        if self.meeting.is_open():
+            with contextlib.suppress(RuntimeError):
+                nonces = {claim.nonce for claim in present(self.meeting.store, self.mine.size)}
+                return [claim for claim in self.claims if claim.nonce in nonces]
+        return self.claims
+
+    def dead(self) -> list[Claim]:
+        """Return those whose process has ended on this host without having left."""
+        return [claim for claim in self.here() if claim.is_dead()]
+
+    @property
+    def server(self) -> int | None:
+        """The rank that serves the store; None where that is a file, or an agent that outlives the ranks."""
+        return None if self.meeting.file or self.meeting.lasting else 0
+
+    @property
+    def notes(self) -> Notes:
+        """What starts of the same ranks leave one another; nothing where the store ends with them."""
+        return NoNotes() if self.meeting.lasting is None else StoredNotes(self.meeting.lasting)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the store grows with every write, as one in a file does."""
+        return self.meeting.file is not None
