@@ -235,8 +235,12 @@ class RollCall:
         """Confirm that these are all ranks; return the keys by which each does, none if they are not there."""
         if not claims:
             return []
-        check_together(claims)
-        check_reach(claims, self._mine)
+        try:
+            check_together(claims)
+            check_reach(claims, self._mine)
+        except RequestError as error:  # others may find another one of their own at this moment: one is told by all
+            told = self._store.compare_set(f"refused/{digest(claims)}", "", str(error)).decode()
+            raise RequestError(told) from error
         keys = [f"ready/{digest(claims)}/{claim.rank}" for claim in claims]
         self._store.set(keys[self._mine.rank], self._mine.nonce)
         return keys
