@@ -75,7 +75,7 @@ def _continued(job: Job, progress: Progress) -> list[str]:
     if path is not None:
         continuing = f"continuing at step {first_step:,} of {job.total_steps:,}, from {path}"
         caution = [progress.caution] if progress.caution else []
-        return [*caution, continuing, *_rescheduled(job, progress)]
+        return [*caution, continuing, *_rescheduled(job, progress), *_recut(job, progress)]
     if job.config.checkpoint.resume:
         return [f"nothing to resume in {job.config.record.output}: a new run"]
     return []
@@ -89,6 +89,20 @@ def _rescheduled(job: Job, progress: Progress) -> list[str]:
     return [
         f"--schedule {schedule} spans {counted(epochs, 'epoch')} from here on, and was begun for {before}: the steps "
         "behind had other learning rates"
+    ]
+
+
+def _recut(job: Job, progress: Progress) -> list[str]:
+    """Return a line where a batch is cut into other micro-batches than before: with batch statistics, another model."""
+    now, before = job.plan.accumulation, progress.accumulation
+    if before is None or now == before:
+        return []
+    cut = f"a batch is cut into {counted(now, 'global micro-batch')} from here on, and was into {before}"
+    if job.batchnorm == "none":
+        return [cut]
+    return [
+        f"{cut}, for --micro-batch {job.config.batch.micro_batch} on {counted(job.world.size, 'rank')}: batch "
+        "statistics are those of a micro-batch, so that this is another model than before"
     ]
 
 

@@ -82,7 +82,7 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     """
     world.pulse.enter("setup")
     loaded = state or resume.load(config, world)
-    job = assemble(config, world, accumulation=None if loaded is None else loaded.meta["accumulation"])
+    job = assemble(config, world, accumulation=None if loaded is None else resume.accumulation(loaded.meta, config))
     try:
         progress = Progress() if loaded is None else restore(job, loaded)
         world.pulse.step = progress.step

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import kinds, losses, optim
 from .batching import BatchPlan, most_ranks
-from .config import RunConfig
+from .config import BatchConfig, ParallelConfig, RunConfig
 from .data import sets
 from .data.order import Order
 from .errors import RequestError, counted
@@ -181,24 +181,15 @@ def assemble(
     """Return the job that `config` asks for (*collective*).
 
     `accumulation` is the number of global micro-batches of a run that is being continued: it is part of the model,
-    and stays whatever the world has become. A job that only evaluates has no batch that leaves a rank empty. `data` is
-    this rank's, where another job has it already, and `prepare` changes the model before anything rests on it. Raises
-    `RequestError` for what cannot be honoured.
+    and stays whatever the world has become, unless --micro-batch forbids shares so large. A job that only evaluates
+    has no batch that leaves a rank empty. `data` is this rank's, where another job has it already, and `prepare`
+    changes the model before anything rests on it. Raises `RequestError` for what cannot be honoured.
     """
     asked = config.batch
     strategy = strategies.build(config.parallel, world)
     _check_alike(world, strategy)
     devices = 1 if only_evaluates else len(strategy.devices)  # an evaluation uses the first
-    if accumulation is not None:
-        _check_ranks(asked.size, accumulation, world.size, devices)
-    plan = BatchPlan.solve(
-        asked.size,
-        world.size,
-        micro_size=asked.micro_batch if accumulation is None else None,
-        accumulation=asked.accumulate if accumulation is None else accumulation,
-        devices=devices,
-    )
-    _check_micro_batch(plan, asked.micro_batch)
+    plan = _plan(asked, accumulation, world.size, devices)
     precision = Precision.of(config.precision, world.device)
     found = world.gather(precision.name)
     if len(set(found)) > 1:
@@ -214,6 +205,7 @@ def assemble(
             f"{asked.size}; use --batch {len(data.train)} or less."
         )
     model, batchnorm = _model(config, world, strategy, data, prepare)
+    _check_nodes(config.parallel, strategy, batchnorm)
     classes = config.model.classes or data.train.classes
     loss_fn = losses.build(config.optim, classes=classes, device=world.device, dtype=precision.dtype)
     if world.device.type == "cpu" and precision.channels_last and not config.precision.compile:
@@ -271,14 +263,25 @@ def _check_ranks(global_size: int, accumulation: int, ranks: int, devices: int) 
         )
 
 
-def _check_micro_batch(plan: BatchPlan, most: int | None) -> None:
-    """Raise where a continued run's micro-batches, which stay as they are, hold more than --micro-batch allows."""
-    share = plan.largest_share
-    if most is not None and share > most:
+def _plan(asked: BatchConfig, accumulation: int | None, ranks: int, devices: int) -> BatchPlan:
+    """Return the plan for these ranks, with `accumulation` global micro-batches where a continued run has so many."""
+    if accumulation is not None:
+        _check_ranks(asked.size, accumulation, ranks, devices)
+        kept = BatchPlan.solve(asked.size, ranks, accumulation=accumulation, devices=devices)
+        if asked.micro_batch is None or kept.largest_share <= asked.micro_batch:
+            return kept
+    return BatchPlan.solve(
+        asked.size, ranks, micro_size=asked.micro_batch, accumulation=asked.accumulate, devices=devices
+    )
+
+
+def _check_nodes(parallel: ParallelConfig, strategy: Strategy, batchnorm: str) -> None:
+    """Raise where the number of nodes may change and the model depends on it: the next start would be refused."""
+    if batchnorm == "local" and parallel.nodes != parallel.most_nodes:
+        way = "--batchnorm sync" if strategy.can_sync_batchnorm else f"--strategy {kinds.per_device()}"
         raise RequestError(
-            f"--micro-batch {most} is less than the {share} samples that each of {plan.ranks} ranks gets of the "
-            f"{plan.accumulation} global micro-batches this run was begun with, which are part of the model; "
-            f"use more ranks, or --micro-batch {share}."
+            f"--nodes {parallel.nodes_asked} lets the number of nodes change, and batch statistics of each replica "
+            f"make the model depend on it; use {way}, a model without batch statistics, or a fixed number of nodes."
         )
 
 

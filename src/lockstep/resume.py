@@ -105,6 +105,16 @@ def _check_same_run(meta: dict[str, Any], config: RunConfig, path: Path, keys: C
         )
 
 
+def accumulation(meta: dict[str, Any], config: RunConfig) -> int | None:
+    """Return the number of global micro-batches to go on with; None to solve it anew.
+
+    Without batch statistics it is no part of the model, and follows --micro-batch and the ranks that there are now.
+    """
+    if meta["batchnorm"] == "none" and config.batch.micro_batch is not None:
+        return None
+    return int(meta["accumulation"])
+
+
 def check_samples(meta: dict[str, Any], samples: int, config: RunConfig) -> None:
     """Raise `RequestError` if the training set has another size than the one the checkpoint was trained on."""
     if meta["samples"] != samples:

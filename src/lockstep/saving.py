@@ -39,6 +39,8 @@ class Progress:
     evaluated: int = 0
     planned_epochs: int | None = None
     """Epochs that the run was to have when it was saved; None where it begins."""
+    accumulation: int | None = None
+    """Global micro-batches that a batch had when it was saved; None where it begins."""
     origin: Path | None = None
     """The checkpoint that it was taken up from."""
     caution: str = ""
@@ -223,6 +225,7 @@ def restore(job: Job, loaded: State) -> Progress:
         scores=None if meta["scores"] is None else Scores(**meta["scores"]),
         evaluated=meta["evaluated"],
         planned_epochs=meta["planned_epochs"],
+        accumulation=meta["accumulation"],
         origin=loaded.origin,
         caution=loaded.caution,
     )

@@ -16,7 +16,7 @@ from ..failures import Failure, RankLostError
 from ..pulse import Pulse
 from ..watch import Watch, waits_in, whereabouts
 from .claims import Claim
-from .members import Members
+from .peers import Peers
 
 _BEATS_S = (0.1, 1.0)
 _BEATS_KEPT_S = (1.0, 60.0)  # where each one makes a file longer
@@ -24,10 +24,10 @@ _MISSED_BEATS = 3
 _LOOK_S = 0.05
 
 
-def watch(config: RunConfig, members: Members, pulse: Pulse, tell: Callable[[Failure], None]) -> Watch:
-    """Return a watch over the members of a world; `tell` passes on why this process is about to end."""
+def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure], None]) -> Watch:
+    """Return a watch over the peers of a world; `tell` passes on why this process is about to end."""
     stall_timeout_s = config.parallel.stall_timeout
-    least_s, most_s = _BEATS_KEPT_S if members.keeps_all else _BEATS_S
+    least_s, most_s = _BEATS_KEPT_S if peers.keeps_all else _BEATS_S
 
     def end(watch: Watch, failure: Failure) -> None:
         told = dataclasses.replace(failure, sentence=f"{failure.sentence}; {failures.again(config)}.")
@@ -42,32 +42,32 @@ def watch(config: RunConfig, members: Members, pulse: Pulse, tell: Callable[[Fai
 
     return Watch(
         pulse,
-        members.watch_store(),
-        rank=members.mine.rank,
-        nodes=[claim.host for claim in members.claims],
-        server=members.server,
+        peers.watch_store(),
+        rank=peers.mine.rank,
+        nodes=[claim.host for claim in peers.claims],
+        server=peers.server,
         stall_timeout_s=stall_timeout_s,
         beat_s=min(max(stall_timeout_s / 10, least_s), most_s),
         ends=end,
     )
 
 
-def lost(error: BaseException, config: RunConfig, members: Members, watch: Watch) -> RankLostError | None:
+def lost(error: BaseException, config: RunConfig, peers: Peers, watch: Watch) -> RankLostError | None:
     """Return the error that names the rank which `error` is an echo of; None if it is none, or nobody is found.
 
     A process of this host is seen to have ended; one of another host is missed by its beats.
     """
     if not isinstance(error, Exception) or not failures.is_echo(error):
         return None
-    if sentence := _heard(members, watch):
+    if sentence := _heard(peers, watch):
         return RankLostError(f"{sentence}; {failures.again(config)}.")
     deadline = time.monotonic() + (_MISSED_BEATS + 1) * watch.beat_s
-    while not (gone := members.dead() or _silent(members, watch)):
-        left = len(members.here()) < len(members.claims)  # of its own accord, with a message of its own
+    while not (gone := peers.dead() or _silent(peers, watch)):
+        left = len(peers.here()) < len(peers.claims)  # of its own accord, with a message of its own
         if left or time.monotonic() > deadline:
             return None
         time.sleep(_LOOK_S)
-    seen, rank = watch.seen(), members.mine.rank
+    seen, rank = watch.seen(), peers.mine.rank
     claim = gone[0]
     where = f", last heard of in {whereabouts(seen[claim.rank])}" if claim.rank in seen else ""
     return RankLostError(
@@ -76,13 +76,13 @@ def lost(error: BaseException, config: RunConfig, members: Members, watch: Watch
     )
 
 
-def _heard(members: Members, watch: Watch) -> str:
+def _heard(peers: Peers, watch: Watch) -> str:
     """Return the sentence that another rank's watch has left before it ended that rank, "" for none."""
     with contextlib.suppress(RuntimeError):
-        return watch.sentence() if members.meeting.is_open() else ""
+        return watch.sentence() if peers.meeting.is_open() else ""
     return ""
 
 
-def _silent(members: Members, watch: Watch) -> list[Claim]:
+def _silent(peers: Peers, watch: Watch) -> list[Claim]:
     silent = [rank for rank, each in watch.seen().items() if each.silent_s > _MISSED_BEATS * watch.beat_s]
-    return [claim for claim in members.here() if claim.rank in silent]
+    return [claim for claim in peers.here() if claim.rank in silent]

@@ -106,24 +106,24 @@ def run_met(
         interface=parallel.interface,
     )
     call = RollCall(meeting, mine, clears=parallel.clear_meeting or meeting.lasting is not None)
-    members = call.take(parallel.timeout)
-    came = members.claims
+    peers = call.take(parallel.timeout)
+    came = peers.claims
     topology = known or claims.place(came, mine)
     try:
         _check_node(config, topology)
         bind(claims.interface(came, mine))
         device = take_device(config, env, topology, sharing=claims.sharing(came, mine))
-        call.stand_by(members, parallel.timeout)
+        call.stand_by(peers, parallel.timeout)
     except BaseException:
         call.abandon()
         raise
     pulse = Pulse()
-    watch = guard.watch(config, members, pulse, tell)
+    watch = guard.watch(config, peers, pulse, tell)
     try:
-        value = run_joined(entry, config, topology, device, members.group_store(), pulse, members.notes)
+        value = run_joined(entry, config, topology, device, peers.group_store(), pulse, peers.notes)
     except BaseException as error:
         watch.give_way()
-        lost = guard.lost(error, config, members, watch)
+        lost = guard.lost(error, config, peers, watch)
         call.leave(clean=False)
         watch.close()
         if lost is not None:

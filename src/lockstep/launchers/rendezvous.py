@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from ..errors import RequestError
 from ..failures import RankLostError
 from .claims import Claim, check_reach, check_together, digest
-from .members import Members, present
+from .peers import Peers, present
 from .stores import Meeting
 
 _LOOK_S = 0.05
@@ -44,7 +44,7 @@ class RollCall:
         self._left = threading.Event()
         self._answers: threading.Thread | None = None
 
-    def take(self, timeout_s: float) -> Members:
+    def take(self, timeout_s: float) -> Peers:
         """Return all ranks, once all have confirmed that they are (*collective*).
 
         Raises `RequestError`, on every rank that can know, if a rank is missing after `timeout_s` seconds, claimed
@@ -57,7 +57,7 @@ class RollCall:
             if self._meeting.file:
                 self._answers = threading.Thread(target=self._answer, daemon=True, name="roll call")
                 self._answers.start()
-            return Members(self._meeting, claims, self._mine)
+            return Peers(self._meeting, claims, self._mine)
         except RequestError as error:
             self._spread(str(error))
             self.abandon()
@@ -75,12 +75,12 @@ class RollCall:
                 "rank 0, or the agent that serves it, has ended: its own message tells why."
             ) from error
 
-    def stand_by(self, members: Members, timeout_s: float) -> None:
+    def stand_by(self, peers: Peers, timeout_s: float) -> None:
         """Return once all ranks of the roll call are about to form the process group (*collective*).
 
         Raises `RankLostError` if one has ended or left since, or is not there after `timeout_s` seconds.
         """
-        claims = members.claims
+        claims = peers.claims
         keys = [f"standby/{digest(claims)}/{claim.rank}" for claim in claims]
         deadline = time.monotonic() + timeout_s
         next_look = time.monotonic() + _LIVENESS_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from .. import optim
@@ -118,10 +119,7 @@ def _planned(run: Records, config: RunConfig, per_epoch: int) -> Iterator[str]:
             yield f"{CONFIG} has batch {config.batch.size}, and the run was started with {plan['global_size']} ({at})"
         if start["steps_per_epoch"] != per_epoch:
             yield f"an epoch has {per_epoch:,} steps, and the run was started with {start['steps_per_epoch']:,} ({at})"
-        for name, meta in run.metas.items():
-            if meta.get("accumulation", plan["accumulation"]) != plan["accumulation"]:
-                told = counted(plan["accumulation"], "micro-batch")
-                yield f"the run was started with {told} ({at}), and the checkpoint {name} has {meta['accumulation']}"
+    yield from _cuts(run)
     last = run.parts[-1].start
     asked = {"epochs": config.epochs, "total_steps": _total(config, per_epoch)}
     for name, value in asked.items():
@@ -133,6 +131,24 @@ def _planned(run: Records, config: RunConfig, per_epoch: int) -> Iterator[str]:
         for name, decided in ((name, last.fields.get(ours)) for name, ours in begun.items()):
             if run.manifest.get(name) != decided:
                 yield f"{MANIFEST} has {name} {run.manifest.get(name)}, and the run was last started with {decided}"
+
+
+def _cuts(run: Records) -> Iterator[str]:
+    """Yield where a batch was not cut as before or as recorded: with batch statistics that makes another model."""
+    for before, part in itertools.pairwise(run.parts):
+        now, then = _plan(part)["accumulation"], _plan(before)["accumulation"]
+        chosen = part.start.fields.get("chosen")
+        if now != then and not (isinstance(chosen, dict) and chosen.get("batchnorm") == "none"):
+            yield (
+                f"from step {part.first_step + 1} on, batch statistics are those of one of "
+                f"{counted(now, 'global micro-batch')}, and were of one of {then}: another model ({part.start.at})"
+            )
+    for name, meta in run.metas.items():
+        step = whole(meta.get("step")) or 0
+        cuts = {_plan(part)["accumulation"] for part in run.parts if part.first_step <= step <= part.last_step}
+        if cuts and meta.get("accumulation") not in cuts:
+            told = " or ".join(counted(cut, "micro-batch") for cut in sorted(cuts))
+            yield f"step {step} was made with {told}, and the checkpoint {name} has {meta.get('accumulation')}"
 
 
 def _sequence(run: Records) -> Iterator[str]:

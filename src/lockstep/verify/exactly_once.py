@@ -127,18 +127,13 @@ def judge(pages: Iterable[Page], planned: Planned) -> Verdict:
 
 
 def _changes(pages: Iterable[Page]) -> Iterator[str]:
-    """Yield what changed that stays as it is, whatever the world: the data set, and the number of micro-batches."""
+    """Yield where the data set changed, which stays as it is, whatever the world."""
     before: Page | None = None
     for page in of_kind(TRAIN, pages):
         if before is not None and page.samples != before.samples:
             yield (
                 f"from step {page.first_step} on, the training set has {counted(page.samples, 'sample')}, and had "
                 f"{before.samples:,}"
-            )
-        if before is not None and page.accumulation != before.accumulation:
-            yield (
-                f"from step {page.first_step} on, a batch has {counted(page.accumulation, 'global micro-batch')}, and "
-                f"had {before.accumulation}"
             )
         before = page
 

@@ -26,7 +26,7 @@ def present(store: Store, size: int) -> tuple[Claim, ...]:
 
 
 @dataclass(frozen=True)
-class Members:
+class Peers:
     """All ranks of a world, as one of them sees them."""
 
     meeting: Meeting
