@@ -2,6 +2,7 @@
 
 LockstepError                  exit code
 ├── RequestError                  2   the request cannot be honoured: what was asked, what was found, what to do
+│   └── AbsentError               2   ranks did not come together; those of another start may
 ├── RunError                      1   the run failed while it ran: which rank, where, why
 ├── ProofError                    3   a proof failed: replicas differ, samples missing
 └── Stopped                      75   stopped on request; the checkpoint resumes exactly
@@ -27,6 +28,10 @@ class RequestError(LockstepError):
     """The request cannot be honoured as it was made; nothing was trained."""
 
     exit_code = 2
+
+
+class AbsentError(RequestError):
+    """Ranks that were to come did not come, or went away, before there was a world: another start may have them."""
 
 
 class RunError(LockstepError):

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .config import RunConfig
-from .errors import LockstepError, ProofError, RequestError, RunError, Stopped
+from .errors import AbsentError, LockstepError, ProofError, RequestError, RunError, Stopped
 
-_CLASSES: dict[str, type[LockstepError]] = {kind.__name__: kind for kind in (ProofError, RequestError, Stopped)}
+_CLASSES: dict[str, type[LockstepError]] = {
+    kind.__name__: kind for kind in (AbsentError, ProofError, RequestError, Stopped)
+}
 _LONGEST_REASON = 400
 _RESUME = "continue with --resume auto"
 _ECHO_MARK = "(an echo: this rank ended only because it had lost another one)"

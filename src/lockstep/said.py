@@ -7,6 +7,7 @@ writes to the file descriptors (C++ warnings, NCCL's log, what a data worker say
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -39,13 +40,14 @@ def kept(path: Path, *, shown: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _diverted(file: IO[str]) -> Iterator[None]:
     saved = {number: os.dup(number) for number in (1, 2)}
-    _flush()
+    flush()
     try:
         for number in saved:
             os.dup2(file.fileno(), number)
+        _write_lines(sys.stdout)
         yield
     finally:
-        _flush()
+        flush()
         for number, before in saved.items():
             os.dup2(before, number)
             os.close(before)
@@ -79,7 +81,14 @@ class _Copied:
         return getattr(self._stream, name)
 
 
-def _flush() -> None:
+def _write_lines(stream: IO[str] | None) -> None:
+    """Have each line written when it ends, as on a terminal: a process that is killed has no last word."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(line_buffering=True)
+
+
+def flush() -> None:
+    """Write out what this process has said."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

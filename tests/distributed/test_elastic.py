@@ -62,7 +62,7 @@ def test_ranks_that_are_killed_come_back_to_the_very_same_bits(undisturbed: Path
         ended = end(agent)
     assert ended.code == 0, ended.err
     assert "Rank 0 was killed by SIGKILL (out of memory?); the ranks start again from the last" in ended.err
-    assert "Rank 1 was stopped, died or was cut off 4 s ago in " in ended.err
+    assert "Rank 1 was stopped, died or was cut off 4 s ago, last heard of in " in ended.err
     assert "(restart 2 of 2)" in ended.err
     assert weights(tmp_path / "run") == weights(undisturbed)
     assert losses(tmp_path / "run") == losses(undisturbed)

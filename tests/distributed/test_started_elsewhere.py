@@ -80,8 +80,8 @@ def test_a_rank_that_is_lost_or_stalls_is_one_sentence_on_the_others(
         "SIGKILL": rf"RankLostError: Rank {victim} \(process \d+ on \S+\) died or was cut off(, last heard "
         rf"of in its own code.*)?, and rank {survivor} waited for it in all-reduce at step 0: its own message, if it "
         r"could leave one, says why; continue with --resume auto\.\n",
-        "SIGSTOP": rf"lockstep: Rank {victim} was stopped, died or was cut off [2-5] s ago in .* \(step 0\); "
-        rf"rank {survivor} waits in all-reduce at step 0; continue with --resume auto\.\n",
+        "SIGSTOP": rf"lockstep: Rank {victim} was stopped, died or was cut off [2-5] s ago, last heard of in .* "
+        rf"\(step 0\); rank {survivor} waits in all-reduce at step 0; continue with --resume auto\.\n",
     }
     assert code == 1
     assert re.fullmatch(lost[signal_name], err), err

@@ -57,7 +57,8 @@ def test_a_process_that_was_stopped_is_named_and_all_end(victim: int, tmp_path: 
     for each in ended:
         assert each.code == 1
         assert re.search(
-            rf"^lockstep: Rank {victim} was stopped, died or was cut off \d+ s ago in .*; ranks {waiting} wait in ",
+            rf"^lockstep: Rank {victim} was stopped, died or was cut off \d+ s ago, last heard of in .*; "
+            rf"ranks {waiting} wait in ",
             each.err,
             re.MULTILINE,
         ), each.err

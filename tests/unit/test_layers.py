@@ -19,6 +19,7 @@ SOURCE = Path(lockstep.__file__).parent
 LAYERS: list[list[str]] = [
     [
         "bounded",
+        "beats",
         "synonyms",
         "errors",
         "files",

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable
 
-from .. import failures
+from .. import bounded, failures, said
 from ..config import RunConfig
 from ..errors import RunError
 from ..failures import Failure, RankLostError
@@ -22,6 +22,7 @@ _BEATS_S = (0.1, 1.0)
 _BEATS_KEPT_S = (1.0, 60.0)  # where each one makes a file longer
 _MISSED_BEATS = 3
 _LOOK_S = 0.05
+_FLUSH_S = 0.5
 
 
 def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure], None]) -> Watch:
@@ -31,18 +32,21 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
 
     def end(watch: Watch, failure: Failure) -> None:
         told = dataclasses.replace(failure, sentence=f"{failure.sentence}; {failures.again(config)}.")
-        if pulse.folder is not None:
-            with contextlib.suppress(OSError):
-                failures.write(told, pulse.folder / "failures")
-        tell(told)
-        watch.let_others_hear()
-        for child in multiprocessing.active_children():  # data workers, which would look for us for seconds
-            child.kill()
-        os._exit(RunError.exit_code)
+        try:
+            if pulse.folder is not None:
+                with contextlib.suppress(OSError):
+                    failures.write(told, pulse.folder / "failures")
+            tell(told)
+            watch.let_others_hear()
+            bounded.within(_FLUSH_S, said.flush, "last words")
+            for child in multiprocessing.active_children():  # data workers, which would look for us for seconds
+                child.kill()
+        finally:
+            os._exit(RunError.exit_code)
 
     return Watch(
         pulse,
-        peers.watch_store(),
+        peers.watch_store,
         rank=peers.mine.rank,
         nodes=[claim.host for claim in peers.claims],
         server=peers.server,

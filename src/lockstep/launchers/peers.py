@@ -41,9 +41,14 @@ class Peers:
         return PrefixStore(f"world/{digest(self.claims)}", self.meeting.store)
 
     def watch_store(self) -> Store:
-        """Return the store for the beats of these ranks, on a connection of its own: others may wait on theirs."""
+        """Return the store for the beats of these ranks, on a connection of its own: others may wait on theirs.
+
+        Raises RuntimeError where it does not answer.
+        """
         from torch._C._distributed_c10d import PrefixStore
 
+        if not self.meeting.is_open():
+            raise RuntimeError(f"{self.meeting.where} does not answer")
         store = self.meeting.store.clone()
         store.set_timeout(_BEAT_LIMIT)
         return PrefixStore(f"watch/{digest(self.claims)}", store)

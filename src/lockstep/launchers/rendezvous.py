@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ..errors import RequestError
+from ..errors import AbsentError, RequestError
 from ..failures import RankLostError
 from .claims import Claim, check_reach, check_together, digest
 from .peers import Peers, present
@@ -59,18 +59,20 @@ class RollCall:
                 self._answers.start()
             return Peers(self._meeting, claims, self._mine)
         except RequestError as error:
-            self._spread(str(error))
+            self._spread(error)
             self.abandon()
             raise
         except KeyboardInterrupt:
             self._spread(
-                f"{self._meeting.where}: rank {self._mine.rank} ({self._mine.who}) was stopped while it waited for the "
-                "others; start all ranks again."
+                AbsentError(
+                    f"{self._meeting.where}: rank {self._mine.rank} ({self._mine.who}) was stopped while it waited for "
+                    "the others; start all ranks again."
+                )
             )
             self.abandon()
             raise
         except RuntimeError as error:  # the store's own: its server has gone
-            raise RequestError(
+            raise AbsentError(
                 f"{self._meeting.where}: the store went away during the roll call ({_brief(error)}); "
                 "rank 0, or the agent that serves it, has ended: its own message tells why."
             ) from error
@@ -185,7 +187,7 @@ class RollCall:
         """Return whether a process has ended, or does not answer; if it is still in its roll call, it hears."""
         fault, heard = f"fault/{holder.nonce}", f"heard/{holder.nonce}"
         self._store.set(heard, "")
-        self._store.set(fault, sentence)
+        self._store.set(fault, _told(RequestError(sentence)))
         dead = holder.is_dead()
         if dead is not None:
             return dead
@@ -221,7 +223,7 @@ class RollCall:
             if time.monotonic() >= deadline:
                 absent = self._absent(confirmed, timeout_s)
                 self._heed()  # who gave up first has told the others before it left, and is not among the absent
-                raise RequestError(absent)
+                raise AbsentError(absent)
             time.sleep(_LOOK_S)
 
     def _all_claims(self) -> tuple[Claim, ...]:
@@ -250,7 +252,7 @@ class RollCall:
         fault = f"fault/{self._mine.nonce}"
         if self._store.check([fault]):
             self._store.set(f"heard/{self._mine.nonce}", "yes")
-            raise RequestError(self._store.get(fault).decode())
+            raise _fault(self._store.get(fault).decode())
 
     def _answer(self) -> None:
         """Until this rank leaves, say that it lives to those who come to its place in the file and cannot see it."""
@@ -283,15 +285,25 @@ class RollCall:
             f"rank {names}; start every rank, or raise --timeout{remedy}{self._meeting.caution}."
         )
 
-    def _spread(self, sentence: str) -> None:
+    def _spread(self, error: RequestError) -> None:
         """Tell every rank that has come."""
         with contextlib.suppress(RuntimeError):
             for claim in self._claims():
                 if claim.nonce != self._mine.nonce:
-                    self._store.set(f"fault/{claim.nonce}", sentence)
+                    self._store.set(f"fault/{claim.nonce}", _told(error))
 
     def _claims(self) -> tuple[Claim, ...]:
         return present(self._store, self._mine.size)
+
+
+def _told(error: RequestError) -> str:
+    """Return the error as `_fault` reads it."""
+    return f"{type(error).__name__}\n{error}"
+
+
+def _fault(told: str) -> RequestError:
+    kind, _, sentence = told.partition("\n")
+    return (AbsentError if kind == AbsentError.__name__ else RequestError)(sentence)
 
 
 def _until(holds: Callable[[], bool], limit_s: float) -> bool:

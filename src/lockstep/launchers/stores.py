@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import RequestError
+from ..errors import AbsentError, RequestError
 from . import meeting_files, names
 from .names import Address
 from .names import address_of as address_of  # where others look for it
@@ -158,7 +158,7 @@ def connect(host: str, port: int, timeout_s: float, *, job: str = "", start: str
     try:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:
-        raise RequestError(_not_a_store(where)) from error
+        raise (AbsentError if start else RequestError)(_not_a_store(where)) from error
     caution = names.unreachable(host, server[1][0])
     if not start:
         return Meeting(PrefixStore(_PREFIX, store), where, host=host, port=port, server=server, caution=caution)
@@ -245,7 +245,7 @@ def _wait_for_store(host: str, port: int, deadline: float, timeout_s: float, *, 
                 raise RequestError(_not_a_store(address_of(host, port)))
             why = "it closes"
         if time.monotonic() >= deadline:
-            raise RequestError(
+            raise AbsentError(
                 f"{address_of(host, port)}: nothing answers there within --timeout {timeout_s:g} s ({why})"
                 f"{names.misnamed(host, addresses)}; "
                 "is rank 0 running, is the address its own, and does a firewall let the port through?"
