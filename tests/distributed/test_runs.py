@@ -21,10 +21,11 @@ from lockstep.errors import RequestError
 from lockstep.options import leaves, override
 from lockstep.record.base import Nothing
 from lockstep.result import Scores
+from lockstep.runs import run
 from lockstep.world import World
 
 from ..command import refusal
-from ..curves import curve
+from ..curves import apart, curve
 from ..pool import RankPool
 
 
@@ -71,6 +72,61 @@ def test_a_run_whose_micro_batches_are_too_small_for_the_ranks_is_refused(pool: 
     (sentence,) = set(pool.run(3, _refused, tmp_path))
     assert "begun with 20 global micro-batches of 2 samples or more" in sentence
     assert sentence.endswith("continue on 2 ranks or fewer.")
+
+
+def _plans(folder: Path) -> list[tuple[int, int]]:
+    """Return (ranks, global micro-batches) of each start."""
+    rows = (json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines())
+    return [(row["plan"]["ranks"], row["plan"]["accumulation"]) for row in rows if row["event"] == "start"]
+
+
+def _lines(folder: Path) -> list[str]:
+    rows = (json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines())
+    return [line for row in rows if row["event"] == "start" for line in row["lines"]]
+
+
+def test_fewer_ranks_take_more_micro_batches_where_memory_forbids_larger_shares(pool: RankPool, tmp_path: Path) -> None:
+    values = {"model": "mlp", "data": "digits", "batch": 60, "lr": 0.1}
+    whole = curve(pool, tmp_path / "whole", 1, **values, max_steps=15)
+    parts: dict[int, float] = {}
+    for ranks, steps in ((3, 5), (2, 10), (3, 15)):
+        asked = {"micro_batch": 20, "max_steps": steps, "resume": "auto", "checkpoint_every": 5}
+        losses, held = curve(pool, tmp_path / "parts", ranks, **values, **asked)
+        parts |= losses
+    assert apart((parts, held), whole) < 1e-9
+
+
+def _restarted(world: World, folder: Path, model: str, steps: int) -> None:
+    flags = {"model": model, "data": "digits", "strategy": "ddp", "batch": 60, "micro_batch": 20, "ledger": True}
+    config = override(RunConfig(), **flags, max_steps=steps, output=folder, resume="auto", epochs=1, precision="fp64")
+    run(config, world)
+
+
+def test_more_micro_batches_are_said_and_with_batch_statistics_make_another_model(
+    pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for model, code in (("mlp", 0), ("tests.models:Normed", 3)):
+        folder = tmp_path / model.rpartition(":")[2]
+        for ranks, steps in ((3, 5), (2, 24)):
+            pool.run(ranks, _restarted, folder, model, steps)
+        assert _plans(folder) == [(3, 1), (2, 2)]
+        cut = "a batch is cut into 2 global micro-batches from here on, and was into 1"
+        other = (
+            f"{cut}, for --micro-batch 20 on 2 ranks: batch statistics are those of a micro-batch, so that this is "
+            "another model than before"
+        )
+        assert (other if code else cut) in _lines(folder)
+        capsys.readouterr()
+        assert main(["verify", "run", str(folder)]) == code
+        assert ("from step 6 on, batch statistics are those of one of 2" in capsys.readouterr().out) == bool(code)
+
+
+@pytest.mark.parametrize(("strategy", "way"), [("ddp", "--batchnorm sync"), ("hybrid", "--strategy ddp")])
+def test_a_model_that_depends_on_the_nodes_is_refused_where_they_may_change(strategy: str, way: str) -> None:
+    flags = {"model": "resnet8", "data": "digits", "strategy": strategy, "batchnorm": "local", "accelerator": "cpu"}
+    config = override(RunConfig(), **flags, nodes="1:2", devices=1, max_steps=1)
+    with pytest.raises(RequestError, match=f"--nodes 1:2 lets the number of nodes change, .*; use {way}, a model"):
+        train(config, World.alone(), Nothing())
 
 
 MAY_CHANGE = {

@@ -104,6 +104,17 @@ def test_auto_finds_the_launcher_and_the_strategy(
             TORCHRUN,
             "meet at the environment's MASTER_ADDR and MASTER_PORT: --init-method tcp://h:1 belongs to",
         ),
+        (
+            {"launcher": "spawn", "max_restarts": 2, "devices": 2},
+            {},
+            "--launcher spawn starts ranks once: --max-restarts 2 belongs to --launcher elastic; drop it, or take",
+        ),
+        ({"max_restarts": 2}, TORCHRUN, "--launcher environment starts ranks once: .* or give torchrun its own.$"),
+        (
+            {"rank": 0, "world_size": 2, "init_method": "tcp://h:1", "launcher": "manual", "nodes": "1:3"},
+            {},
+            "--nodes 1:3: under --launcher manual the number of nodes stays as it is; give one number, or take",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], env: dict[str, str], words: str) -> None:

@@ -114,6 +114,8 @@ def test_there_is_one_task_a_gpu_or_one_a_node(
         ("--nodes 2 digits --launcher spawn", "--launcher spawn: with lockstep submit slurm, srun starts the ranks;"),
         ("--nodes 2 digits --rank 0 --world-size 2", "--rank 0: with lockstep submit slurm, srun says who is which"),
         ("--nodes 2 digits --init-method tcp://h:1", "--init-method tcp://h:1: with lockstep submit slurm, the ranks"),
+        ("digits --max-restarts 3", "--max-restarts 3: with lockstep submit slurm, srun starts the ranks once;"),
+        ("--nodes 2 --gpus-per-node 4 digits --strategy hybrid --batch 4", "does not split into 2 ranks of 4 devices"),
         ("--gpus-per-node 2 digits --accelerator cpu", "--accelerator cpu disagrees with --gpus-per-node 2;"),
         ("digits --accelerator cuda", "add --gpus-per-node N."),
         ("--nodes 2 digits --strategy dp", "--strategy dp is one process, but --nodes 2 were asked for"),

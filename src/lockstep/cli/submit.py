@@ -122,7 +122,11 @@ def _checked(request: SlurmRequest, config: RunConfig) -> Layout:
         )
     layout = lay_out(request, asked.strategy, asked.devices)
     BatchPlan.solve(
-        config.batch.size, layout.ranks, micro_size=config.batch.micro_batch, accumulation=config.batch.accumulate
+        config.batch.size,
+        layout.ranks,
+        micro_size=config.batch.micro_batch,
+        accumulation=config.batch.accumulate,
+        devices=layout.devices or 1,
     )
     return layout
 

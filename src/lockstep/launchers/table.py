@@ -93,6 +93,7 @@ def _choose(config: RunConfig, env: Mapping[str, str]) -> Launcher:
             f"left over: unset {' '.join(told)}."
         )
     _check_meeting_flags(name, config.parallel)
+    _check_starts(name, config.parallel)
     return table[name]
 
 
@@ -122,6 +123,21 @@ def _check_meeting_flags(name: str, parallel: ParallelConfig) -> None:
         raise RequestError(
             f"--launcher {name} {how}: {', '.join(given)} {'belong' if given[1:] else 'belongs'} to --launcher "
             f"manual; drop {'them' if given[1:] else 'it'}, or take --launcher manual."
+        )
+
+
+def _check_starts(name: str, parallel: ParallelConfig) -> None:
+    """Raise where flags ask for ranks that are started again, or on other nodes, of a launcher that does not do it."""
+    if name != "elastic" and parallel.max_restarts:
+        instead = "drop it, or give torchrun its own" if name == "environment" else "drop it, or take that"
+        raise RequestError(
+            f"--launcher {name} starts ranks once: --max-restarts {parallel.max_restarts} belongs to --launcher "
+            f"elastic; {instead}."
+        )
+    if name in ("manual", "ray") and parallel.nodes != parallel.most_nodes:
+        raise RequestError(
+            f"--nodes {parallel.nodes_asked}: under --launcher {name} the number of nodes stays as it is; give one "
+            "number, or take --launcher elastic."
         )
 
 

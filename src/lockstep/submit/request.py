@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ..config import RunConfig
 from ..errors import RequestError, counted
 from ..kinds import auto, kind
+from ..options import flatten
 from ..validity import check_whole, require
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
@@ -174,7 +176,9 @@ def check_settled(given: dict[str, object]) -> None:
         "rank": "srun says who is which rank",
         "world-size": "it follows from --nodes and --gpus-per-node or --ntasks-per-node",
         "init-method": "the ranks meet on the job's first node",
+        "max-restarts": "srun starts the ranks once; the same command with --output RUN goes on after a failure",
     }
+    untouched = flatten(RunConfig())
     for flag, reason in reasons.items():
-        if given.get(flag) not in (None, "", "auto"):
+        if given[flag] != untouched[flag]:
             raise RequestError(f"--{flag} {given[flag]}: with lockstep submit slurm, {reason}; leave --{flag} out.")
