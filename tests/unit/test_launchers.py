@@ -90,6 +90,7 @@ def test_auto_finds_the_launcher_and_the_strategy(
             "--launcher spawn starts its ranks itself: --init-method tcp://h:1, --rank 0, --world-size 2 belong to "
             "--launcher manual; drop them, or take --launcher manual.",
         ),
+        ({"strategy": "single", "nodes": "1:2"}, {}, "--strategy single is one process, but 2 ranks were asked for"),
         ({"launcher": "inline", "world_size": 1}, {}, "inline is this process alone: --world-size 1 belongs to"),
         ({"launcher": "spawn", "init_method": "env://"}, {}, "--init-method env:// belongs to --launcher manual"),
         (

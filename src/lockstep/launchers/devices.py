@@ -28,7 +28,7 @@ def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
     accelerator = _accelerator(asked, 0 if asked.accelerator == "cpu" else _count_gpus(env))
     parallel = dataclasses.replace(asked, accelerator=accelerator)
     if asked.strategy == "auto":
-        several = devices_here(parallel, env) > 1 or _ranks_elsewhere(parallel, env) > 1
+        several = devices_here(parallel, env) > 1 or max(parallel.most_nodes, _ranks_elsewhere(parallel, env)) > 1
         parallel = dataclasses.replace(parallel, strategy=auto(several=several))
     if not kind(parallel.strategy).has_ranks:
         _check_one_process(parallel, env)
@@ -132,7 +132,7 @@ def meets_by_url(parallel: ParallelConfig) -> bool:
 
 def _check_one_process(parallel: ParallelConfig, env: Mapping[str, str]) -> None:
     """Raise where a strategy of one process was asked to be several, or to use more devices than it can."""
-    ranks = _ranks_elsewhere(parallel, env)
+    ranks = max(parallel.most_nodes, _ranks_elsewhere(parallel, env))
     if ranks > 1:
         raise RequestError(
             f"--strategy {parallel.strategy} is one process, but {ranks} ranks were asked for (by --nodes, "

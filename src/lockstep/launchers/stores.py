@@ -240,6 +240,11 @@ def _wait_for_store(host: str, port: int, deadline: float, timeout_s: float, *, 
                 continue
             if answer == _NONCE or not _greeting_is_torchs():
                 return address
+            if answer is None:
+                raise AbsentError(
+                    f"{address_of(host, port)}: whoever listens there said nothing within --timeout {timeout_s:g} s; "
+                    "was rank 0 stopped, or is another service using the port?"
+                )
             # The store of a run that is just ending closes too; the next one may open at the same address.
             if answer != b"" or time.monotonic() >= patient_until:
                 raise RequestError(_not_a_store(address_of(host, port)))
