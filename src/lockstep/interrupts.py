@@ -7,9 +7,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from types import FrameType
+from typing import Any
 
 from .errors import RunError
 
@@ -57,17 +58,33 @@ class Interrupts:
         return Heard.SECOND
 
 
+@contextlib.contextmanager
+def heeded(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have `SIGNALS` call `handler` within the block, less those that are ignored, as SIGHUP is under nohup.
+
+    Signals reach Python's main thread alone; entered from another thread, this changes nothing.
+    """
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, kept in before.items():
+            signal.signal(number, kept)
+
+
 class StopRequest:
     """A context in which `SIGNALS` set `asked` instead of ending the process; the first is answered on stderr.
 
-    Signals reach Python's main thread alone; entered from another thread, this changes nothing. `quiet` leaves the
-    answer to another rank.
+    Entered from another thread than the main one, this changes nothing. `quiet` leaves the answer to another rank.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._interrupts = Interrupts()
         self._quiet = quiet
-        self._before: dict[int, object] = {}
+        self._heeding = contextlib.ExitStack()
 
     @property
     def asked(self) -> bool:
@@ -75,16 +92,11 @@ class StopRequest:
         return self._interrupts.asked
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._heard)
+        self._heeding.enter_context(heeded(self._heard))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._before.clear()
+        self._heeding.close()
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         heard = self._interrupts.hear()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
 from ..command import ROOT, command, weights
+from ..needs import need
 from . import slurm
 from .hosts import missing
 
@@ -15,12 +16,6 @@ STEPS = 6
 RUN = ("train", "digits", "--accelerator", "cpu", "--max-steps", STEPS)
 CODE = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
 """The code beside the tests, whichever is installed."""
-
-
-def need(lacking: Sequence[str]) -> None:
-    """Skip where something is missing; where CI has to install it, fail."""
-    if lacking:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"not there: {', '.join(lacking)}")
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from ..command import end, weights
+from ..needs import need
 from ..ports import free_port
-from .conftest import CODE, RUN, need
+from .conftest import CODE, RUN
 
 STARTERS = {
     # Ranks that are bound to one core each would compute in fewer threads, and so with other bits.

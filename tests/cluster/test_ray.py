@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ..command import command, end, gone, losses, refusal, sentence, start, until, weights
+from ..command import ROOT, command, end, gone, losses, refusal, sentence, start, until, weights
 from ..ports import free_port
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -169,6 +169,39 @@ def test_a_stop_saves_and_leaves_nobody(cluster: Cluster, tmp_path: Path) -> Non
     until(lambda: gone(ranks), 5)
 
 
+_BESIDE = """
+import pathlib, subprocess, sys, time
+from lockstep.config import RunConfig
+from lockstep.launchers.table import launch
+from lockstep.options import override
+
+def entry(config, world):
+    world.barrier()
+    if world.rank == 1:
+        raise ValueError("labels reach 10")
+    program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path(config.data.dir / "program").write_text(str(program.pid))
+    time.sleep(600)
+
+if __name__ == "__main__":
+    launch(entry, override(RunConfig(), accelerator="cpu", launcher="ray", nodes=2, data_dir=pathlib.Path.cwd()))
+"""
+
+
+@needs_ray
+def test_a_rank_that_does_not_answer_ends_with_the_program_that_it_has_started(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "beside.py").write_text(_BESIDE)
+    env = {**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(
+        [sys.executable, "beside.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "labels reach 10" in ended.stderr
+    program = int((tmp_path / "program").read_text())
+    until(lambda: not psutil.pid_exists(program) or psutil.Process(program).status() == psutil.STATUS_ZOMBIE, 5)
+
+
 @needs_ray
 @pytest.mark.parametrize("asked", [("--nodes", 3), ("--devices", 2)])
 def test_what_the_cluster_cannot_give_is_refused(cluster: Cluster, tmp_path: Path, asked: tuple[str, int]) -> None:
@@ -212,7 +245,7 @@ def test_a_node_that_is_lost_is_named(cluster: Cluster, tmp_path: Path) -> None:
     [
         ((), {"RAY_ADDRESS": "127.0.0.1:1"}, "RAY_ADDRESS is 127.0.0.1:1, and no Ray cluster answers there"),
         ((), {"RAY_ADDRESS": "ray://127.0.0.1:10001"}, "takes HOST:PORT or auto"),
-        ((), {"RANK": "0", "WORLD_SIZE": "2"}, "another program has started ranks"),
+        ((), {"RANK": "0", "WORLD_SIZE": "2"}, "another program, such as torchrun, has started 2 ranks"),
         (("--world-size", 2), {}, "--launcher ray starts its ranks itself: --world-size 2 belongs to"),
         (("--strategy", "dp", "--devices", 2), {"RAY_ADDRESS": ""}, "--strategy dp is one process"),
     ],

@@ -27,7 +27,9 @@ from lockstep.launchers.table import launch
 from lockstep.topology import Topology
 from lockstep.world import World
 
+from ..cluster.hosts import missing
 from ..command import ROOT, Ended, command, end, sentence, start
+from ..needs import need
 from ..pool import RankPool
 from ..ports import free_port
 from .ranks import config
@@ -226,11 +228,7 @@ def test_a_flipped_bit_is_seen_by_every_receiver(pool: RankPool) -> None:
 @pytest.fixture
 def two_hosts() -> Iterator[Callable[..., list[str]]]:
     """Two hosts as network namespaces, 10.78.0.1 and 10.78.0.2: gives what runs a command on one of them."""
-    tools = [tool for tool in ("ip", "iptables", "unshare") if shutil.which(tool) is None]
-    can = not tools and os.geteuid() == 0
-    if not can and os.environ.get("CI") != "true":
-        pytest.skip(f"needs root, to make network namespaces, and {', '.join(tools) or 'nothing else'}")
-    assert can, f"install {tools}, and run as root"
+    need([why] if (why := missing()) else [tool for tool in ("iptables",) if shutil.which(tool) is None])
     names = [f"lockstep-{os.getpid()}-{side}" for side in "ab"]
 
     def call(*words: str) -> None:

@@ -30,7 +30,7 @@ def test_the_driver_tells_of_every_gpu() -> None:
 
 
 def test_bytes_come_back_from_every_gpu() -> None:
-    found = list(copies.host_and_devices([torch.device("cuda", i) for i in range(torch.cuda.device_count())], 1))
+    found = list(copies.host_and_devices([torch.device("cuda", i) for i in range(torch.cuda.device_count())], 1, 60.0))
     assert [each.state for each in found] == ["green"], found
     assert 1e8 < (found[0].value or 0) < 1e12
 

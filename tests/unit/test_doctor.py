@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from lockstep.cli.symptoms import show
@@ -398,7 +399,7 @@ def test_gpus_that_torch_cannot_use() -> None:
 
 def test_copies_that_change_bits_are_red() -> None:
     cpu = torch.device("cpu")
-    assert [each.state for each in copies.host_and_devices([cpu], 1)] == [UNCHECKED]
+    assert [each.state for each in copies.host_and_devices([cpu], 1, 5.0)] == [UNCHECKED]
     assert copies.judge_copies([], 20e9).state == GREEN
     wrong = copies.judge_copies(["cuda:0 to cuda:1"], 20e9)
     assert (wrong.state, "cuda:0 to cuda:1" in wrong.words) == (RED, True)
@@ -406,6 +407,50 @@ def test_copies_that_change_bits_are_red() -> None:
     sent = copies.judge_between({0: [], 1: [0], 2: []}, ["a", "b", "c"], on_cuda=True)
     assert (sent.state, sent.ranks, "rank 0 (a) to rank 1 (b)" in sent.words) == (RED, (0, 1), True)
     assert copies.judge_between({0: []}, ["a"], on_cuda=False).state == UNCHECKED
+
+
+def test_each_pair_of_devices_is_tried_and_no_copy_begins_too_late() -> None:
+    devices = [torch.device("cpu"), torch.device("cpu", 0), torch.device("cpu", 1)]
+    sent = copies.random_bytes(1, 4096)
+    sources = {"pageable": sent, "pinned": sent.clone()}
+    moved: list[torch.device] = []
+
+    def copy(source: Tensor, device: torch.device) -> tuple[Tensor, float]:
+        there = source.clone()
+        there[5] ^= device == faulty
+        return there, 2e9
+
+    def move(values: Tensor, device: torch.device) -> Tensor:
+        moved.append(device)
+        there = values.clone()
+        there[7] ^= len(moved) == flipped
+        return there
+
+    def tried(limit_s: float) -> Finding:
+        moved.clear()
+        return copies.copied(devices, sources, limit_s, copy=copy, move=move)
+
+    faulty, flipped = None, 0
+    fine = tried(60)
+    assert (fine.state, fine.value, len(moved)) == (GREEN, 2e9, 6)
+    flipped = 4
+    assert tried(60).words == "copies arrive with other bits: cpu:0 to cpu:1"
+    faulty, flipped = devices[2], 0
+    told = tried(60)
+    assert told.words.endswith("bits: host to cpu:1 and back (pageable memory), host to cpu:1 and back (pinned memory)")
+    assert len(moved) == 2  # with a device that has other bytes already, no other one is compared
+    faulty = None
+    late = tried(0)
+    assert (late.state, len(moved)) == (YELLOW, 0)
+    assert "11 of 12 copies were not tried" in late.words
+
+
+def test_copies_between_many_devices_have_more_time() -> None:
+    assert copies.limit_s(1, 7.5, 15) == 7.5
+    assert copies.limit_s(4, 7.5, 15) == 10.5
+    assert copies.limit_s(8, 7.5, 15) == 15
+    assert copies.limit_s(8, 10, 60) == 24
+    assert copies.limit_s(8, 2, 1) == 2
 
 
 def test_a_checksum_sees_one_bit_and_the_order() -> None:

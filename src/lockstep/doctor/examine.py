@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 
 
 _PROBE_S = 10.0
-_IMPORT_PART = 0.5
-"""Of --stall-timeout, for an import, which on a busy machine or a network disk takes seconds."""
+_LONG_PART = 0.5
+"""Of --stall-timeout, for an import, which on a busy machine or a network disk takes seconds, and for copies between
+many devices, at most."""
+_COPY_PART = 0.8
+"""Of the time for copies, after which none is begun."""
 _LOOPBACK = "127.0.0.1"
 _SEED = 1
 
@@ -127,9 +130,15 @@ def _of_rank(me: Self) -> list[Finding]:
         (Subject("host", "processors"), lambda: host.processors(me.sharers)),
         (Subject("host", "limits"), lambda: host.limits(me.sharers)),
         (Subject("devices", "GPUs"), lambda: devices.gpus(gpus)),
-        (Subject("devices", "copies"), lambda: copies.host_and_devices(_own_devices(me), _SEED + me.topology.rank)),
     ]
-    return list(itertools.chain.from_iterable(look(about, probe, me.limit_s) for about, probe in probes))
+    found = list(itertools.chain.from_iterable(look(about, probe, me.limit_s) for about, probe in probes))
+    own, seed = _own_devices(me), _SEED + me.topology.rank
+    limit_s = copies.limit_s(len(own), me.limit_s, _LONG_PART * me.config.parallel.stall_timeout)
+    return [
+        *found,
+        # They end by themselves before they are left behind, where they would disturb what is timed next.
+        *look(Subject("devices", "copies"), lambda: copies.host_and_devices(own, seed, _COPY_PART * limit_s), limit_s),
+    ]
 
 
 def _of_host(me: Self, asked: Asked) -> list[Finding]:
@@ -152,7 +161,7 @@ def _of_host(me: Self, asked: Asked) -> list[Finding]:
         ),
         (Subject("disk", "data"), lambda: disk.data(data) if data is not None else ()),
     ]
-    found = look(Subject("host", "torchvision"), software.torchvision, _IMPORT_PART * me.config.parallel.stall_timeout)
+    found = look(Subject("host", "torchvision"), software.torchvision, _LONG_PART * me.config.parallel.stall_timeout)
     return [*found, *itertools.chain.from_iterable(look(about, probe, me.limit_s) for about, probe in probes)]
 
 

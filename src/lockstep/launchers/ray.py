@@ -24,7 +24,6 @@ from ..errors import RequestError, counted
 from ..kinds import auto, kind, with_ranks
 from ..topology import Topology
 from .base import Entry
-from .dialects import started_elsewhere
 
 _PROBE_S = 5.0
 
@@ -48,24 +47,22 @@ class RayLauncher:
         `config` is not resolved yet: what `auto` comes to depends on the cluster's nodes. Raises `RequestError` for
         what the cluster has not got within --timeout, and the error of the rank that failed first.
         """
-        _check(config.parallel, env)
+        _check(config.parallel)
         with _cluster(env):
             parallel = _resolved(config.parallel)
             config = dataclasses.replace(config, parallel=parallel)
             from .ray_driver import Ranks  # late: it imports ray
 
-            with _bundles(parallel) as group, Ranks(group, _layout(parallel), failures.again(config)) as ranks:
+            on_gpus, again = parallel.accelerator == "cuda", failures.again(config)
+            with (
+                _bundles(parallel) as group,
+                Ranks(group, _layout(parallel), again, aborts_when_alone=on_gpus) as ranks,
+            ):
                 return ranks.run(_packed(entry, config), str(Path.cwd()), parallel.timeout)
 
 
-def _check(parallel: ParallelConfig, env: Mapping[str, str]) -> None:
+def _check(parallel: ParallelConfig) -> None:
     """Raise for what does not go with Ray, before it is asked."""
-    if told := started_elsewhere(env):
-        variables = ", ".join(f"{variable}={value}" for variable, value in told.items())
-        raise RequestError(
-            f"--launcher ray: the environment's {variables} say that another program has started ranks, and each would "
-            f"be a run of its own; start the command once, or, if they are left over: unset {' '.join(told)}."
-        )
     if parallel.most_nodes > parallel.nodes:
         raise RequestError(
             f"--nodes {parallel.nodes_asked}: under --launcher ray a run keeps the nodes that it begins with; give one "

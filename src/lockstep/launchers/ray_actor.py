@@ -22,15 +22,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
-from ..errors import Stopped
-from ..failures import Failure
 from ..topology import Topology
 from . import lifeline
+from .reports import GRACE_S, LEAVE_S, Report
 from .spawn import be_rank
-from .supervise import Report
 
 _CHILD = "import sys; from lockstep.launchers.ray_actor import serve; serve(*map(int, sys.argv[1:]))"
 _READ_BYTES = 1 << 16
+_LOOK_S = 0.05
+_DRAIN_S = 1.0  # for what the rank has said last to be read, where others hold its stdout open
 
 
 class Rank:
@@ -55,15 +55,48 @@ class Rank:
         address, port = self._listener.getsockname()[:2]
         return address, port
 
-    def run(self, topology: Topology, payload: bytes, folder: str, paths: Sequence[str], again: str) -> Report:
-        """Run the rank to its end in `folder`, where this node has it, and return its last word.
+    def run(self, topology: Topology, payload: bytes, folder: str, paths: Sequence[str]) -> Report | int:
+        """Run the rank to its end in `folder`, where this node has it; return its last word, or else its exit code.
 
-        `payload` is the pickled (entry, config), `paths` are the driver's for modules; `again` says how to go on.
+        `payload` is the pickled (entry, config), `paths` are the driver's for modules. What the rank has started ends
+        with it, and whatever holds its pipes is not waited for.
         """
         ours, theirs = Pipe()
         held, keep = Pipe(duplex=False)
+        with ours, keep:
+            with theirs, held:
+                child = self._start(topology, folder, theirs, held)
+            pumps = [self._pump(1, child.stdout), self._pump(2, child.stderr)]
+            report = _heard(ours, child, pickle.dumps((topology, payload, list(paths))))
+            code = _ended(child, LEAVE_S if report and not report.failure else GRACE_S)
+            with self._lock:
+                self._child = None
+            for pump in pumps:
+                pump.join(_DRAIN_S)
+        return report or code
+
+    def signal(self, number: int) -> None:
+        """Send the rank's process a signal, as soon as there is one."""
+        with self._lock:
+            self._asked.append(number)
+            if self._child is not None:
+                self._child.send_signal(number)
+
+    def end(self) -> None:
+        """Kill the rank's process, if there is one, with what it has started."""
+        with self._lock:
+            if self._child is not None:
+                lifeline.end_group(self._child.pid)
+
+    def read(self) -> list[tuple[int, bytes]]:
+        """Return what the rank has said since the last call: (1 for stdout or 2 for stderr, bytes)."""
+        with self._lock:
+            said, self._said = self._said, []
+        return said
+
+    def _start(self, topology: Topology, folder: str, tell: Connection, held: Connection) -> subprocess.Popen[bytes]:
         handed = [] if self._listener is None else [self._listener.fileno()]
-        passed = (theirs.fileno(), held.fileno(), *handed)
+        passed = (tell.fileno(), held.fileno(), *handed)
         pipe = subprocess.PIPE if topology.is_main else None  # the others' goes to Ray's logs
         child = subprocess.Popen(
             [sys.executable, "-c", _CHILD, *map(str, passed)],
@@ -78,57 +111,45 @@ class Rank:
             self._child = child
             for number in self._asked:
                 child.send_signal(number)
-        theirs.close()
-        held.close()
         if self._listener is not None:
             self._listener.close()
-        pumps = [self._pump(1, child.stdout), self._pump(2, child.stderr)]
-        report = _heard(ours, pickle.dumps((topology, payload, list(paths))))
-        code = child.wait()
-        keep.close()
-        for pump in pumps:
-            pump.join()
-        return report or Report(topology.rank, failure=self._obituary(topology.rank, code, again))
-
-    def signal(self, number: int) -> None:
-        """Send the rank's process a signal, as soon as there is one."""
-        with self._lock:
-            self._asked.append(number)
-            if self._child is not None:
-                self._child.send_signal(number)
-
-    def read(self) -> list[tuple[int, bytes]]:
-        """Return what the rank has said since the last call: (1 for stdout or 2 for stderr, bytes)."""
-        said, self._said = self._said, []
-        return said
+        return child
 
     def _pump(self, number: int, pipe: IO[bytes] | None) -> threading.Thread:
         def pump() -> None:
-            while pipe is not None and (data := os.read(pipe.fileno(), _READ_BYTES)):
-                self._said.append((number, data))
+            with pipe or contextlib.nullcontext():
+                while pipe is not None and (data := os.read(pipe.fileno(), _READ_BYTES)):
+                    with self._lock:
+                        self._said.append((number, data))
 
         thread = threading.Thread(target=pump, daemon=True)
         thread.start()
         return thread
 
-    def _obituary(self, rank: int, code: int, again: str) -> Failure:
-        """Return the failure of a rank that died without a word."""
-        if self._asked and code == -signal.SIGTERM:
-            return Failure(rank, Stopped.__name__, "Stopped outside of training; there was nothing to save.", "")
-        who = f"Rank {rank} on node {self.where()[0]}"
-        if code < 0:
-            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-            return Failure(rank, "", f"{who} was killed by {signal.Signals(-code).name}{hint}; {again}.", "")
-        return Failure(rank, "", f"{who} ended with exit code {code} and without a word; {again}.", "")
 
+def _heard(ours: Connection, child: subprocess.Popen[bytes], payload: bytes) -> Report | None:
+    """Send the process its work, and return its report; None where it died without one.
 
-def _heard(ours: Connection, payload: bytes) -> Report | None:
-    """Send the process its work, and return its report; None where it died without one."""
+    Its death is looked for as well: a process that it has forked holds the pipe too, and may live on.
+    """
     with contextlib.suppress(EOFError, OSError):
         ours.send_bytes(payload)
-        report: Report = pickle.loads(ours.recv_bytes())  # from our own child, through a pipe that nobody else holds
+        while not ours.poll(_LOOK_S):
+            if child.poll() is not None and not ours.poll():
+                return None
+        report: Report = pickle.loads(ours.recv_bytes())  # from our own child, through a pipe that no stranger holds
         return report
     return None
+
+
+def _ended(child: subprocess.Popen[bytes], wait_s: float) -> int:
+    """Give the process `wait_s` seconds to end, kill what is left of it and what it started; return its exit code."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(wait_s)
+    lifeline.end_group(child.pid)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return child.wait(GRACE_S)
+    return -signal.SIGKILL  # which a disk that hangs holds up
 
 
 def serve(tell: int, held: int, listener: int | None = None) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import pickle
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
@@ -17,30 +16,40 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..errors import LockstepError, RequestError, RunError, Stopped, ranks_named
+from ..errors import LockstepError, RequestError, RunError, ranks_named
 from ..failures import Failure, first_cause
-from ..interrupts import KILLED, SIGNALS, STOPPING, Heard, Interrupts
+from ..interrupts import KILLED, Interrupts, heeded
 from ..topology import Topology
+from . import reports
 from .ray import module_paths
 from .ray_actor import Rank
-from .supervise import Report
+from .reports import Report
 
 _LOOK_S = 0.1
-_LISTEN_S = 1.0  # for other reports, after the first failure
-_ANSWER_S = 3.0  # for an actor to say that it lives
-_LEAVE_S = 30.0  # for ranks that save because a stop was asked for
+_ANSWER_S = 3.0  # for an actor to say that it lives, or that its rank has ended
 _CONTROL = "control"  # what is asked of an actor while its rank runs
 
 
 class Ranks:
     """The actors of a run: on leaving the `with` block none of them is left, nor anything they started."""
 
-    def __init__(self, group: PlacementGroup, layout: Sequence[tuple[Topology, dict[str, int]]], again: str) -> None:
-        """`layout` is each rank's place, and the resources it takes of the bundle of its node."""
+    def __init__(
+        self,
+        group: PlacementGroup,
+        layout: Sequence[tuple[Topology, dict[str, int]]],
+        again: str,
+        *,
+        aborts_when_alone: bool = False,
+    ) -> None:
+        """`layout` is each rank's place, and the resources it takes of the bundle of its node.
+
+        `again` and `aborts_when_alone` are as `Supervisor` has them.
+        """
         self._again = again
+        self._aborts_when_alone = aborts_when_alone
         self._places = [place for place, _ in layout]
         self._interrupts = Interrupts()
-        self._handlers: dict[int, Any] = {}
+        self._heeding = contextlib.ExitStack()
         self._reports: dict[int, Report] = {}
         self._nodes: dict[int, str] = {}
         self._told = False
@@ -54,20 +63,20 @@ class Ranks:
         ]
 
     def __enter__(self) -> Ranks:
-        if threading.current_thread() is threading.main_thread():
-            heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._handlers = {number: signal.signal(number, self._on_signal) for number in heeded}
+        self._heeding.enter_context(heeded(self._on_signal))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(RayError):
-            self._show()
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        with self._heeding:
+            with contextlib.suppress(RayError):
+                self._show()
+                # With its actor alone the rank would end, but not what it has started.
+                ended = [self._control(actor, "end") for actor in self._actors]
+                ray.wait(ended, num_returns=len(ended), timeout=_ANSWER_S)
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
 
     def run(self, payload: bytes, folder: str, timeout_s: float) -> Any:
         """Run the pickled (entry, config) on all ranks and return rank 0's value; raise the first cause of a failure.
@@ -79,21 +88,21 @@ class Ranks:
         waiting: dict[Any, int] = {}
         for actor, place in zip(self._actors, self._places, strict=True):
             met = Topology(**vars(place) | {"address": address, "port": port})
-            waiting[actor.run.remote(met, payload, folder, paths, self._again)] = place.rank
-        while waiting and not self._failures():
+            waiting[actor.run.remote(met, payload, folder, paths)] = place.rank
+        while waiting and not reports.failures(self._reports):
             self._look(waiting)
-        if self._failures():
-            self._listen(waiting)
-            raise self._error(waiting)
+        if reports.failures(self._reports):
+            reports.listen(self._reports, len(self._actors), lambda: self._look(waiting))
+            raise self._error(sorted(waiting.values()))
         return pickle.loads(self._reports[0].value)  # our own rank's
 
     def _meeting_place(self, timeout_s: float) -> tuple[str, int]:
         """Return where rank 0 listens: at its node's address, or at the loopback's where no rank is elsewhere."""
         try:
-            found = ray.get([self._control(actor, "where") for actor in self._actors], timeout=timeout_s)
+            found = self._answers([self._control(actor, "where") for actor in self._actors], timeout_s)
             self._nodes = {rank: f"{address} ({name})" for rank, (address, name) in enumerate(found)}
             host = "127.0.0.1" if self._places[0].nodes == 1 else found[0][0]
-            address, port = ray.get(self._control(self._actors[0], "listen", host), timeout=timeout_s)
+            ((address, port),) = self._answers([self._control(self._actors[0], "listen", host)], timeout_s)
         except (RayError, TimeoutError) as error:
             raise RequestError(
                 f"--launcher ray: the ranks' actors did not start ({_brief(error)}); every node needs lockstep-torch "
@@ -101,25 +110,35 @@ class Ranks:
             ) from error
         return address, port
 
+    def _answers(self, asked: list[Any], limit_s: float) -> list[Any]:
+        """Return what actors answer; a second signal ends the wait for them."""
+        deadline, waiting = time.monotonic() + limit_s, asked
+        while waiting:
+            self._check_insisted()
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOOK_S)
+            if waiting and time.monotonic() >= deadline:
+                raise TimeoutError(f"no answer within --timeout {limit_s:g} s")
+        return list(ray.get(asked))
+
     def _control(self, actor: Any, method: str, *given: Any) -> Any:
         return getattr(actor, method).options(concurrency_group=_CONTROL).remote(*given)
 
     def _look(self, waiting: dict[Any, int]) -> None:
         """Take in reports and deaths, and pass signals on."""
-        if self._interrupts.insisted:
-            raise RunError(KILLED)
+        self._check_insisted()
         if self._interrupts.asked and not self._told:
             self._told = True
-            print(f"\nlockstep: {STOPPING}", file=sys.stderr, flush=True)
             for actor in self._actors:
                 self._control(actor, "signal", int(signal.SIGTERM))
         ready, _ = ray.wait([*waiting], timeout=_LOOK_S)
         for each in ready:
             rank = waiting.pop(each)
             try:
-                self._reports[rank] = ray.get(each)
+                told: Report | int = ray.get(each)
             except RayError as error:
-                self._reports[rank] = Report(rank, failure=self._obituary(rank, error))
+                sentence = f"Rank {rank}{self._where([rank])} died ({_brief(error)}); {self._again}."
+                told = Report(rank, failure=Failure(rank, "", sentence, ""))
+            self._reports[rank] = self._obituary(rank, told) if isinstance(told, int) else told
         with contextlib.suppress(RayError):
             self._show()
 
@@ -132,40 +151,41 @@ class Ranks:
                 stream.buffer.write(data)
                 stream.flush()
 
-    def _listen(self, waiting: dict[Any, int]) -> None:
-        """Wait a little for what the other ranks have to say about the failure."""
-        stopping = all(failure.kind == Stopped.__name__ for failure in self._failures())
-        deadline = time.monotonic() + (_LEAVE_S if stopping else _LISTEN_S)
-        while waiting and time.monotonic() < deadline:
-            self._look(waiting)
+    def _error(self, silent: Sequence[int]) -> LockstepError:
+        """Return the first cause; `silent` are the ranks that have told nothing."""
+        if first_cause(reports.failures(self._reports)).is_echo and (lost := self._lost(silent)):
+            who = ranks_named(lost)
+            return RunError(f"{who[0].upper()}{who[1:]}{self._where(lost)} died, or its node was lost; {self._again}.")
+        return reports.error(self._reports, silent, self._again, self._where(silent))
 
-    def _failures(self) -> list[Failure]:
-        return [report.failure for report in self._reports.values() if report.failure]
+    def _lost(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of the ranks whose actors do not answer any more, which Ray tells late where a node is lost."""
+        asked = {rank: self._control(self._actors[rank], "where") for rank in ranks}
+        answered, _ = ray.wait([*asked.values()], num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
+        return [rank for rank, each in asked.items() if each not in answered or not _lives(each)]
 
-    def _error(self, waiting: dict[Any, int]) -> LockstepError:
-        cause = first_cause(self._failures())
-        if not (cause.is_echo and waiting):
-            return cause.error()
-        # Those that have told were left alone. Who left them answers no more, or lives and hangs.
-        asked = {self._control(self._actors[rank], "where"): rank for rank in waiting.values()}
-        answered, _ = ray.wait([*asked], num_returns=len(asked), timeout=_ANSWER_S)
-        silent = sorted(rank for each, rank in asked.items() if each not in answered or not _lives(each))
-        who = ranks_named(silent or sorted(asked.values()))
-        where = ", ".join(sorted({self._nodes[rank] for rank in silent or asked.values()}))
-        if silent:
-            return RunError(f"{who[0].upper()}{who[1:]} on node {where} died, or its node was lost; {self._again}.")
-        return RunError(
-            f"{who[0].upper()}{who[1:]} on node {where} did not come to a collective in which the others waited for "
-            f"--stall-timeout seconds: a process hangs, or was stopped; {self._again}."
+    def _obituary(self, rank: int, code: int) -> Report:
+        """Return what is reported of a rank that died without a word."""
+        failure = reports.obituary(
+            rank,
+            code,
+            self._again,
+            where=self._where([rank]),
+            said="printed above" if rank == 0 else "printed, which is in Ray's logs there,",
+            asked=self._interrupts.asked,
+            aborts_when_alone=self._aborts_when_alone,
         )
+        return Report(rank, failure=failure)
 
-    def _obituary(self, rank: int, error: RayError) -> Failure:
-        """Return the failure of a rank whose actor died, or whose node was lost."""
-        return Failure(rank, "", f"Rank {rank} on node {self._nodes[rank]} died ({_brief(error)}); {self._again}.", "")
+    def _where(self, ranks: Sequence[int]) -> str:
+        return f" on node {', '.join(sorted({self._nodes[rank] for rank in ranks}))}"
+
+    def _check_insisted(self) -> None:
+        if self._interrupts.insisted:
+            raise RunError(KILLED)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._interrupts.hear() is Heard.SECOND:
-            raise RunError(KILLED)
+        self._interrupts.hear()  # and the next look sees it: nothing is raised amid the end
 
 
 def _lives(answer: Any) -> bool:

@@ -24,7 +24,8 @@ from ..topology import Topology
 from . import lifeline, rank, stores
 from .base import Entry
 from .devices import processes
-from .supervise import UNGUARDED, Report, Supervisor, Worker
+from .reports import UNGUARDED, Report
+from .supervise import Supervisor, Worker
 
 
 class SpawnLauncher:

@@ -1,8 +1,8 @@
 """Watching ranks from their parent: pass on signals, find the first cause, leave nobody behind.
 
 A rank reports its value or its failure through a pipe; one that dies without a word is known by its exit status.
-After the first failure the parent listens a moment longer, since the loudest is not always the first, ends the
-other ranks, and raises the first cause as its own error.
+After the first failure the parent listens a moment longer, ends the other ranks, and raises the first cause as its own
+error (see `reports.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,28 +19,15 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType, TracebackType
 from typing import Any
 
-from ..errors import LockstepError, RequestError, RunError, Stopped
-from ..failures import Failure, first_cause
-from ..interrupts import KILLED, SIGNALS, Heard, Interrupts
+from ..errors import RunError
+from ..interrupts import KILLED, Heard, Interrupts, heeded
+from . import lifeline, reports
+from .reports import GRACE_S, LEAVE_S, Report, obituary
 
-UNGUARDED = 87
-"""The exit code of a rank whose import of the user's script would have started ranks again."""
+__all__ = ["Supervisor", "Worker", "obituary"]
 
 _LOOK_S = 0.05
-_LISTEN_S = 1.0  # for other reports, after the first failure
-_LISTEN_ON_S = 0.3  # for others that may have come before it, once one is there that is a cause by itself
-_GRACE_S = 2.0  # for ranks to end data workers and saves that are under way, before they are killed
-_SILENT_GRACE_S = 0.3  # for those that have not even said that they end
-_LEAVE_S = 30.0  # for ranks that are done, or are saving because a stop was asked for
-
-
-@dataclass(frozen=True)
-class Report:
-    """A rank's last word: rank 0's pickled value, or why the rank failed."""
-
-    rank: int
-    value: bytes = b""
-    failure: Failure | None = None
+_SILENT_GRACE_S = 0.3  # for ranks that have not even said that they end, before they are killed
 
 
 @dataclass(frozen=True)
@@ -68,20 +54,17 @@ class Supervisor:
         self._workers: list[Worker] = []
         self._reports: dict[int, Report] = {}
         self._interrupts = Interrupts()
-        self._handlers: dict[int, Any] = {}
+        self._heeding = contextlib.ExitStack()
 
     def __enter__(self) -> Supervisor:
-        if threading.current_thread() is threading.main_thread():
-            heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's is not
-            self._handlers = {number: signal.signal(number, self._on_signal) for number in heeded}
+        self._heeding.enter_context(heeded(self._on_signal))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        with self._heeding:
+            self._end()
 
     def add(self, worker: Worker) -> None:
         """Take over a rank that was just started."""
@@ -91,56 +74,36 @@ class Supervisor:
 
     def wait(self) -> Any:
         """Return rank 0's value once all ranks are done; raise the first cause once one has failed."""
-        while not self._failures() and len(self._reports) < len(self._workers):
+        while not reports.failures(self._reports) and len(self._reports) < len(self._workers):
             self._look(_LOOK_S)
-        if self._failures():
-            self._listen()
-            raise self._error()
-        self._join(self._workers, _LEAVE_S)
+        if reports.failures(self._reports):
+            reports.listen(self._reports, len(self._workers), lambda: self._look(_LOOK_S))
+            raise reports.error(self._reports, [worker.rank for worker in self._silent()], self._again)
+        self._join(self._workers, LEAVE_S)
         return pickle.loads(self._reports[0].value)  # our own child's
 
     def _look(self, wait_s: float) -> None:
         """Take in reports and deaths, for at most `wait_s` seconds."""
         if self._interrupts.insisted:
             raise RunError(KILLED)
-        silent = [worker for worker in self._workers if worker.rank not in self._reports]
+        silent = self._silent()
         dead = [worker for worker in silent if worker.process.exitcode is not None]
         ready = multiprocessing.connection.wait([worker.reports for worker in silent], 0 if dead else wait_s)
         for worker in silent:
             report = _heard(worker) if worker.reports in ready else None
             if report or worker in dead:
-                self._reports[worker.rank] = report or Report(worker.rank, failure=self._obituary(worker))
+                self._reports[worker.rank] = report or self._obituary(worker)
 
-    def _listen(self) -> None:
-        """Wait a little for what the other ranks have to say about the failure."""
-        stopping = all(failure.kind == Stopped.__name__ for failure in self._failures())
-        deadline = time.monotonic() + (_LEAVE_S if stopping else _LISTEN_S)
-        found = False
-        while len(self._reports) < len(self._workers) and time.monotonic() < deadline:
-            if not stopping and not found and not first_cause(self._failures()).is_echo:
-                found, deadline = True, min(deadline, time.monotonic() + _LISTEN_ON_S)
-            self._look(_LOOK_S)
+    def _silent(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.rank not in self._reports]
 
-    def _failures(self) -> list[Failure]:
-        return [report.failure for report in self._reports.values() if report.failure]
-
-    def _error(self) -> LockstepError:
-        cause = first_cause(self._failures())
-        silent = [f"rank {worker.rank}" for worker in self._workers if worker.rank not in self._reports]
-        if cause.is_echo and silent:  # so they live, and yet the others gave them up
-            who = " and ".join(silent)
-            return RunError(
-                f"{who[0].upper()}{who[1:]} did not come to a collective in which the others waited for --stall-timeout"
-                f" seconds: a process hangs, or was stopped; {self._again}."
-            )
-        return cause.error()
-
-    def _obituary(self, worker: Worker) -> Failure:
-        """Return the failure of a rank that died without a word."""
-        code = worker.process.exitcode or 0
-        if self._interrupts.asked and code == -signal.SIGTERM:
-            return Failure(worker.rank, Stopped.__name__, "Stopped outside of training; there was nothing to save.", "")
-        return obituary(worker.rank, code, self._again, aborts_when_alone=self._aborts_when_alone)
+    def _obituary(self, worker: Worker) -> Report:
+        """Return what is reported of a rank that died without a word."""
+        code, asked = worker.process.exitcode or 0, self._interrupts.asked
+        alone = self._aborts_when_alone
+        return Report(
+            worker.rank, failure=obituary(worker.rank, code, self._again, asked=asked, aborts_when_alone=alone)
+        )
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass the first signal on as SIGTERM, so that ranks save and stop; at the second, kill."""
@@ -161,32 +124,14 @@ class Supervisor:
 
         It gets no SIGTERM, which asks a rank to go on until it has saved: without the others it cannot.
         """
-        silent = [worker for worker in self._workers if worker.rank not in self._reports]
-        self._join([worker for worker in self._workers if worker not in silent], _GRACE_S)
+        silent = self._silent()
+        self._join([worker for worker in self._workers if worker not in silent], GRACE_S)
         self._join(silent, _SILENT_GRACE_S)
         for worker in self._workers:
             _kill_group(worker)
             worker.process.join()
             worker.reports.close()
             worker.lifeline.close()
-
-
-def obituary(rank: int, code: int, again: str, *, aborts_when_alone: bool = False) -> Failure:
-    """Return the failure of a rank that ended without a word; `code` is its exit code, or minus the signal's number."""
-    if code < 0:
-        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        how = f"Rank {rank} was killed by {signal.Signals(-code).name}{hint}"
-        return Failure(rank, "", f"{how}; {again}.", "", is_echo=aborts_when_alone and code == -signal.SIGABRT)
-    if code == UNGUARDED:
-        return Failure(
-            rank,
-            RequestError.__name__,
-            "Each rank imports the script that starts the ranks, and would start them again; put that script's "
-            'start under `if __name__ == "__main__":`.',
-            "",
-        )
-    how = f"Rank {rank} exited with code {code} before it was done and without a word"
-    return Failure(rank, "", f"{how}: what was printed above may say why; {again}.", "")
 
 
 def _heard(worker: Worker) -> Report | None:
@@ -206,5 +151,4 @@ def _kill_group(worker: Worker) -> None:
     """Kill the rank and its data workers, which are in the process group that it leads."""
     _send(worker, signal.SIGKILL)
     if worker.process.pid is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(worker.process.pid, signal.SIGKILL)
+        lifeline.end_group(worker.process.pid)

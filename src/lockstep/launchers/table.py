@@ -28,7 +28,7 @@ from .spawn import SpawnLauncher
 __all__ = ["choose", "launch", "least_ranks", "names", "resolve", "starts_here", "visible_gpus"]
 
 
-_STARTING = (InlineLauncher.name, SpawnLauncher.name, ElasticLauncher.name)
+_STARTING = (InlineLauncher.name, SpawnLauncher.name, ElasticLauncher.name, RayLauncher.name)
 """Launchers by which each process would begin ranks of its own."""
 
 

@@ -1,0 +1,98 @@
+"""What ranks tell of their end, and what it amounts to: one account, whoever has started them and hears them.
+
+A rank reports its value or its failure; one that dies without a word is known by its exit code. After the first
+failure the others are heard a moment longer, since the loudest is not always the first.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import LockstepError, RequestError, RunError, Stopped, ranks_named
+from ..failures import Failure, first_cause
+
+UNGUARDED = 87
+"""The exit code of a rank whose import of the user's script would have started ranks again."""
+
+GRACE_S = 2.0
+"""For a rank that has failed to end data workers and saves that are under way, before it is killed."""
+LEAVE_S = 30.0
+"""For ranks that are done, or are saving because a stop was asked for."""
+_LISTEN_S = 1.0  # for other reports, after the first failure
+_LISTEN_ON_S = 0.3  # for others that may have come before it, once one is there that is a cause by itself
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's last word: rank 0's pickled value, or why the rank failed."""
+
+    rank: int
+    value: bytes = b""
+    failure: Failure | None = None
+
+
+def failures(reports: Mapping[int, Report]) -> list[Failure]:
+    """Return the failures that were told."""
+    return [report.failure for report in reports.values() if report.failure]
+
+
+def listen(reports: Mapping[int, Report], size: int, look: Callable[[], None]) -> None:
+    """Wait a little for what others of `size` ranks have to say about a failure; `look()` adds what has come."""
+    stopping = all(failure.kind == Stopped.__name__ for failure in failures(reports))
+    deadline = time.monotonic() + (LEAVE_S if stopping else _LISTEN_S)
+    found = False
+    while len(reports) < size and time.monotonic() < deadline:
+        if not stopping and not found and not first_cause(failures(reports)).is_echo:
+            found, deadline = True, min(deadline, time.monotonic() + _LISTEN_ON_S)
+        look()
+
+
+def error(reports: Mapping[int, Report], silent: Sequence[int], again: str, where: str = "") -> LockstepError:
+    """Return the first cause of the failures; `silent` are the ranks that live and have told nothing.
+
+    `where` is what is said of these besides, such as " on node 10.0.0.2"; `again` is how to go on.
+    """
+    cause = first_cause(failures(reports))
+    if not (cause.is_echo and silent):
+        return cause.error()
+    who = ranks_named(silent)  # who lives, and yet the others gave up
+    return RunError(
+        f"{who[0].upper()}{who[1:]}{where} did not come to a collective in which the others waited for --stall-timeout "
+        f"seconds: a process hangs, or was stopped; {again}."
+    )
+
+
+def obituary(
+    rank: int,
+    code: int,
+    again: str,
+    *,
+    where: str = "",
+    said: str = "printed above",
+    asked: bool = False,
+    aborts_when_alone: bool = False,
+) -> Failure:
+    """Return the failure of a rank that ended without a word; `code` is its exit code, or minus the signal's number.
+
+    `where` is what is told of it besides, `said` where its output is. `asked` says that it was asked to stop,
+    `aborts_when_alone` that a rank which waits in vain for another one ends by SIGABRT, as NCCL has it.
+    """
+    if asked and code == -signal.SIGTERM:
+        return Failure(rank, Stopped.__name__, "Stopped outside of training; there was nothing to save.", "")
+    if code < 0:
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        how = f"Rank {rank}{where} was killed by {signal.Signals(-code).name}{hint}"
+        return Failure(rank, "", f"{how}; {again}.", "", is_echo=aborts_when_alone and code == -signal.SIGABRT)
+    if code == UNGUARDED:
+        return Failure(
+            rank,
+            RequestError.__name__,
+            "Each rank imports the script that starts the ranks, and would start them again; put that script's "
+            'start under `if __name__ == "__main__":`.',
+            "",
+        )
+    how = f"Rank {rank}{where} exited with code {code} before it was done and without a word"
+    return Failure(rank, "", f"{how}: what was {said} may say why; {again}.", "")
