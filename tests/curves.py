@@ -16,6 +16,7 @@ from lockstep.kinds import KINDS
 from lockstep.options import override
 from lockstep.world import World
 
+from .command import losses
 from .pool import RankPool
 
 _FLOOR = 1e-3
@@ -91,3 +92,9 @@ def same_bits(ours: Curve, theirs: Curve) -> bool:
         and ours[1].keys() == theirs[1].keys()
         and all(held.tobytes() == theirs[1][name].tobytes() for name, held in ours[1].items())
     )
+
+
+def of_run(folder: Path) -> Curve:
+    """Return ({step: loss}, weights) of the run in a folder."""
+    state = checkpoint.load(folder)
+    return dict(losses(folder)), {name: tensor.numpy() for name, tensor in state.tensors.items()}

@@ -12,15 +12,18 @@ import fcntl
 import os
 import platform
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from .config import RunConfig
-from .errors import RequestError
+from .errors import RequestError, RunError
 
 RUNS = Path("runs")
 _LOCK = ".lock"
+_LATE_S = 120.0  # for the lock of a node that is no more: NFS gives it back when its lease has run out, after 90 s
+_LOOK_S = 0.2
 _WRITTEN = (
     *("config.toml", "manifest.json", "steps.jsonl", "ledger.bin", "summary.json", "proof.md"),
     *("events.out.tfevents.*", _LOCK),
@@ -73,8 +76,10 @@ class RunFolder:
 def claim(config: RunConfig, *, before: Path | None = None) -> RunFolder:
     """Return the folder of the run that `config` asks for, made if it is new, and hold it.
 
-    `before` is the folder of an earlier start of this very run, which may lie in it.
-    Raises `RequestError` where the folder holds another run, is in use by one, or cannot be made.
+    `before` is the folder of an earlier start of this very run, which may lie in it. Its rank 0 may still hold it, on a
+    node that the others have lost: it is waited for, since it may be writing.
+    Raises `RequestError` where the folder holds another run, is in use by one, or cannot be made; `RunError` where that
+    other is the earlier start of this one, and does not end.
     """
     path = _asked(config)
     if path is None:
@@ -85,7 +90,8 @@ def claim(config: RunConfig, *, before: Path | None = None) -> RunFolder:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
-    claimed = RunFolder(path, is_new, was_free, _hold(path))
+    patience_s = min(_LATE_S, config.parallel.stall_timeout / 2) if path == before else 0.0
+    claimed = RunFolder(path, is_new, was_free, _hold(path, patience_s))
     try:
         if path != before:
             _check_free(path, config.checkpoint.resume)
@@ -167,34 +173,57 @@ def _check_free(path: Path, resume: str) -> None:
         )
 
 
-def _hold(path: Path) -> IO[bytes]:
-    """Return the folder's lock file, locked, with this process's name in it; closing it gives it back."""
-    lock = _locked(path)
+def _hold(path: Path, patience_s: float = 0.0) -> IO[bytes]:
+    """Return the folder's lock file, locked, with this process's name in it; closing it gives it back.
+
+    With `patience_s`, whoever has it now is an earlier start of this run: it may take so long to end.
+    """
+    lock = _locked(path, patience_s)
     with contextlib.suppress(OSError):  # a full disk is told of by what has to be written next
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {platform.node()}".encode())
     return lock
 
 
-def _locked(path: Path) -> IO[bytes]:
-    """Return the folder's lock file, locked. Raises `RequestError` where another process has it."""
+def _locked(path: Path, patience_s: float = 0.0) -> IO[bytes]:
+    """Return the folder's lock file, locked.
+
+    Raises `RequestError` where another process has it, `RunError` where that is an earlier start of this run, which
+    has had `patience_s` seconds to end.
+    """
     try:
         lock = (path / _LOCK).open("a+b", buffering=0)
     except OSError as error:
         raise unwritable(path, error) from error
-    try:
-        # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
+    until_s = time.monotonic() + patience_s
+    while not _is_ours(lock):
+        if time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+            continue
         with lock:
             lock.seek(0)
             holder = lock.read().decode() or "another process"
+        if patience_s:
+            raise RunError(
+                f"{path} is still held by rank 0 of the start before this one ({holder}), which might write there, and "
+                f"has not ended within {patience_s:g} s: end that process."
+            )
         raise RequestError(
             f"{path} is in use by another run ({holder}): wait until it has ended, or give another --output."
-        ) from error
+        )
+    return lock
+
+
+def _is_ours(lock: IO[bytes]) -> bool:
+    """Lock the file; return False where another process has it."""
+    try:
+        # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
     except OSError:
         pass  # a file system without locks, as on some clusters: runs go on there without this guard
-    return lock
+    return True
 
 
 def default_name(config: RunConfig) -> str:

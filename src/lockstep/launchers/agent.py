@@ -4,6 +4,9 @@ torch's agent restarts whatever fails, gives ranks 30 seconds after SIGTERM even
 others can only wait for it, and logs; its reasons are read from files. This one does not restart what would fail again
 (a refused request, a failed proof), kills what is left of a lost world at once, lets the ranks save where a node has
 come to join them, and passes a signal of the user's on.
+
+Where a node is lost, the others end their ranks and go on without it. An agent that gets no answer from the agents'
+store knows that its node is the lost one, and ends its ranks before the others, who wait for latecomers, begin anew.
 """
 
 from __future__ import annotations
@@ -13,13 +16,16 @@ import os
 import pickle
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch._C import _DistError as DistError
 from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -27,36 +33,60 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousParameters,
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from .. import failures
 from ..config import RunConfig
 from ..errors import ProofError, RequestError, RunError, Stopped
 from ..failures import Failure
 from . import lifeline, reasons
+from .bounded import Bounded, Unanswered
+from .members import COUNTED_OUT_S, KEEP_ALIVE_S, MISSED, Members
 from .plain_state import PlainState
 from .supervise import obituary
 
 _FINAL = {RequestError.__name__, ProofError.__name__}
 """What would be the same again."""
 _LAST_CALL_S = 5
-_KEEP_ALIVE_S, _MISSED = 2, 3
 _WORD_S = 0.5  # for the other ranks of this node to say why they end, before they are ended
+_KILLED_S = 5.0  # for ranks to be gone once they are killed
 _LEAVE_S = 30.0  # for ranks that were asked to save and stop
 _LOOK_S = 0.02
+
+
+class _Handler(DynamicRendezvousHandler):
+    """torch's rendezvous, which takes nodes in where none is missing: a lost one is a failure, and told as one."""
+
+    members: Members
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes wait to be taken in."""
+        waiting = int(super().num_nodes_waiting())
+        return 0 if self.members.fewer() else waiting
 
 
 class Agent(LocalElasticAgent):
     """Keeps the ranks of one node; `cause` is why they ended last, where they did not end well."""
 
-    def __init__(self, spec: WorkerSpec, folder: Path, config: RunConfig, say: Callable[[str], None]) -> None:
-        """`folder` is for the reasons that ranks leave; `say` tells the user of a restart."""
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        members: Members,
+        folder: Path,
+        config: RunConfig,
+        say: Callable[[str], None],
+        cut_off: Callable[[], bool],
+    ) -> None:
+        """`folder` is for the reasons that ranks leave; `say` tells the user of a restart.
+
+        `cut_off` returns whether the agents' store does not answer any more.
+        """
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder)), start_method="spawn")
         self._arguments = spec.args
+        self._members, self._cut_off = members, cut_off
         self._folder, self._again, self._say = folder, failures.again(config), say
         self._begun_s = 0.0
         self.cause: Failure | None = None
@@ -67,6 +97,7 @@ class Agent(LocalElasticAgent):
         start = store.compare_set("lockstep/start", "", secrets.token_hex(8)).decode()
         worker_group.spec.args = (*self._arguments, start)
         self._begun_s = time.time()
+        self._members.begin()
         with lifeline.interrupts_held_back():
             return dict(super()._start_workers(worker_group))
 
@@ -79,6 +110,11 @@ class Agent(LocalElasticAgent):
                 ended = self._ended_badly()
             self.cause = self._find_cause(ended, worker_group)
             self._kill()  # or torch would ask them first, and wait
+            self._decide(self.cause)
+        elif self._alive() and (lost := self._members.lost()):
+            self.cause = Failure(worker_group.workers[0].global_rank, "", f"{lost}; {self._again}.", "")
+            self._kill()
+            self._wait_for_end(_KILLED_S)
             self._decide(self.cause)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
@@ -112,7 +148,7 @@ class Agent(LocalElasticAgent):
         super()._stop_workers(worker_group, *arguments, **options)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *arguments: Any, **options: Any) -> None:
-        if self._alive():  # the user has sent a signal
+        if self._alive() and not self._cut_off():  # the user has sent a signal
             self._ask_to_stop()
             self.cause = self._find_cause(self._ended_badly(), self._worker_group) if self._ended_badly() else None
         self._kill()
@@ -121,10 +157,13 @@ class Agent(LocalElasticAgent):
     def _ask_to_stop(self) -> None:
         """Have the ranks save and end; a second signal of the user's ends the wait."""
         self._send(signal.SIGTERM)
-        until_s = time.monotonic() + _LEAVE_S
         with suppress(SignalException):
-            while self._alive() and time.monotonic() < until_s:
-                time.sleep(_LOOK_S)
+            self._wait_for_end(_LEAVE_S)
+
+    def _wait_for_end(self, limit_s: float) -> None:
+        until_s = time.monotonic() + limit_s
+        while self._alive() and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
 
     def _kill(self) -> None:
         """Kill what is left of the ranks, and what they started: each leads a process group of its own."""
@@ -164,6 +203,7 @@ def _exit_of(pid: int) -> int | None:
 def run(
     store: Store,
     *,
+    served: bool,
     where: str,
     job: str,
     address: str,
@@ -175,27 +215,29 @@ def run(
 ) -> Any | None:
     """Keep `processes` ranks running `serve(*payload, start)` until they are done; return rank 0's value, or None.
 
-    `store` is the one at `where`, at which the agents meet; `address` is this host's among them, `job` what all of them
-    call this job, `folder` an empty one. Raises the error of the rank that failed first, once it is not to be started
-    again.
+    `store` is the one at `where`, at which the agents meet, `served` by this process or another; `address` is this
+    host's among them, `job` what all of them call this job, `folder` an empty one. Raises the error of the rank that
+    failed first, once it is not to be started again.
     """
     parallel = config.parallel
     # The ranks meet at the agents' own store: torch need not serve another one.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     _quieten_torch()
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=where,
-        run_id=job,
-        min_nodes=parallel.nodes,
-        max_nodes=parallel.most_nodes,
-        local_addr=address,
-        join_timeout=max(1, round(parallel.timeout)),
-        last_call_timeout=_LAST_CALL_S,
-        keep_alive_interval=_KEEP_ALIVE_S,
-        keep_alive_max_attempt=_MISSED,
+    store = store if served else Bounded(store, COUNTED_OUT_S)
+    state = PlainState(store, job)
+    members = Members(state, address)
+    handler: _Handler = _Handler.from_backend(
+        job,
+        store,
+        state,
+        parallel.nodes,
+        parallel.most_nodes,
+        address,
+        RendezvousTimeout(timedelta(seconds=parallel.timeout), timedelta(seconds=_LAST_CALL_S)),
+        KEEP_ALIVE_S,
+        MISSED,
     )
-    handler = create_handler(store, PlainState(store, job), parameters)
+    handler.members = members
     spec = WorkerSpec(
         role="rank",
         local_world_size=processes,
@@ -206,7 +248,11 @@ def run(
         monitor_interval=0.1,
         local_addr=address,
     )
-    agent = Agent(spec, folder, config, _say)
+
+    def cut_off() -> bool:
+        return isinstance(store, Bounded) and not store.answers
+
+    agent = Agent(spec, members, folder, config, _say, cut_off)
     stopped = False
     try:
         result = agent.run()
@@ -214,13 +260,25 @@ def run(
         stopped = True
         raise _cause(agent, Stopped("Stopped before training began.")) from error
     except RendezvousTimeoutError as error:
+        if agent.cause is not None:
+            raise RunError(
+                f"{where}: fewer than --nodes {parallel.nodes} are left, and no others came within --timeout "
+                f"{parallel.timeout:g} s; {failures.again(config)}."
+            ) from error
         raise RequestError(
             f"{where}: fewer than --nodes {parallel.nodes} came within --timeout {parallel.timeout:g} s; start the "
             "command on every node, or raise --timeout."
         ) from error
     except RendezvousClosedError as error:
         raise _cause(agent, RunError(f"{where}: the agent of another node has ended the job; it says why.")) from error
-    except (RendezvousConnectionError, RendezvousStateError) as error:
+    except (RendezvousConnectionError, RendezvousStateError, Unanswered, TimeoutError, DistError) as error:
+        if cut_off():
+            raise RunError(
+                f"{where}: the agent there, which all nodes need, has not answered {socket.gethostname()} for "
+                f"{COUNTED_OUT_S} s: this node is cut off, or that one is down. The ranks here were ended, lest they "
+                "disturb those of nodes that go on; give the same command here again, and it is taken in, or, where "
+                "no node goes on, start all of them with --resume auto."
+            ) from error
         if agent.cause is not None and agent.cause.kind == Stopped.__name__:
             raise agent.cause.error() from error  # the agent there was stopped, and so was the job
         raise RunError(

@@ -60,6 +60,7 @@ class ElasticLauncher:
             job = _agree_on_job(meeting, config)
             return agent.run(
                 meeting.store,
+                served=meeting.hosted,
                 where=meeting.where,
                 job=job,
                 address=hosts.own_address(meeting.host) or meeting.host,

@@ -9,35 +9,54 @@ from __future__ import annotations
 
 import io
 import pickle
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """Those that take part, as the agents have agreed."""
+
+    round: int = -1
+    """How often they have agreed before."""
+    addresses: tuple[str, ...] = ()
+    """One for each agent, several of which may run on a host."""
+    closed: bool = False
+    """Whether one of them has ended the job."""
+
+
 class PlainState(C10dRendezvousBackend):
-    """The state of a rendezvous in a store, read only where it is nothing but that."""
+    """The state of a rendezvous in a store, read only where it is nothing but that; `nodes` is what it said last."""
+
+    def __init__(self, store: Store, job: str) -> None:
+        super().__init__(store, job)
+        self.nodes = Nodes()
 
     def get_state(self) -> Any:
         """Return (state, token). Raises `RendezvousStateError` where the state names anything but torch's own types."""
         found = super().get_state()
         if found is not None:
-            try:
-                _Plain(io.BytesIO(found[0])).load()
-            except Exception as error:
-                raise RendezvousStateError("The agents' store holds something else than a rendezvous.") from error
+            self._read(found[0])
         return found
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
         """Put the state there; return (state, token, whether it was put), the state checked as by `get_state`."""
         found = super().set_state(state, token)
         if found is not None:
-            with suppress(_Foreign):
-                _Plain(io.BytesIO(found[0])).load()
-                return found
-            raise RendezvousStateError("The agents' store holds something else than a rendezvous.")
+            self._read(found[0])
         return found
+
+    def _read(self, state: bytes) -> None:
+        try:
+            plain = _Plain(io.BytesIO(state)).load()
+            addresses = tuple(sorted(node.addr for node in plain.participants))
+            self.nodes = Nodes(plain.round, addresses, plain.closed)
+        except Exception as error:
+            raise RendezvousStateError("The agents' store holds something else than a rendezvous.") from error
 
 
 class _Foreign(pickle.UnpicklingError):

@@ -1,0 +1,100 @@
+"""A store that gives up where nobody answers: torch's client waits for its server without end.
+
+A node whose network is lost is told so by nothing: no connection closes, and torch's client, which gives each request a
+limit for what the server is to wait for, but none for the server itself, stays in it for as long as the system tries to
+send (some 15 minutes). Here each request is made by a thread of its own, which is left alone once it takes too long.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+
+_LOOK_S = 0.05
+
+
+class Unanswered(RuntimeError):
+    """Nobody answers at the store."""
+
+
+class Bounded(Store):
+    """The store `inner`, of which each request is answered within `limit_s` seconds, or raises `Unanswered`."""
+
+    def __init__(self, inner: Store, limit_s: float) -> None:
+        super().__init__()
+        self._inner, self._limit_s = inner, limit_s
+        self.answers = True
+        """Whether it has answered so far. Once it has not, no request is made any more."""
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a key."""
+        self._ask(lambda: self._inner.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value, once it is there. Raises `TimeoutError` where it is not within the store's time-out."""
+        self.wait([key])
+        return self._ask(lambda: self._inner.get(key))
+
+    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
+        """Set a key to the desired value where it has the expected one; return what it has then."""
+        return self._ask(lambda: self._inner.compare_set(key, _text(expected_value), _text(desired_value)))
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number; return it."""
+        return self._ask(lambda: self._inner.add(key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are there."""
+        return self._ask(lambda: self._inner.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return once all keys are there. Raises `TimeoutError` where they are not in time."""
+        limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # not in the stub
+        until_s = time.monotonic() + limit.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() >= until_s:
+                raise TimeoutError(f"{', '.join(keys)}: not there within {limit.total_seconds():g} s")
+            time.sleep(_LOOK_S)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys, once all are there."""
+        self.wait(keys)
+        return self._ask(lambda: self._inner.multi_get(keys))
+
+    def multi_set(self, keys: list[str], values: Sequence[Any]) -> None:
+        """Set keys."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        if not self.answers:
+            raise Unanswered(f"no answer within {self._limit_s:g} s")
+        answer: list[T] = []
+        failure: list[Exception] = []
+
+        def attempt() -> None:
+            try:
+                answer.append(request())
+            except Exception as error:
+                failure.append(error)
+
+        asking = threading.Thread(target=attempt, daemon=True, name="agents' store")
+        asking.start()
+        asking.join(self._limit_s)
+        if failure:
+            raise failure[0]
+        if not answer:
+            self.answers = False
+            return self._ask(request)
+        return answer[0]
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,104 @@
+"""What an elastic agent knows of the other nodes, and how it finds out that nobody answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from lockstep.launchers import members
+from lockstep.launchers.bounded import Bounded, Unanswered
+from lockstep.launchers.members import Members
+from lockstep.launchers.plain_state import Nodes, PlainState
+
+HERE, OTHER, THIRD = "10.0.0.1", "10.0.0.2", "10.0.0.3"
+
+
+class _Agreed(PlainState):
+    """A state that says what a test has it say."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        super().__init__(HashStore(), "job")
+        self.nodes = nodes
+
+
+def test_another_node_that_is_lost_is_told_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = _Agreed(Nodes(3, (HERE, OTHER, THIRD)))
+    begun = Members(state, HERE)
+    assert (begun.fewer(), begun.lost()) == (False, "")
+    state.nodes = Nodes(3, (HERE, OTHER))
+    assert begun.fewer()
+    assert begun.lost() == ""  # its ranks may know more
+    state.nodes = Nodes(3, (HERE,))  # another one has left, to begin again
+    monkeypatch.setattr(members, "_ALONE_S", 0.0)
+    assert begun.lost() == f"Node {THIRD} died, left or cannot be reached by the network any more"
+    begun.begin()
+    assert not begun.fewer()
+
+
+@pytest.mark.parametrize("now", [Nodes(4, (OTHER, THIRD)), Nodes(4, (HERE, OTHER, THIRD)), Nodes(3, (OTHER, THIRD))])
+def test_a_node_that_was_given_up_knows_at_once(now: Nodes) -> None:
+    state = _Agreed(Nodes(3, (HERE, OTHER, THIRD)))
+    begun = Members(state, HERE)
+    state.nodes = now
+    assert begun.lost().endswith(f"{HERE}) for 6 s, and have given it up")
+
+
+def test_a_job_that_ends_has_lost_nobody() -> None:
+    state = _Agreed(Nodes(3, (HERE, OTHER)))
+    begun = Members(state, HERE)
+    state.nodes = Nodes(3, (HERE,), closed=True)
+    assert not begun.fewer()
+
+
+def test_several_agents_of_one_host_are_several_nodes() -> None:
+    state = _Agreed(Nodes(0, (HERE, HERE)))
+    begun = Members(state, HERE)
+    state.nodes = Nodes(0, (HERE,))
+    assert begun.fewer()
+
+
+@dataclass
+class _Stuck:
+    """A store whose server was lost by the network: requests never return, until the test lets them."""
+
+    free: threading.Event = field(default_factory=threading.Event)
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: self.free.wait(60)
+
+
+def test_a_store_that_never_answers_is_given_up() -> None:
+    stuck = _Stuck()
+    store = Bounded(stuck, 0.2)  # type: ignore[arg-type]
+    under = PrefixStore("job", store)
+    begun_s = time.monotonic()
+    with pytest.raises(Unanswered, match=r"no answer within 0\.2 s"):
+        under.get("key")
+    assert not store.answers
+    for _ in range(20):  # at once, from then on
+        with pytest.raises(Unanswered):
+            under.set("key", "value")
+    assert time.monotonic() - begun_s < 2
+    stuck.free.set()
+
+
+def test_a_bounded_store_is_a_store() -> None:
+    store = Bounded(HashStore(), 5)
+    under = PrefixStore("job", store)
+    under.set("a", "1")
+    under.multi_set(["b", "c"], ["2", "3"])  # type: ignore[attr-defined]
+    assert under.multi_get(["a", "b", "c"]) == [b"1", b"2", b"3"]
+    assert under.compare_set("d", "", "4") == b"4"
+    assert under.compare_set("d", "3", "5") == b"4"
+    assert under.add("n", 2) == 2
+    assert (under.check(["a"]), under.check(["a", "z"])) == (True, False)
+    under.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(TimeoutError):
+        under.get("z")
+    threading.Timer(0.2, lambda: under.set("late", "here")).start()
+    under.wait(["late"], timedelta(seconds=10))
