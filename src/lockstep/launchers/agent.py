@@ -19,10 +19,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch._C import _DistError as DistError
@@ -42,18 +43,21 @@ from .. import failures
 from ..config import RunConfig
 from ..errors import ProofError, RequestError, RunError, Stopped
 from ..failures import Failure
+from ..interrupts import KILLED, Heard, Interrupts, heeded
 from . import lifeline, reasons
 from .bounded import Bounded, Unanswered
 from .members import COUNTED_OUT_S, KEEP_ALIVE_S, MISSED, Members
 from .plain_state import PlainState
-from .supervise import obituary
+from .reports import LEAVE_S, obituary
 
 _FINAL = {RequestError.__name__, ProofError.__name__}
 """What would be the same again."""
 _LAST_CALL_S = 5
+_KEEP_ALIVES_S = 2 * KEEP_ALIVE_S
 _WORD_S = 0.5  # for the other ranks of this node to say why they end, before they are ended
 _KILLED_S = 5.0  # for ranks to be gone once they are killed
-_LEAVE_S = 30.0  # for ranks that were asked to save and stop
+_DONE_S = 10.0  # for ranks that are done to end what they have started
+_OTHERS_S = 30.0  # for other nodes to be done
 _LOOK_S = 0.02
 
 
@@ -78,18 +82,35 @@ class Agent(LocalElasticAgent):
         folder: Path,
         config: RunConfig,
         say: Callable[[str], None],
-        cut_off: Callable[[], bool],
     ) -> None:
-        """`folder` is for the reasons that ranks leave; `say` tells the user of a restart.
-
-        `cut_off` returns whether the agents' store does not answer any more.
-        """
-        super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder)), start_method="spawn")
+        """`folder` is for the reasons that ranks leave; `say` tells the user of a restart."""
+        logs = DefaultLogsSpecs(log_dir=str(folder))
+        super().__init__(spec, logs, start_method="spawn", exit_barrier_timeout=_OTHERS_S)
         self._arguments = spec.args
-        self._members, self._cut_off = members, cut_off
+        self._members = members
+        self._aborts_when_alone = config.parallel.accelerator == "cuda"
         self._folder, self._again, self._say = folder, failures.again(config), say
         self._begun_s = 0.0
+        self._interrupts = Interrupts()
         self.cause: Failure | None = None
+
+    @property
+    def insisted(self) -> bool:
+        """Whether a second signal asked to end at once."""
+        return self._interrupts.insisted
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal of the user's: the first has the ranks save and stop, a second ends them."""
+        if self._interrupts.hear() is Heard.FIRST:
+            raise SignalException("asked to stop", signal.Signals(number))
+
+    def values(self) -> dict[int, bytes] | None:
+        """Return what the ranks of this node have come to, by their rank, once all are done."""
+        workers = self._worker_group.workers
+        told = self._told()
+        return (
+            {workers[local].global_rank: value for local, value in told.items()} if len(told) == len(workers) else None
+        )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # The same on all nodes of this start, and another at the next: the ranks meet under it.
@@ -103,6 +124,11 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ended = self._ended_badly()
+        if not ended and (values := self.values()) is not None:
+            # torch's way to its end waits without limit for ranks that have died or were stopped since.
+            self._wait_for_end(_DONE_S)
+            self._kill()
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
         if ended:
             until_s = time.monotonic() + _WORD_S
             while len(ended) < len(self._pids()) and time.monotonic() < until_s:
@@ -137,7 +163,12 @@ class Agent(LocalElasticAgent):
         told = [failure for failure in reasons.find(self._folder) if failure.time >= self._begun_s]
         known = {failure.rank for failure in told}
         silent = {worker_group.workers[local].global_rank: code for local, code in ended.items()}
-        died = [obituary(rank, code, self._again) for rank, code in silent.items() if rank not in known]
+        asked, alone = self._interrupts.asked, self._aborts_when_alone
+        died = [
+            obituary(rank, code, self._again, asked=asked, aborts_when_alone=alone)
+            for rank, code in silent.items()
+            if rank not in known
+        ]
         return failures.first_cause([*told, *died])
 
     def _stop_workers(self, worker_group: WorkerGroup, *arguments: Any, **options: Any) -> None:
@@ -148,7 +179,7 @@ class Agent(LocalElasticAgent):
         super()._stop_workers(worker_group, *arguments, **options)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *arguments: Any, **options: Any) -> None:
-        if self._alive() and not self._cut_off():  # the user has sent a signal
+        if self._interrupts.asked:
             self._ask_to_stop()
             self.cause = self._find_cause(self._ended_badly(), self._worker_group) if self._ended_badly() else None
         self._kill()
@@ -157,12 +188,11 @@ class Agent(LocalElasticAgent):
     def _ask_to_stop(self) -> None:
         """Have the ranks save and end; a second signal of the user's ends the wait."""
         self._send(signal.SIGTERM)
-        with suppress(SignalException):
-            self._wait_for_end(_LEAVE_S)
+        self._wait_for_end(LEAVE_S)
 
     def _wait_for_end(self, limit_s: float) -> None:
         until_s = time.monotonic() + limit_s
-        while self._alive() and time.monotonic() < until_s:
+        while self._alive() and not self.insisted and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
 
     def _kill(self) -> None:
@@ -184,9 +214,16 @@ class Agent(LocalElasticAgent):
         return [pid for pid in self._pids().values() if _exit_of(pid) is None]
 
     def _ended_badly(self) -> dict[int, int]:
-        """Return the exit codes, by local rank, of the ranks that have ended with another one than 0."""
+        """Return the exit codes, by local rank, of the ranks that have ended before they were done."""
         codes = {local: _exit_of(pid) for local, pid in self._pids().items()}
-        return {local: code for local, code in codes.items() if code}
+        told = self._told()
+        return {local: code for local, code in codes.items() if code is not None and local not in told}
+
+    def _told(self) -> dict[int, bytes]:
+        """Return the values, by local rank, of the ranks that are done."""
+        files = {} if self._pcontext is None else self._pcontext.error_files
+        found = {local: reasons.value(Path(file)) for local, file in files.items()}
+        return {local: value for local, value in found.items() if value is not None}
 
 
 def _exit_of(pid: int) -> int | None:
@@ -222,10 +259,13 @@ def run(
     parallel = config.parallel
     # The ranks meet at the agents' own store: torch need not serve another one.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # ours are, and what nohup ignores is not
     _quieten_torch()
     store = store if served else Bounded(store, COUNTED_OUT_S)
     state = PlainState(store, job)
     members = Members(state, address)
+    # Long enough for the others to find out that a node is lost, and to wait for latecomers.
+    patience_s = max(parallel.timeout, COUNTED_OUT_S + _LAST_CALL_S + _KEEP_ALIVES_S)
     handler: _Handler = _Handler.from_backend(
         job,
         store,
@@ -233,7 +273,7 @@ def run(
         parallel.nodes,
         parallel.most_nodes,
         address,
-        RendezvousTimeout(timedelta(seconds=parallel.timeout), timedelta(seconds=_LAST_CALL_S)),
+        RendezvousTimeout(timedelta(seconds=patience_s), timedelta(seconds=_LAST_CALL_S)),
         KEEP_ALIVE_S,
         MISSED,
     )
@@ -252,21 +292,26 @@ def run(
     def cut_off() -> bool:
         return isinstance(store, Bounded) and not store.answers
 
-    agent = Agent(spec, members, folder, config, _say, cut_off)
+    agent = Agent(spec, members, folder, config, _say)
     stopped = False
     try:
-        result = agent.run()
+        with heeded(agent.hear):
+            result = agent.run()
     except SignalException as error:
+        if (values := agent.values()) is not None:  # the signal came too late
+            return _value(values)
         stopped = True
+        if agent.insisted:
+            raise RunError(KILLED) from error
         raise _cause(agent, Stopped("Stopped before training began.")) from error
     except RendezvousTimeoutError as error:
         if agent.cause is not None:
             raise RunError(
                 f"{where}: fewer than --nodes {parallel.nodes} are left, and no others came within --timeout "
-                f"{parallel.timeout:g} s; {failures.again(config)}."
+                f"{patience_s:g} s; {failures.again(config)}."
             ) from error
         raise RequestError(
-            f"{where}: fewer than --nodes {parallel.nodes} came within --timeout {parallel.timeout:g} s; start the "
+            f"{where}: fewer than --nodes {parallel.nodes} came within --timeout {patience_s:g} s; start the "
             "command on every node, or raise --timeout."
         ) from error
     except RendezvousClosedError as error:
@@ -290,8 +335,11 @@ def run(
             handler.shutdown()
     if result.is_failed():
         raise _cause(agent, RunError("The ranks ended without a reason."))
-    value = result.return_values.get(0)
-    return None if value is None else pickle.loads(value)  # our own child's
+    return _value(result.return_values)
+
+
+def _value(values: Mapping[int, bytes]) -> Any | None:
+    return pickle.loads(values[0]) if 0 in values else None  # our own child's
 
 
 def _quieten_torch() -> None:

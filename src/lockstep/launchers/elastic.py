@@ -22,7 +22,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .. import failures
 from ..config import RunConfig
@@ -90,7 +90,10 @@ def _meeting(config: RunConfig) -> Iterator[stores.Meeting]:
 
 def _agree_on_job(meeting: stores.Meeting, config: RunConfig) -> str:
     """Return what all agents call this job; raise where those who meet here were asked for another one."""
-    asked = hashlib.sha256(json.dumps(flatten_common(config)).encode()).hexdigest()
+    # Whoever joins writes to the run's folder, which the first start has named: another one was meant for another run.
+    options = flatten_common(config) | {"output": str(config.record.output or "")}
+    asked = hashlib.sha256(json.dumps(options).encode()).hexdigest()
+    _check_no_roll_call(meeting)
     job, _, theirs = meeting.store.compare_set("job", "", f"{secrets.token_hex(4)}/{asked}").decode().partition("/")
     if theirs != asked:
         raise RequestError(
@@ -100,8 +103,18 @@ def _agree_on_job(meeting: stores.Meeting, config: RunConfig) -> str:
     return job
 
 
-def serve(payload: bytes, host: str, port: int, job: str, start: str) -> bytes | None:
-    """Be one rank that an agent has started: run the entry; return rank 0's pickled value, None on other ranks."""
+def _check_no_roll_call(meeting: stores.Meeting) -> None:
+    """Raise where ranks of a job without agents have met."""
+    key = "claim/0"
+    if not meeting.hosted and meeting.store.check([key]) and meeting.store.get(key):
+        raise RequestError(
+            f"{meeting.where}: the ranks of another job, which were started by hand, meet there; give this job a port "
+            "of its own."
+        )
+
+
+def serve(payload: bytes, host: str, port: int, job: str, start: str) -> NoReturn:
+    """Be one rank that an agent has started: run the entry, leave its pickled value for the agent, end."""
     lifeline.settle()
     lifeline.end_with_parent()
     place = dialects.read(os.environ)
@@ -122,4 +135,5 @@ def serve(payload: bytes, host: str, port: int, job: str, start: str) -> bytes |
     except BaseException as error:
         reasons.leave(failures.account(error, index, config), place.error_file)
         rank.vanish(error)
-    return pickle.dumps(value) if place.topology.is_main else None
+    reasons.leave_value(pickle.dumps(value), place.error_file)
+    rank.end()

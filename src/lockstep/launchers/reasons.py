@@ -1,7 +1,8 @@
-"""Why a rank failed, in the file where torch's elastic agent, torchrun's or ours, looks for the reason."""
+"""What a rank leaves where an agent has started it: why it failed, where torch's looks for it, or what it came to."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from ..failures import Failure
 
 _OURS = "lockstep"
+_VALUE = "value.pickle"
 
 
 def leave(failure: Failure, path: Path | None) -> None:
@@ -21,6 +23,21 @@ def leave(failure: Failure, path: Path | None) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"message": {"message": failure.sentence, "extraInfo": about}}), encoding="utf-8")
     part.replace(path)
+
+
+def leave_value(value: bytes, path: Path | None) -> None:
+    """Write what the rank came to, beside the file that would have its failure."""
+    if path is not None:
+        part = path.with_name("value.part")
+        part.write_bytes(value)
+        part.replace(path.with_name(_VALUE))
+
+
+def value(path: Path) -> bytes | None:
+    """Return what the rank came to whose failure would be at `path`; None while it is not done."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.with_name(_VALUE).read_bytes()
+    return None
 
 
 def find(folder: Path) -> list[Failure]:
