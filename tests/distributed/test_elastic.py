@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -164,3 +165,53 @@ def test_a_script_that_would_start_ranks_again_is_told(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stderr.strip().splitlines()[-1].startswith("lockstep.errors.RequestError: Each rank imports the script")
     assert "restart 1" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_when_training_is_over_costs_nothing_but_time(number: signal.Signals, tmp_path: Path) -> None:
+    words = "train digits --model mlp --strategy ddp --accelerator cpu --devices 2 --epochs 1 --stall-timeout 3"
+    with start(tmp_path, *words.split(), "--max-restarts", 1, "--output", "run") as agent:
+        until(lambda: (tmp_path / "run" / "summary.json").exists())
+        for rank in _ranks(agent, 2)[:1]:
+            rank.send_signal(number)
+        ended = end(agent, 60)
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_while_ranks_start_is_told_as_one(number: signal.Signals, tmp_path: Path) -> None:
+    with start(tmp_path, *RUN.split(), "--devices", 2, "--max-restarts", 2) as agent:
+        until(lambda: len([each for each in processes(agent) if "spawn_main" in " ".join(each.cmdline())]) == 2)
+        agent.send_signal(number)
+        ended = end(agent)
+    assert ended.code == 75, ended.err
+    assert ended.err.splitlines()[-1] in (
+        "lockstep: Stopped outside of training; there was nothing to save.",
+        "lockstep: Stopped before training began.",
+    )
+
+
+def test_a_second_signal_ends_all_at_once_and_says_so(tmp_path: Path) -> None:
+    with start(tmp_path, *RUN.split(), "--devices", 2, "--max-restarts", 2, "--epochs", 1000) as agent:
+        _at(tmp_path, 10)
+        ranks = processes(agent)[1:]
+        for rank in _ranks(agent, 2):
+            rank.suspend()  # so that none can save before it comes
+        agent.send_signal(signal.SIGTERM)
+        time.sleep(1.0)
+        agent.send_signal(signal.SIGTERM)
+        ended = end(agent)
+        until(lambda: gone(ranks), 5)
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1].startswith("lockstep: Killed by a second signal, without saving; the last check")
+
+
+def test_a_terminal_that_closes_asks_once_andx(tmp_path: Path) -> None:
+    words = [*RUN.split(), "--devices", 1, "--max-restarts", 2, "--epochs", 1000]
+    with start(tmp_path, *words) as agent:
+        _at(tmp_path, 10)
+        for _ in range(2):  # the kernel's and the shell's
+            agent.send_signal(signal.SIGHUP)
+        ended = end(agent)
+    assert ended.code == 75
+    assert "lockstep: Stopped on request at step " in ended.err

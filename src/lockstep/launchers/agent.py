@@ -48,7 +48,7 @@ from . import lifeline, reasons
 from .bounded import Bounded, Unanswered
 from .members import COUNTED_OUT_S, KEEP_ALIVE_S, MISSED, Members
 from .plain_state import PlainState
-from .reports import LEAVE_S, obituary
+from .reports import GRACE_S, LEAVE_S, left_behind, obituary
 
 _FINAL = {RequestError.__name__, ProofError.__name__}
 """What would be the same again."""
@@ -91,6 +91,8 @@ class Agent(LocalElasticAgent):
         self._aborts_when_alone = config.parallel.accelerator == "cuda"
         self._folder, self._again, self._say = folder, failures.again(config), say
         self._begun_s = 0.0
+        self._done_s: float | None = None
+        self._patience_s = config.parallel.stall_timeout + GRACE_S
         self._interrupts = Interrupts()
         self.cause: Failure | None = None
 
@@ -109,7 +111,7 @@ class Agent(LocalElasticAgent):
         workers = self._worker_group.workers
         told = self._told()
         return (
-            {workers[local].global_rank: value for local, value in told.items()} if len(told) == len(workers) else None
+            {workers[local].global_rank: value for local, value in told.items()} if len(told) == len(workers) > 0 else None
         )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -129,7 +131,12 @@ class Agent(LocalElasticAgent):
             self._wait_for_end(_DONE_S)
             self._kill()
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        if ended:
+        if not ended and self._lags():
+            ended = {local: 0 for local in self._pids() if local not in self._told()}
+            self._kill()
+            self.cause = left_behind(sorted(worker_group.workers[local].global_rank for local in ended), self._again)
+            self._decide(self.cause)
+        elif ended:
             until_s = time.monotonic() + _WORD_S
             while len(ended) < len(self._pids()) and time.monotonic() < until_s:
                 time.sleep(_LOOK_S)
@@ -144,6 +151,14 @@ class Agent(LocalElasticAgent):
             self._decide(self.cause)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _lags(self) -> bool:
+        """Return whether ranks are still not done long after others were."""
+        if not self._told():
+            self._done_s = None
+            return False
+        self._done_s = self._done_s or time.monotonic()
+        return time.monotonic() - self._done_s > self._patience_s
 
     def _decide(self, cause: Failure) -> None:
         """Let torch start the ranks again, or not."""

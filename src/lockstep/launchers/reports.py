@@ -65,6 +65,13 @@ def error(reports: Mapping[int, Report], silent: Sequence[int], again: str, wher
     )
 
 
+def left_behind(ranks: Sequence[int], again: str) -> Failure:
+    """Return the failure of ranks that have not ended long after the others were done."""
+    who = ranks_named(ranks)
+    told = f"{who[0].upper()}{who[1:]} did not end within --stall-timeout after the other ranks were done"
+    return Failure(ranks[0], "", f"{told}: a process hangs, or was stopped; {again}.", "")
+
+
 def obituary(
     rank: int,
     code: int,

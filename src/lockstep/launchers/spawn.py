@@ -53,9 +53,10 @@ class SpawnLauncher:
             )
         payload = packed(entry, config)
         size = processes(config, env)
+        patience_s = config.parallel.stall_timeout + reports.GRACE_S
         on_gpus = config.parallel.accelerator == "cuda"
         with (
-            Supervisor(failures.again(config), aborts_when_alone=on_gpus) as supervisor,
+            Supervisor(failures.again(config), patience_s=patience_s, aborts_when_alone=on_gpus) as supervisor,
             stores.listening_on_loopback() as listener,
         ):
             _say(f"starting {size} {'process' if size == 1 else 'processes'} …")

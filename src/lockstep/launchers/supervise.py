@@ -27,6 +27,7 @@ from .reports import GRACE_S, LEAVE_S, Report, obituary
 __all__ = ["Supervisor", "Worker", "obituary"]
 
 _LOOK_S = 0.05
+_DONE_S = 10.0  # for ranks that are done to end what they have started
 _SILENT_GRACE_S = 0.3  # for ranks that have not even said that they end, before they are killed
 
 
@@ -44,12 +45,14 @@ class Worker:
 class Supervisor:
     """Owns the ranks' processes: on leaving the `with` block none of them is left, nor anything they started."""
 
-    def __init__(self, again: str, *, aborts_when_alone: bool = False) -> None:
+    def __init__(self, again: str, *, patience_s: float, aborts_when_alone: bool = False) -> None:
         """`again` says how to go on after a rank was killed, such as "continue with --resume auto".
+
+        Ranks that are not done `patience_s` seconds after the first one has been are given up.
 
         `aborts_when_alone` says that a rank which waits in vain for another one ends by SIGABRT, as NCCL has it.
         """
-        self._again = again
+        self._again, self._patience_s = again, patience_s
         self._aborts_when_alone = aborts_when_alone
         self._workers: list[Worker] = []
         self._reports: dict[int, Report] = {}
@@ -74,12 +77,16 @@ class Supervisor:
 
     def wait(self) -> Any:
         """Return rank 0's value once all ranks are done; raise the first cause once one has failed."""
+        done_s = time.monotonic()
         while not reports.failures(self._reports) and len(self._reports) < len(self._workers):
             self._look(_LOOK_S)
+            done_s = time.monotonic() if not self._reports else done_s
+            if time.monotonic() - done_s > self._patience_s:
+                raise reports.left_behind([worker.rank for worker in self._silent()], self._again).error()
         if reports.failures(self._reports):
             reports.listen(self._reports, len(self._workers), lambda: self._look(_LOOK_S))
             raise reports.error(self._reports, [worker.rank for worker in self._silent()], self._again)
-        self._join(self._workers, LEAVE_S)
+        self._join(self._workers, _DONE_S, patient=False)
         return pickle.loads(self._reports[0].value)  # our own child's
 
     def _look(self, wait_s: float) -> None:
@@ -113,10 +120,13 @@ class Supervisor:
         for worker in self._workers:
             _send(worker, signal.SIGTERM if heard is Heard.FIRST else signal.SIGKILL)
 
-    def _join(self, workers: list[Worker], wait_s: float) -> None:
+    def _join(self, workers: list[Worker], wait_s: float, *, patient: bool = True) -> None:
+        """Wait for ends, until the user insists; where not `patient`, until the user asks."""
         deadline = time.monotonic() + wait_s
         for worker in workers:
-            while worker.process.exitcode is None and time.monotonic() < deadline and not self._interrupts.insisted:
+            while worker.process.exitcode is None and time.monotonic() < deadline:
+                if self._interrupts.insisted or (self._interrupts.asked and not patient):
+                    return
                 time.sleep(_LOOK_S / 5)
 
     def _end(self) -> None:
