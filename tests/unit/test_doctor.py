@@ -315,7 +315,7 @@ def test_room_and_speed_are_held_against_a_checkpoint() -> None:
     base = Path("/x")
     assert disk.judge_room(base, 100 * GIB, 5).state == GREEN
     tight = disk.judge_room(base, 2 * GIB, None)
-    assert (tight.state, "585 MiB" in tight.words) == (YELLOW, True)
+    assert (tight.state, "less than 10 GiB: three checkpoints" in tight.words) == (YELLOW, True)
     assert disk.judge_room(base, 100 * MIB, None).state == RED
     assert "inodes" in disk.judge_room(base, 100 * GIB, 0).words
     assert disk.judge_speed(base, 500e6).state == GREEN
@@ -507,6 +507,10 @@ def test_the_table_fits_into_a_terminal(capsys: pytest.CaptureFixture[str], monk
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.split()[:1] == ["yellow"] for line in lines)
+    show(FINDINGS[:2], ["a", "b"], "cpu", 1.0)
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert max(len(first), len(second)) <= 80
+    assert first.startswith("yellow: a job can run")
 
 
 def test_in_a_pipe_a_finding_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:

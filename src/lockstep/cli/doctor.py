@@ -145,7 +145,9 @@ class _Visit:
             "accelerator": report.accelerator,
             "seconds": round(took_s, 3),
             "findings": [
-                each.to_json() | {"nodes": list(dict.fromkeys(report.hosts[rank] for rank in each.ranks))}
+                each.to_json()
+                | {"words": " ".join(each.words.split())}  # without the columns of a screen
+                | {"nodes": list(dict.fromkeys(report.hosts[rank] for rank in each.ranks))}
                 for each in report.findings
             ],
         }

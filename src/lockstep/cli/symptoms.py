@@ -34,7 +34,7 @@ def show(findings: Sequence[Finding], hosts: Sequence[str], accelerator: str, to
         else:
             for state, name, said in rows:
                 _line(console, Text(f"  {state.plain:<{_STATE_WIDE}} {name:<{_NAME_WIDE}} {said.plain}"))
-    _line(console, _verdict(findings, took_s))
+    console.print(_verdict(findings, took_s), soft_wrap=not console.is_terminal)
 
 
 def _line(console: Console, text: Text) -> None:
