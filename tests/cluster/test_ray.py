@@ -227,7 +227,7 @@ def test_a_rank_of_several_devices_takes_as_many_processors(cluster: Cluster, tm
 def test_ranks_on_two_nodes_are_examined(cluster: Cluster, tmp_path: Path) -> None:
     words = ("doctor", "--launcher", "ray", "--nodes", 2, "--devices", 1, "--json")
     ended = command(tmp_path, *words, RAY_ADDRESS=cluster.address)
-    assert ended.code in (0, 1), ended  # a node at a loopback address is none that other hosts would reach
+    assert ended.code == 0, ended
     told = json.loads(ended.out)
     assert told["ranks"] == 2
     assert {each["name"]: each["state"] for each in told["findings"]}["rank to rank"] == "green"

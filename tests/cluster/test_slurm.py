@@ -242,4 +242,4 @@ def test_a_step_of_two_nodes_is_examined(cluster: Cluster, tmp_path: Path) -> No
     assert told["ranks"] == 2, done
     found = {each["name"]: each["state"] for each in told["findings"]}
     assert (found["ports"], found["rank to rank"]) == ("green", "green")
-    assert (done.returncode == 0) == (told["verdict"] != "red"), done.stderr
+    assert done.returncode == 0, done

@@ -222,6 +222,11 @@ def test_a_host_name_that_leads_nowhere(found: list[str], is_bound: bool, others
         assert "10.0.0.1 a" in judged.fix
 
 
+def test_a_loopback_address_is_not_told_as_one_for_others() -> None:
+    judged = network.judge_name("a", ["127.0.0.1"], "", "127.0.0.1", is_bound=True, others=True)
+    assert judged.fix.startswith("add a line to /etc/hosts: ADDRESS a (in place of the one with 127.0.0.1)")
+
+
 def test_names_are_looked_up() -> None:
     (fine,) = network.names("localhost", "127.0.0.1", is_bound=True, others=False)
     assert fine.state == GREEN
@@ -240,7 +245,7 @@ def test_wires_and_packets(tmp_path: Path) -> None:
     assert wire == network.Wire("lo", "127.0.0.1", 25e9 / 8, 9000)
     assert [each.state for each in network.judge_wire(wire, others=False)] == [GREEN]
     (kept,) = network.judge_wire(wire, others=True)
-    assert (kept.state, "GLOO_SOCKET_IFNAME" in kept.fix) == (RED, True)
+    assert (kept.state, "GLOO_SOCKET_IFNAME" in kept.fix) == (YELLOW, True)
     (lost,) = network.judge_wire(network.wire("no0", ""), others=False)
     assert lost.state == RED
     assert "127.0.0.1" in lost.words
@@ -520,6 +525,8 @@ def test_in_a_pipe_a_finding_is_a_line(capsys: pytest.CaptureFixture[str]) -> No
     assert red.endswith("[b]rank 0 does not reach rank 1[/]")
     (yellow,) = [line for line in lines if line.startswith("  yellow")]
     assert yellow.endswith("(rank 1 on b)")
+    show([Subject("network", "host name", ranks=(0, 1)).yellow("it leads nowhere", "mend it")], ["a", "b"], "cpu", 1.0)
+    assert "it leads nowhere (both ranks)\n" in capsys.readouterr().out
     assert len([line for line in lines if "fix:" in line]) == 2
     assert lines[-1].startswith("red: no job can run here")
 

@@ -72,7 +72,7 @@ def _who(each: Finding, hosts: Sequence[str]) -> str:
     if len(hosts) == 1 or not ranks or (everybody and each.state in ("green", "unchecked")):
         return ""
     if everybody:
-        return f"all {len(hosts)} ranks"
+        return "both ranks" if len(hosts) == 2 else f"all {len(hosts)} ranks"
     named = f"rank{'s' * (len(ranks) > 1)} {_spans(ranks)}"
     on = list(dict.fromkeys(hosts[rank] for rank in ranks))
     if len(set(hosts)) == 1:
