@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from lockstep.cli.main import main
 from lockstep.cli.symptoms import show
+from lockstep.config import RunConfig
 from lockstep.doctor import collectives, copies, devices, disk, host, network, nvml, ports, software
 from lockstep.doctor.board import Board
 from lockstep.doctor.bounded import look
@@ -25,6 +27,7 @@ from lockstep.doctor.collectives import Carrier, Measured
 from lockstep.doctor.finding import GREEN, RED, UNCHECKED, YELLOW, Finding, Subject, merged, verdict
 from lockstep.doctor.nvml import Driver, GpuState, Link
 from lockstep.errors import RunError
+from lockstep.launchers import table
 
 from ..command import refusal
 
@@ -546,6 +549,14 @@ def test_what_an_examination_cannot_use_is_refused(
     words: tuple[object, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refusal(capsys, "doctor", *words)
+
+
+def test_ranks_that_fail_are_not_examined_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[RunConfig] = []
+    monkeypatch.setattr(table, "launch", lambda entry, config: launched.append(config))
+    assert main(["doctor", "--devices", "2", "--accelerator", "cpu", "--max-restarts", "1"]) == 0
+    (parallel,) = (config.parallel for config in launched)
+    assert (parallel.launcher, parallel.max_restarts) == ("elastic", 0)
 
 
 def test_a_visitor_that_breaks_off_is_no_trouble(capsys: pytest.CaptureFixture[str]) -> None:
