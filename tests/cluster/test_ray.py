@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import secrets
@@ -220,6 +221,16 @@ def test_a_rank_of_several_devices_takes_as_many_processors(cluster: Cluster, tm
     assert "strategy hybrid, launcher ray, 2 × cpu" in ended.out
     refused = command(tmp_path, *words, "--devices", 2, "--timeout", 3, RAY_ADDRESS=cluster.address)
     assert "2 CPUs on each of 2 nodes" in sentence(refused)
+
+
+@needs_ray
+def test_ranks_on_two_nodes_are_examined(cluster: Cluster, tmp_path: Path) -> None:
+    words = ("doctor", "--launcher", "ray", "--nodes", 2, "--devices", 1, "--json")
+    ended = command(tmp_path, *words, RAY_ADDRESS=cluster.address)
+    assert ended.code == 0, ended
+    told = json.loads(ended.out)
+    assert told["ranks"] == 2
+    assert {each["name"]: each["state"] for each in told["findings"]}["rank to rank"] == "green"
 
 
 @needs_ray

@@ -233,3 +233,13 @@ def test_a_step_of_one_task_is_no_world(cluster: Cluster, tmp_path: Path) -> Non
     done = cluster.run("srun", "--ntasks=1", *_TRAIN.split(), "--output", "run", folder=tmp_path, **CODE)
     assert done.returncode == 0, done.stderr
     assert _topology(tmp_path / "run") == {"launcher": "inline", "size": 1, "nodes": 1}
+
+
+def test_a_step_of_two_nodes_is_examined(cluster: Cluster, tmp_path: Path) -> None:
+    through = ("srun", "--nodes=2", "--ntasks=2")
+    done = cluster.run(*through, *_PYTHON.split(), "doctor", "--accelerator", "cpu", "--json", folder=tmp_path, **CODE)
+    told = json.loads(done.stdout)
+    assert told["ranks"] == 2, done
+    found = {each["name"]: each["state"] for each in told["findings"]}
+    assert (found["ports"], found["rank to rank"]) == ("green", "green")
+    assert done.returncode == 0, done

@@ -57,6 +57,7 @@ def test_two_ranks_are_examined_and_nothing_stays(tmp_path: Path) -> None:
     largest = [each for name, each in found.items() if name.startswith("all-reduce")][-1]
     assert 0 < largest["value"] < 1e12
     assert found["memory copy"]["value"] > 0
+    assert not any("  " in each["words"] for each in told["findings"])
     assert not [*tmp_path.iterdir()]
 
 
@@ -79,6 +80,23 @@ def test_torchrun_starts_an_examination(tmp_path: Path) -> None:
     done = command(tmp_path, "doctor", "--json", through=through)
     assert done.code == 0, done
     assert _found(done)["ports"]["state"] == "green"
+
+
+def test_elastic_ranks_are_examined(tmp_path: Path) -> None:
+    done = command(tmp_path, "doctor", "--json", "--devices", 2, "--max-restarts", 1)
+    assert done.code == 0, done
+    assert _found(done)["rank to rank"]["state"] == "green"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_ranks_that_meet_in_a_file_are_examined(tmp_path: Path) -> None:
+    meet = ("doctor", "--json", "--init-method", f"file://{tmp_path}/meeting", "--world-size", 2, "--rank")
+    with start(tmp_path, *meet, 1) as other:
+        done = command(tmp_path, *meet, 0)
+        assert end(other) == Ended(0, "", "")
+    assert done.code == 0, done
+    assert _found(done)["rank to rank"]["state"] == "green"
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_folder_that_cannot_be_written_is_red_and_nothing_else_fails(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from lockstep.cli.main import main
 from lockstep.cli.symptoms import show
+from lockstep.config import RunConfig
 from lockstep.doctor import collectives, copies, devices, disk, host, network, nvml, ports, software
 from lockstep.doctor.board import Board
 from lockstep.doctor.bounded import look
@@ -25,6 +27,7 @@ from lockstep.doctor.collectives import Carrier, Measured
 from lockstep.doctor.finding import GREEN, RED, UNCHECKED, YELLOW, Finding, Subject, merged, verdict
 from lockstep.doctor.nvml import Driver, GpuState, Link
 from lockstep.errors import RunError
+from lockstep.launchers import table
 
 from ..command import refusal
 
@@ -222,6 +225,11 @@ def test_a_host_name_that_leads_nowhere(found: list[str], is_bound: bool, others
         assert "10.0.0.1 a" in judged.fix
 
 
+def test_a_loopback_address_is_not_told_as_one_for_others() -> None:
+    judged = network.judge_name("a", ["127.0.0.1"], "", "127.0.0.1", is_bound=True, others=True)
+    assert judged.fix.startswith("add a line to /etc/hosts: ADDRESS a (in place of the one with 127.0.0.1)")
+
+
 def test_names_are_looked_up() -> None:
     (fine,) = network.names("localhost", "127.0.0.1", is_bound=True, others=False)
     assert fine.state == GREEN
@@ -240,7 +248,7 @@ def test_wires_and_packets(tmp_path: Path) -> None:
     assert wire == network.Wire("lo", "127.0.0.1", 25e9 / 8, 9000)
     assert [each.state for each in network.judge_wire(wire, others=False)] == [GREEN]
     (kept,) = network.judge_wire(wire, others=True)
-    assert (kept.state, "GLOO_SOCKET_IFNAME" in kept.fix) == (RED, True)
+    assert (kept.state, "GLOO_SOCKET_IFNAME" in kept.fix) == (YELLOW, True)
     (lost,) = network.judge_wire(network.wire("no0", ""), others=False)
     assert lost.state == RED
     assert "127.0.0.1" in lost.words
@@ -315,7 +323,7 @@ def test_room_and_speed_are_held_against_a_checkpoint() -> None:
     base = Path("/x")
     assert disk.judge_room(base, 100 * GIB, 5).state == GREEN
     tight = disk.judge_room(base, 2 * GIB, None)
-    assert (tight.state, "585 MiB" in tight.words) == (YELLOW, True)
+    assert (tight.state, "less than 10 GiB: three checkpoints" in tight.words) == (YELLOW, True)
     assert disk.judge_room(base, 100 * MIB, None).state == RED
     assert "inodes" in disk.judge_room(base, 100 * GIB, 0).words
     assert disk.judge_speed(base, 500e6).state == GREEN
@@ -507,6 +515,10 @@ def test_the_table_fits_into_a_terminal(capsys: pytest.CaptureFixture[str], monk
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.split()[:1] == ["yellow"] for line in lines)
+    show(FINDINGS[:2], ["a", "b"], "cpu", 1.0)
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert max(len(first), len(second)) <= 80
+    assert first.startswith("yellow: a job can run")
 
 
 def test_in_a_pipe_a_finding_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -516,6 +528,8 @@ def test_in_a_pipe_a_finding_is_a_line(capsys: pytest.CaptureFixture[str]) -> No
     assert red.endswith("[b]rank 0 does not reach rank 1[/]")
     (yellow,) = [line for line in lines if line.startswith("  yellow")]
     assert yellow.endswith("(rank 1 on b)")
+    show([Subject("network", "host name", ranks=(0, 1)).yellow("it leads nowhere", "mend it")], ["a", "b"], "cpu", 1.0)
+    assert "it leads nowhere (both ranks)\n" in capsys.readouterr().out
     assert len([line for line in lines if "fix:" in line]) == 2
     assert lines[-1].startswith("red: no job can run here")
 
@@ -535,6 +549,14 @@ def test_what_an_examination_cannot_use_is_refused(
     words: tuple[object, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refusal(capsys, "doctor", *words)
+
+
+def test_ranks_that_fail_are_not_examined_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[RunConfig] = []
+    monkeypatch.setattr(table, "launch", lambda entry, config: launched.append(config))
+    assert main(["doctor", "--devices", "2", "--accelerator", "cpu", "--max-restarts", "1"]) == 0
+    (parallel,) = (config.parallel for config in launched)
+    assert (parallel.launcher, parallel.max_restarts) == ("elastic", 0)
 
 
 def test_a_visitor_that_breaks_off_is_no_trouble(capsys: pytest.CaptureFixture[str]) -> None:

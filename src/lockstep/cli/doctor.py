@@ -100,7 +100,11 @@ def _placed(config: RunConfig) -> RunConfig:
 
         if not torch.cuda.is_available():
             parallel = dataclasses.replace(parallel, accelerator="cpu", gpus="")
-    return dataclasses.replace(config, parallel=parallel, record=dataclasses.replace(config.record, output=None))
+    config = dataclasses.replace(config, parallel=parallel, record=dataclasses.replace(config.record, output=None))
+    if parallel.max_restarts:  # they choose the launcher; ranks that fail are a finding, and are not examined again
+        launcher = launchers.chosen(config)
+        config = dataclasses.replace(config, parallel=dataclasses.replace(parallel, launcher=launcher, max_restarts=0))
+    return config
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,9 @@ class _Visit:
             "accelerator": report.accelerator,
             "seconds": round(took_s, 3),
             "findings": [
-                each.to_json() | {"nodes": list(dict.fromkeys(report.hosts[rank] for rank in each.ranks))}
+                each.to_json()
+                | {"words": " ".join(each.words.split())}  # without the columns of a screen
+                | {"nodes": list(dict.fromkeys(report.hosts[rank] for rank in each.ranks))}
                 for each in report.findings
             ],
         }

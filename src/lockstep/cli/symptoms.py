@@ -34,7 +34,7 @@ def show(findings: Sequence[Finding], hosts: Sequence[str], accelerator: str, to
         else:
             for state, name, said in rows:
                 _line(console, Text(f"  {state.plain:<{_STATE_WIDE}} {name:<{_NAME_WIDE}} {said.plain}"))
-    _line(console, _verdict(findings, took_s))
+    console.print(_verdict(findings, took_s), soft_wrap=not console.is_terminal)
 
 
 def _line(console: Console, text: Text) -> None:
@@ -72,7 +72,7 @@ def _who(each: Finding, hosts: Sequence[str]) -> str:
     if len(hosts) == 1 or not ranks or (everybody and each.state in ("green", "unchecked")):
         return ""
     if everybody:
-        return f"all {len(hosts)} ranks"
+        return "both ranks" if len(hosts) == 2 else f"all {len(hosts)} ranks"
     named = f"rank{'s' * (len(ranks) > 1)} {_spans(ranks)}"
     on = list(dict.fromkeys(hosts[rank] for rank in ranks))
     if len(set(hosts)) == 1:

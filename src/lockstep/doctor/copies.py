@@ -58,7 +58,7 @@ def host_and_devices(devices: Sequence[torch.device], seed: int, limit_s: float)
     After `limit_s` seconds no further copy is begun.
     """
     if not any(device.type == "cuda" for device in devices):
-        words = "no devices to copy between"
+        words = "no GPU to copy to"
         yield Subject("devices", "copies").unchecked(words)
         return
     sent = random_bytes(seed, _DEVICE_BYTES)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .finding import RED, YELLOW, Finding, Subject
+from .finding import Finding, Subject
 from .units import GIB, MIB, rate, size
 
 CHECKPOINT_BYTES = 25_557_032 * 2 * 4
@@ -75,12 +75,14 @@ def judge_room(base: Path, free_bytes: int, inodes: int | None) -> Finding:
     if inodes == 0:
         words = f"no file more can be made in {base}: the disk's inodes, or your quota of them, are used up"
         return about.red(words, "remove files there, or give another --output")
-    compared = f"; three checkpoints of a ResNet-50 (last, best, the next one) take {size(_NEED_BYTES)}"
-    words = f"{size(free_bytes)} in {base}"
+    words = f"{size(free_bytes)} free in {base}"
     if free_bytes >= _ROOMY_BYTES:
         return about.green(words)
-    state = RED if free_bytes < _NEED_BYTES else YELLOW
-    return about.found(state, words + compared, "make room, or give an --output on another disk")
+    need = f"three checkpoints of a ResNet-50 (last, best, the next one) take {size(_NEED_BYTES)}"
+    fix = "make room, or give an --output on another disk"
+    if free_bytes < _NEED_BYTES:
+        return about.red(f"{words}: {need}", fix)
+    return about.yellow(f"{words}, less than {size(_ROOMY_BYTES)}: {need}, and runs of larger models fill it", fix)
 
 
 def judge_speed(base: Path, bytes_per_s: float) -> Finding:

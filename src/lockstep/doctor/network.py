@@ -69,7 +69,9 @@ def judge_wire(wire: Wire, *, others: bool) -> Iterator[Finding]:
         return
     if others and ipaddress.ip_address(wire.address).is_loopback:
         words = f"traffic is kept on {wire.interface} {wire.address}, where other hosts reach nobody"
-        yield about.red(words, "unset GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or name the network's interface there")
+        # Whether they do is seen at the ports: nodes may share a host.
+        fix = "unset GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or name the network's interface there"
+        yield about.yellow(words, fix)
         return
     parts = [f"{wire.interface} {wire.address}"]
     parts += [f"{rate(wire.bytes_per_s)} ({wire.bytes_per_s * 8 / 1e9:g} Gbit/s)"] if wire.bytes_per_s else []
@@ -114,7 +116,8 @@ def judge_name(own: str, found: list[str], why: str, address: str, *, is_bound: 
     about = Subject("network", "host name")
     # gloo takes what the name resolves to, unless it is bound to an interface.
     breaks = RED if others and not is_bound else YELLOW
-    line = f"add a line to /etc/hosts: {address or 'ADDRESS'} {own}"
+    known = address and not ipaddress.ip_address(address).is_loopback
+    line = f"add a line to /etc/hosts: {address if known else 'ADDRESS'} {own}"
     if not found:
         words = f"{own} does not resolve ({why}); torchrun and other tools need it"
         return about.found(breaks, words, line)

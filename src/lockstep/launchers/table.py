@@ -25,7 +25,7 @@ from .manual import ManualLauncher
 from .ray import RayLauncher
 from .spawn import SpawnLauncher
 
-__all__ = ["choose", "launch", "least_ranks", "names", "resolve", "starts_here", "visible_gpus"]
+__all__ = ["choose", "chosen", "launch", "least_ranks", "names", "resolve", "starts_here", "visible_gpus"]
 
 
 _STARTING = (InlineLauncher.name, SpawnLauncher.name, ElasticLauncher.name, RayLauncher.name)
@@ -67,6 +67,11 @@ def least_ranks(config: RunConfig) -> int:
     Raises `RequestError` for devices that this machine lacks; starts nothing, imports no torch.
     """
     return _least_ranks(resolve(config, os.environ), os.environ)
+
+
+def chosen(config: RunConfig) -> str:
+    """Return the name of the launcher that a run takes by its flags and this process's environment."""
+    return choose(config, os.environ).name
 
 
 def starts_here(config: RunConfig) -> bool:
