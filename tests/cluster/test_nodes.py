@@ -140,3 +140,29 @@ def is_told_that_it_is_cut_off(agent: Running) -> str:
     until(lambda: gone(found), 5)
     assert "this node is cut off, or that one is down" in told
     return told
+
+
+def test_an_address_that_means_loopback_is_explained(tmp_path: Path) -> None:
+    """Each host would serve a store of its own there, and wait: by number, by Debian's habit, by /etc/hosts."""
+    with hosts(2) as (a, b):
+        b.knows(meeting="127.0.0.1")
+        a.knows(meeting="127.0.0.1")
+        asked = ("--nodes", 2, "--devices", 1, "--timeout", 8, "--init-method")
+        agents = [
+            start(host, tmp_path, *RUN.split(), *asked, f"tcp://{name}:{PORT + number}")
+            for number, name in enumerate(("127.0.0.1", "meeting", "a"))
+            for host in (a, b)
+        ]
+        told = [sentence(end(agent, PATIENT_S)) for agent in agents]
+    for number, meaning in (
+        (0, "127.0.0.1"),
+        (2, "meeting means 127.0.0.1 here, which"),
+        (4, "a means 127.0.1.1 here, wh"),
+    ):
+        assert "fewer than --nodes 2 came within --timeout 8 s; start the command on every node, or " in told[number]
+        assert meaning in told[number]
+        assert "is this host (a) to itself alone: where ranks run on other hosts, give one of its addr" in told[number]
+        assert "that they reach (10.77.0.1), or put that in /etc/hosts." in told[number]
+    assert "is this host (b) to itself alone" in told[1]
+    assert "is this host (b) to itself alone" in told[3]
+    assert "(Connection refused); a means 10.77.0.1 on b, and rank 0 may know the name as another" in told[5]
