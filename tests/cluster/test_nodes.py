@@ -140,3 +140,60 @@ def is_told_that_it_is_cut_off(agent: Running) -> str:
     until(lambda: gone(found), 5)
     assert "this node is cut off, or that one is down" in told
     return told
+
+
+def test_an_address_that_means_loopback_is_explained(tmp_path: Path) -> None:
+    """Each host would serve a store of its own there, and wait: by number, by Debian's habit, by /etc/hosts."""
+    with hosts(2) as (a, b):
+        b.knows(meeting="127.0.0.1")
+        a.knows(meeting="127.0.0.1")
+        asked = ("--nodes", 2, "--devices", 1, "--timeout", 8, "--init-method")
+        agents = [
+            start(host, tmp_path, *RUN.split(), *asked, f"tcp://{name}:{PORT + number}")
+            for number, name in enumerate(("127.0.0.1", "meeting", "a"))
+            for host in (a, b)
+        ]
+        told = [sentence(end(agent, PATIENT_S)) for agent in agents]
+    for number, meaning in (
+        (0, "127.0.0.1"),
+        (2, "meeting means 127.0.0.1 here, which"),
+        (4, "a means 127.0.1.1 here, wh"),
+    ):
+        assert "fewer than --nodes 2 came within --timeout 8 s; start the command on every node, or " in told[number]
+        assert meaning in told[number]
+        assert "is this host (a) to itself alone: where ranks run on other hosts, give one of its addr" in told[number]
+        assert "that they reach (10.77.0.1), or put that in /etc/hosts." in told[number]
+    assert "is this host (b) to itself alone" in told[1]
+    assert "is this host (b) to itself alone" in told[3]
+    assert "(Connection refused); a means 10.77.0.1 on b, and rank 0 may know the name as another" in told[5]
+
+
+def test_a_node_that_joins_or_leaves_torchrun_is_taken_in_or_done_without(undisturbed: Path, tmp_path: Path) -> None:
+    """With torchrun's own agents, which by themselves let nobody join: they look for an address that nobody tells."""
+    with hosts(2) as (a, b):
+        first = torchrun(a, a, tmp_path)
+        at(tmp_path, 40)
+        second = torchrun(b, a, tmp_path)
+        until(lambda: ranks_of_starts(tmp_path) == [1, 2])
+        at(tmp_path, losses(tmp_path / "run")[-1][0] + 40)
+        b.cut()
+        until(lambda: ranks_of_starts(tmp_path) == [1, 2, 1])
+        ended = end(first, PATIENT_S)
+        assert ended.code == 0, ended.err
+        second.kill()
+    assert alike(tmp_path / "run", undisturbed)
+
+
+def torchrun(host: Host, meets_at: Host, folder: Path) -> Running:
+    """Start torchrun's agent of a node."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
+    agent += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--local-addr", host.address]
+    agent += ["--rdzv-endpoint", f"{meets_at.address}:{PORT}", "--rdzv-conf"]
+    # torchrun looks for the endpoint among the addresses of the host's own name, which here is Debian's 127.0.1.1.
+    serves = str(host is meets_at).lower()
+    agent += [f"is_host={serves},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5", "-m", "lockstep"]
+    # torch 2.11 to 2.15: an agent that joins waits for the address of a store that was told to those before it alone.
+    apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    resumed = ("--resume", "auto", "--stall-timeout", STALL_S)
+    words = map(str, [*agent, *RUN.split(), *resumed])
+    return host.popen([*words], {"CUDA_VISIBLE_DEVICES": "", **apart, **CODE}, cwd=folder)

@@ -138,6 +138,19 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_signal_after_another_rank_was_lost_is_no_orderly_stop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose(words: list[str]) -> int:
+        try:
+            raise RuntimeError("[/src/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4711")
+        except RuntimeError:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(info, "main", lose)
+    assert "ended by a signal after another rank was lost" in refusal(capsys, "info", code=1)
+
+
 @pytest.mark.parametrize("verb", ["info", "eval"])
 def test_a_verb_shows_how_it_is_used(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0

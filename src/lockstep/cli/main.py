@@ -49,12 +49,27 @@ def main(arguments: list[str] | None = None) -> int:
             return _dispatch(sys.argv[1:] if arguments is None else arguments)
     except LockstepError as error:
         return _say(error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if _lost_another(stop):
+            # torchrun ends the ranks that are left with SIGTERM, while they find out which one they have lost.
+            return _say(RunError("ended by a signal after another rank was lost, whose own message says why."))
         return _say(Stopped("stopped before training began."))
     except BrokenPipeError:
         return 1  # whoever read what we say, such as `head`, has seen enough
     finally:
         output.let_go()
+
+
+def _lost_another(stop: KeyboardInterrupt) -> bool:
+    """Whether this rank was about to end already, since it had lost another one."""
+    from ..failures import is_echo
+
+    error = stop.__context__
+    while error is not None:
+        if is_echo(error):
+            return True
+        error = error.__context__
+    return False
 
 
 @contextlib.contextmanager

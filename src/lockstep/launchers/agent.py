@@ -257,6 +257,7 @@ def run(
     *,
     served: bool,
     where: str,
+    caution: str,
     job: str,
     address: str,
     processes: int,
@@ -267,9 +268,10 @@ def run(
 ) -> Any | None:
     """Keep `processes` ranks running `serve(*payload, start)` until they are done; return rank 0's value, or None.
 
-    `store` is the one at `where`, at which the agents meet, `served` by this process or another; `address` is this
-    host's among them, `job` what all of them call this job, `folder` an empty one. Raises the error of the rank that
-    failed first, once it is not to be started again.
+    `store` is the one at `where`, at which the agents meet, `served` by this process or another; `caution` says what
+    may keep others from coming there, to end a sentence with. `address` is this host's among them, `job` what all of
+    them call this job, `folder` an empty one. Raises the error of the rank that failed first, once it is not to be
+    started again.
     """
     parallel = config.parallel
     # The ranks meet at the agents' own store: torch need not serve another one.
@@ -327,7 +329,7 @@ def run(
             ) from error
         raise RequestError(
             f"{where}: fewer than --nodes {parallel.nodes} came within --timeout {patience_s:g} s; start the "
-            "command on every node, or raise --timeout."
+            f"command on every node, or raise --timeout{caution}."
         ) from error
     except RendezvousClosedError as error:
         raise _cause(agent, RunError(f"{where}: the agent of another node has ended the job; it says why.")) from error

@@ -62,6 +62,7 @@ class ElasticLauncher:
                 meeting.store,
                 served=meeting.hosted,
                 where=meeting.where,
+                caution=meeting.caution,
                 job=job,
                 address=hosts.own_address(meeting.host) or meeting.host,
                 processes=size,

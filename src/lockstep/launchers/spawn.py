@@ -21,7 +21,7 @@ from .. import failures
 from ..config import RunConfig
 from ..errors import RequestError
 from ..topology import Topology
-from . import lifeline, rank, stores
+from . import lifeline, rank, reports, stores
 from .base import Entry
 from .devices import processes
 from .reports import UNGUARDED, Report

@@ -113,7 +113,8 @@ def join(host: str, port: int, timeout_s: float) -> Meeting:
     """Open the store of several agents: serve it where the address is this host's and nobody does, else connect."""
     where = address_of(host, port)
     try:
-        return adopt(_listen(host, port, timeout_s), where)
+        listener = _listen(host, port, timeout_s)
+        return adopt(listener, where, names.unreachable(host, listener.getsockname()[0]))
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             raise RequestError(f"{where}: this agent cannot listen there: {_why_not(error)}") from error
