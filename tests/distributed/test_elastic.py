@@ -168,7 +168,9 @@ def test_a_script_that_would_start_ranks_again_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_when_training_is_over_costs_nothing_but_time(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_when_training_is_over_costs_nothing_but_time(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     words = "train digits --model mlp --strategy ddp --accelerator cpu --devices 2 --epochs 1 --stall-timeout 3"
     with start(tmp_path, *words.split(), "--max-restarts", 1, "--output", "run") as agent:
         until(lambda: (tmp_path / "run" / "summary.json").exists())

@@ -111,7 +111,9 @@ class Agent(LocalElasticAgent):
         workers = self._worker_group.workers
         told = self._told()
         return (
-            {workers[local].global_rank: value for local, value in told.items()} if len(told) == len(workers) > 0 else None
+            {workers[local].global_rank: value for local, value in told.items()}
+            if len(told) == len(workers) > 0
+            else None
         )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import RunError
 from ..interrupts import KILLED, Heard, Interrupts, heeded
 from . import lifeline, reports
-from .reports import GRACE_S, LEAVE_S, Report, obituary
+from .reports import GRACE_S, Report, obituary
 
 __all__ = ["Supervisor", "Worker", "obituary"]
 
