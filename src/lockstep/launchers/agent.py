@@ -110,11 +110,9 @@ class Agent(LocalElasticAgent):
         """Return what the ranks of this node have come to, by their rank, once all are done."""
         workers = self._worker_group.workers
         told = self._told()
-        return (
-            {workers[local].global_rank: value for local, value in told.items()}
-            if len(told) == len(workers) > 0
-            else None
-        )
+        if not workers or len(told) < len(workers):
+            return None
+        return {workers[local].global_rank: value for local, value in told.items()}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # The same on all nodes of this start, and another at the next: the ranks meet under it.
