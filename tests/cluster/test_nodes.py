@@ -130,7 +130,7 @@ def test_all_end_where_the_node_is_lost_at_which_they_meet(tmp_path: Path) -> No
             is_told_that_it_is_cut_off(agent)
         alone = end(agents[0], ENDS_S)
         assert gone(found)
-    assert "fewer than --nodes 2 are left, and no others came within --timeout 10 s; con" in sentence(alone, code=1)
+    assert "fewer than --nodes 2 are left, and no others came within 15 s; con" in sentence(alone, code=1)
 
 
 def is_told_that_it_is_cut_off(agent: Running) -> str:
@@ -159,7 +159,7 @@ def test_an_address_that_means_loopback_is_explained(tmp_path: Path) -> None:
         (2, "meeting means 127.0.0.1 here, which"),
         (4, "a means 127.0.1.1 here, wh"),
     ):
-        assert "fewer than --nodes 2 came within --timeout 8 s; start the command on every node, or " in told[number]
+        assert "fewer than --nodes 2 came within 15 s; start the command on every node, or " in told[number]
         assert meaning in told[number]
         assert "is this host (a) to itself alone: where ranks run on other hosts, give one of its addr" in told[number]
         assert "that they reach (10.77.0.1), or put that in /etc/hosts." in told[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
 import socket
@@ -33,8 +34,17 @@ def _at(folder: Path, step: int) -> None:
 
 def _ranks(agent: Running, size: int) -> list[psutil.Process]:
     """Return the processes of an agent's ranks."""
-    found = [each for each in processes(agent)[1:] if "spawn_main" in " ".join(each.cmdline())]
+    found = _spawned(agent)
     assert len(found) == size
+    return found
+
+
+def _spawned(agent: Running) -> list[psutil.Process]:
+    found = []
+    for each in processes(agent)[1:]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # by now, or but for its parent's notice
+            if "spawn_main" in " ".join(each.cmdline()):
+                found.append(each)
     return found
 
 
@@ -168,14 +178,13 @@ def test_a_script_that_would_start_ranks_again_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_when_training_is_over_costs_nothing_but_time(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_rank_that_is_lost_after_training_costs_but_time(number: signal.Signals, tmp_path: Path) -> None:
     words = "train digits --model mlp --strategy ddp --accelerator cpu --devices 2 --epochs 1 --stall-timeout 3"
     with start(tmp_path, *words.split(), "--max-restarts", 1, "--output", "run") as agent:
+        _at(tmp_path, 1)
+        main = _ranks(agent, 2)[0]
         until(lambda: (tmp_path / "run" / "summary.json").exists())
-        for rank in _ranks(agent, 2)[:1]:
-            rank.send_signal(number)
+        main.send_signal(number)
         ended = end(agent, 60)
     assert ended.code == 0, ended.err
 
@@ -183,7 +192,7 @@ def test_a_rank_that_is_lost_when_training_is_over_costs_nothing_but_time(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_while_ranks_start_is_told_as_one(number: signal.Signals, tmp_path: Path) -> None:
     with start(tmp_path, *RUN.split(), "--devices", 2, "--max-restarts", 2) as agent:
-        until(lambda: len([each for each in processes(agent) if "spawn_main" in " ".join(each.cmdline())]) == 2)
+        until(lambda: len(_spawned(agent)) == 2)
         agent.send_signal(number)
         ended = end(agent)
     assert ended.code == 75, ended.err

@@ -83,9 +83,10 @@ def test_a_spawned_rank_that_stalls_is_named_and_ended() -> None:
 
 
 def test_a_rank_that_aborts_since_another_one_hangs_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        spawn, "Supervisor", lambda again, **_: Supervisor(again, patience_s=60, aborts_when_alone=True)
-    )
+    def supervisor(again: str, **_: object) -> Supervisor:
+        return Supervisor(again, patience_s=60, aborts_when_alone=True)
+
+    monkeypatch.setattr(spawn, "Supervisor", supervisor)
     with pytest.raises(RunError, match=r"^Rank 1 did not come to a collective in which the others waited"):
         launch(entries.abort, config(devices=2), {})
 

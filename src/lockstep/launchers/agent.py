@@ -94,6 +94,7 @@ class Agent(LocalElasticAgent):
         self._done_s: float | None = None
         self._patience_s = config.parallel.stall_timeout + GRACE_S
         self._interrupts = Interrupts()
+        self._is_starting = False
         self.cause: Failure | None = None
 
     @property
@@ -103,7 +104,7 @@ class Agent(LocalElasticAgent):
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """Take a signal of the user's: the first has the ranks save and stop, a second ends them."""
-        if self._interrupts.hear() is Heard.FIRST:
+        if self._interrupts.hear() is Heard.FIRST and not self._is_starting:
             raise SignalException("asked to stop", signal.Signals(number))
 
     def values(self) -> dict[int, bytes] | None:
@@ -121,8 +122,15 @@ class Agent(LocalElasticAgent):
         worker_group.spec.args = (*self._arguments, start)
         self._begun_s = time.time()
         self._members.begin()
-        with lifeline.interrupts_held_back():
-            return dict(super()._start_workers(worker_group))
+        self._is_starting = True  # a signal that came between would leave ranks that nobody knows of
+        try:
+            with lifeline.interrupts_held_back():
+                started = dict(super()._start_workers(worker_group))
+        finally:
+            self._is_starting = False
+        if self._interrupts.asked:
+            raise SignalException("asked to stop", signal.SIGTERM)
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ended = self._ended_badly()
@@ -324,12 +332,12 @@ def run(
     except RendezvousTimeoutError as error:
         if agent.cause is not None:
             raise RunError(
-                f"{where}: fewer than --nodes {parallel.nodes} are left, and no others came within --timeout "
+                f"{where}: fewer than --nodes {parallel.nodes} are left, and no others came within "
                 f"{patience_s:g} s; {failures.again(config)}."
             ) from error
         raise RequestError(
-            f"{where}: fewer than --nodes {parallel.nodes} came within --timeout {patience_s:g} s; start the "
-            f"command on every node, or raise --timeout{caution}."
+            f"{where}: fewer than --nodes {parallel.nodes} came within {patience_s:g} s; start the command on every "
+            f"node, or raise --timeout{caution}."
         ) from error
     except RendezvousClosedError as error:
         raise _cause(agent, RunError(f"{where}: the agent of another node has ended the job; it says why.")) from error
