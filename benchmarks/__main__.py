@@ -7,7 +7,19 @@ from importlib import import_module
 
 from .harness import DISTURBED, Neighbours, Skipped, write
 
-NAMES = ("start", "overhead", "feed", "pyramidnet", "ddp", "memory", "strategies", "diff", "verify", "reliability")
+NAMES = (
+    "start",
+    "overhead",
+    "feed",
+    "pyramidnet",
+    "ddp",
+    "memory",
+    "strategies",
+    "diff",
+    "verify",
+    "reliability",
+    "recovery",
+)
 
 
 def main(names: list[str]) -> int:

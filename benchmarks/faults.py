@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from torch.utils.data import Dataset
 LIMIT_S = 120.0
 """After which a run counts as hanging."""
 _LOOK_S = 0.002
+EVERY = 5
+"""Steps between checkpoints."""
 _SAMPLE_S = 0.003
 Pair = tuple[torch.Tensor, int]
 
@@ -69,7 +71,7 @@ RUN = [
     *("--workers", "0"),
     *("--batch", "24"),
     *("--epochs", "8"),
-    *("--checkpoint-every", "5"),
+    *("--checkpoint-every", f"{EVERY}"),
     *("--log-every", "1"),
     *("--output", "run"),
 ]
@@ -86,21 +88,47 @@ class Run:
     @property
     def ranks(self) -> list[psutil.Process]:
         """The processes of its ranks, in their order."""
-        children = psutil.Process(self.process.pid).children()
-        found = [each for each in children if "spawn_main" in " ".join(each.cmdline())]
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in psutil.Process(self.process.pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if "spawn_main" in " ".join(each.cmdline()):
+                        found.append(each)
         return sorted(found, key=lambda each: each.pid)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Return once something holds, or the run is over."""
+        while not holds() and self.process.poll() is None:
+            if time.perf_counter() - self.begun_s > LIMIT_S:
+                raise RuntimeError("the run goes on and on")
+            time.sleep(_LOOK_S)
+
+    def until_ranks(self, count: int) -> list[psutil.Process]:
+        """Return the processes of its ranks, once there are so many."""
+        self.until(lambda: len(self.ranks) == count)
+        return self.ranks
+
+    def evaluations(self) -> int:
+        """Return how many evaluations have begun."""
+        return len(self._rows("evaluate"))
+
+    def begun_at(self) -> list[int]:
+        """Return the step after which each start went on."""
+        return [row["first_step"] for row in self._rows("start")]
 
     def steps(self) -> list[int]:
         """Return the steps that have been recorded."""
+        return [row["step"] for row in self._rows("step")]
+
+    def _rows(self, event: str) -> list[dict[str, Any]]:
         path = self.folder / "run" / "steps.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [row["step"] for row in rows if row["event"] == "step"]
+        return [row for row in rows if row["event"] == event]
 
     def starts(self) -> int:
         """Return how often ranks have begun to train."""
-        path = self.folder / "run" / "steps.jsonl"
-        return path.read_text().count('"event": "start"') if path.exists() else 0
+        return len(self._rows("start"))
 
     def until_step(self, step: int, *, starts: int = 1) -> float:
         """Return the time, by `time.perf_counter`, at which the run has made that step in that start of its ranks."""

@@ -1,248 +1,146 @@
-"""What becomes of runs whose ranks are killed, stopped or exit; how long it takes; what the precautions cost."""
+"""What becomes of runs whose ranks are killed, stopped or exit, at any moment."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
 import random
-import re
 import signal
 import subprocess
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
-import torch
 
-from lockstep import RunConfig, RunResult, World, launch, train
-from lockstep.checkpoint import Checkpoints
-from lockstep.job import assemble
-from lockstep.launchers import guard
-from lockstep.record.base import Nothing
+from .faults import EVERY, LIMIT_S, Run, running
+from .harness import Report, verdict
 
-from .faults import LIMIT_S, Run, running
-from .harness import Report, Series, interleave, verdict
-from .loops import configured, repeated, stepper
-
-KILLS = 100
+FAULTS = 100
 RANKS = (2, 3, 4)
-ROUNDS = 10
-STOPS = 20
 STALL_S = 3
-COST_ROUNDS = 6
-GOAL_ENDS_S = 5.0
-GOAL_RESTART = 1.2
-GOAL_SENTENCE_S = 2.0
-GOAL_COST = 0.01
-GOAL_STALL = 0.1
-UNWATCHED = "LOCKSTEP_BENCHMARK_UNWATCHED"
-_FAULTS_FOR_S = 2.0
-"""Within which, after the first step, a fault comes: a run trains for about as long."""
+MOMENTS = ("start", "step", "save", "evaluation")
+KINDS = ("SIGKILL", "SIGSTOP", "exit")
+_DRAWS = 20
+_START_S = 3.0  # in which ranks import torch and meet
+_STEPS = 70
+_CLOSE_S = 0.02
 
 
-def measure(kills: int = KILLS) -> Report:
-    """Return what came of the faults, and the times and costs."""
-    outcomes = killed(kills)
-    ends = Series(tuple(ended_s() for _ in range(ROUNDS)))
-    restarts = [restarted() for _ in range(ROUNDS)]
-    restart = Series(tuple(again for _, again in restarts)).per(Series(tuple(cold for cold, _ in restarts)))
-    sentences = [sentence_s(random.Random(number).randrange(3)) for number in range(STOPS)]
-    late = Series(tuple(after_s - STALL_S for after_s, _ in sentences))
-    right = sum(named for _, named in sentences)
-    cost, saves = precautions(), stalled()
-    resumed = outcomes["same bits"]
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run with one fault."""
+
+    moment: str
+    kind: str
+    ranks: int
+    end: str
+    """same bits, other bits, hangs, orphans, or failed."""
+    steps_lost: int
+    """Recorded when the fault came, and made again."""
+
+
+def measure() -> Report:
+    """Return what came of the faults."""
+    return report([outcome(number) for number in range(FAULTS)])
+
+
+def report(outcomes: Sequence[Outcome]) -> Report:
+    """Return the table of these outcomes."""
+    ends = Counter(each.end for each in outcomes)
+    count, lost = len(outcomes), max(each.steps_lost for each in outcomes)
+    good = ends["same bits"] == count
     return Report(
-        title="What becomes of a run when its ranks die",
-        finding=f"{resumed} of {kills} runs with a fault at a random moment ended with the very same bits (goal: all, "
-        f"{verdict(resumed == kills)}). The others had ended {ends.median:.1f} s after a kill (goal "
-        f"{GOAL_ENDS_S:.0f} s, {verdict(max(ends.values) <= GOAL_ENDS_S)}); the next step came after "
-        f"{restart.median:.2f} times a cold start (goal {GOAL_RESTART}, {verdict(restart.median <= GOAL_RESTART)}). A "
-        f"stopped rank was named {late.median:.1f} s after --stall-timeout (goal {GOAL_SENTENCE_S:.0f} s, "
-        f"{verdict(max(late.values) <= GOAL_SENTENCE_S)}), the right one {right} of {STOPS} times. Watch and "
-        f"checkpoints cost {cost.median:.2%} of a step (goal {GOAL_COST:.0%}, {verdict(cost.median <= GOAL_COST)}).",
-        columns=("what", "measured", "goal"),
-        rows=(
-            *((f"{what}, of {kills} runs", f"{outcomes[what]}", goal) for what, goal in _WANTED),
-            ("kill of a rank → all others ended, s", ends.text(), f"≤ {GOAL_ENDS_S:.0f}"),
-            ("kill → next step ÷ a cold start", restart.text(), f"≤ {GOAL_RESTART}"),
-            ("SIGSTOP → the sentence, s over --stall-timeout", late.text(), f"≤ {GOAL_SENTENCE_S:.0f}"),
-            ("the right rank named", f"{right} of {STOPS}", "all"),
-            ("watch and checkpoints each 50 steps, share of a step", cost.text(".2%"), f"≤ {GOAL_COST:.0%}"),
-            ("checkpoint's stall ÷ a step", saves.text(), f"≤ {GOAL_STALL}"),
+        title="What becomes of a run when one of its ranks dies",
+        finding=f"{ends['same bits']} of {count} runs with a fault ended with the very same bits as one without (goal: "
+        f"all, {verdict(good)}), with at most {lost} steps made again (goal {EVERY}, {verdict(lost <= EVERY)}).",
+        columns=("moment", "fault", "runs", "same bits", "other bits", "hangs", "orphans", "failed", "steps lost"),
+        rows=tuple(
+            (
+                moment,
+                kind,
+                f"{len(some)}",
+                *(f"{sum(each.end == end for each in some)}" for end in _ENDS),
+                f"≤ {max(each.steps_lost for each in some)}",
+            )
+            for moment in MOMENTS
+            for kind in KINDS
+            if (some := [each for each in outcomes if (each.moment, each.kind) == (moment, kind)])
         ),
-        method=f"Faults: SIGKILL, SIGSTOP or exit of a random rank among {RANKS[0]} to {RANKS[-1]}, within "
-        f"{_FAULTS_FOR_S:.0f} s after the first step, of a run with a checkpoint every 5 steps and an evaluation every "
-        "10, under --max-restarts 2. A cold start is that of the same command, to its first step.",
-        n=f"{kills} faults, {ROUNDS} kills with the times, {STOPS} stops, {COST_ROUNDS} pairs of runs",
+        method=f"`lockstep train` on {RANKS[0]} to {RANKS[-1]} ranks with --max-restarts 2 and --stall-timeout "
+        f"{STALL_S}, a checkpoint every {EVERY} steps and an evaluation every 10. A random rank is killed, stopped, or "
+        "calls os._exit: while the ranks start, at a random step, as a checkpoint is due, or as an evaluation begins. "
+        "A fault that a run did not notice, because it was over, is not counted. The bits are those of all tensors in "
+        "the last checkpoint: parameters and momentum.",
+        n=f"{count} faults, drawn with the seeds 0 to {count - 1}",
     )
 
 
-_WANTED = (("same bits", "all"), ("other bits", "0"), ("hangs", "0"), ("orphans", "0"), ("failed", "0"))
+_ENDS = ("same bits", "other bits", "hangs", "orphans", "failed")
 
 
-def killed(count: int) -> Counter[str]:
-    """Return how many of so many runs with one fault each ended how."""
-    outcomes: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as above:
-        undisturbed = {ranks: _undisturbed(Path(above), ranks) for ranks in RANKS}
-        for number in range(count):
-            draw = random.Random(number)
-            ranks = draw.choice(RANKS)
-            folder = Path(above) / f"run-{number}"
-            folder.mkdir()
-            outcomes.update([_outcome(folder, draw, ranks, undisturbed[ranks])])
-    return outcomes
+def outcome(number: int) -> Outcome:
+    """Return what came of the fault that is drawn with this seed."""
+    draw = random.Random(number)
+    moment, kind, ranks = MOMENTS[number % len(MOMENTS)], draw.choice(KINDS), draw.choice(RANKS)
+    for _ in range(_DRAWS):
+        with tempfile.TemporaryDirectory() as folder:
+            found = _with_fault(Path(folder), draw, moment, kind, ranks)
+        if found is not None:
+            return found
+    raise RuntimeError(f"the fault of seed {number} never came in time")
 
 
-def _undisturbed(above: Path, ranks: int) -> dict[str, bytes]:
-    folder = above / f"undisturbed-{ranks}"
-    folder.mkdir()
-    with running(folder, "--devices", ranks) as run:
+@cache
+def _undisturbed(ranks: int) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder), "--devices", ranks) as run:
         run.process.wait(LIMIT_S)
         return run.weights()
 
 
-def _outcome(folder: Path, draw: random.Random, ranks: int, wanted: dict[str, bytes]) -> str:
-    """Return how a run with one random fault ended."""
-    with running(folder, "--devices", ranks, "--max-restarts", 2, "--stall-timeout", STALL_S) as run:
-        run.until_step(1)
-        time.sleep(draw.uniform(0, _FAULTS_FOR_S))
-        victims = run.ranks
-        _fault(draw.choice(("SIGKILL", "SIGSTOP", "exit")), draw.randrange(ranks), run, victims)
+def _with_fault(folder: Path, draw: random.Random, moment: str, kind: str, ranks: int) -> Outcome | None:
+    """Return how a run with this fault ended; None if it was over before."""
+    rank = draw.randrange(ranks)
+    with running(folder, "--devices", ranks, "--max-restarts", 2, "--stall-timeout", STALL_S, "--timeout", 15) as run:
+        victims = run.until_ranks(ranks)
+        _wait(run, draw, moment)
+        made = len(run.steps())
+        _fault(kind, rank, run, victims)
         try:
-            run.process.wait(LIMIT_S)
+            _, said = run.process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            return "hangs"
+            return Outcome(moment, kind, ranks, "hangs", 0)
+        if "(restart 1 of 2)" not in said:
+            return None if run.process.returncode == 0 else Outcome(moment, kind, ranks, "failed", 0)
+        lost = max(0, made - max(run.begun_at()))
         if any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in victims):
-            return "orphans"
-        if run.process.returncode != 0:
-            return "failed"
-        return "same bits" if run.weights() == wanted else "other bits"
+            end = "orphans"
+        elif run.process.returncode != 0:
+            end = "failed"
+        else:
+            end = "same bits" if run.weights() == _undisturbed(ranks) else "other bits"
+        return Outcome(moment, kind, ranks, end, lost)
 
 
-def _fault(kind: str, rank: int, run: Run, victims: list[psutil.Process]) -> None:
-    if len(victims) <= rank:  # the run has just ended
-        return
+def _wait(run: Run, draw: random.Random, moment: str) -> None:
+    if moment == "start":
+        time.sleep(draw.uniform(0, _START_S))
+    elif moment == "evaluation":
+        run.until(lambda: run.evaluations() > draw.randrange(5))
+        time.sleep(draw.uniform(0, 5 * _CLOSE_S))
+    else:
+        step = draw.randrange(1, _STEPS)
+        run.until_step(step - step % EVERY + EVERY if moment == "save" else step)
+        time.sleep(draw.uniform(0, _CLOSE_S))
+
+
+def _fault(kind: str, rank: int, run: Run, victims: Sequence[psutil.Process]) -> None:
     if kind == "exit":
         (run.folder / f"exit_{rank}").touch()
-    else:
+        return
+    with contextlib.suppress(ProcessLookupError):
         os.kill(victims[rank].pid, signal.Signals[kind])
-
-
-def ended_s() -> float:
-    """Return the seconds from the kill of a rank to the end of all."""
-    with tempfile.TemporaryDirectory() as folder, running(Path(folder), "--devices", 3) as run:
-        run.until_step(20)
-        ranks = run.ranks
-        ranks[1].kill()
-        begin_s = time.perf_counter()
-        run.process.wait(LIMIT_S)
-        psutil.wait_procs(ranks, LIMIT_S)
-        return time.perf_counter() - begin_s
-
-
-def restarted() -> tuple[float, float]:
-    """Return the seconds from the command to its first step, and from the kill of a rank to the next step."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running(Path(folder), "--devices", 2, "--max-restarts", 1) as run,
-    ):
-        cold_s = run.until_step(1) - run.begun_s
-        run.until_step(20)
-        run.ranks[1].kill()
-        begin_s = time.perf_counter()
-        return cold_s, run.until_step(1, starts=2) - begin_s
-
-
-def sentence_s(rank: int) -> tuple[float, bool]:
-    """Return the seconds from the stop of a rank to the sentence about it, and whether it names that rank."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running(Path(folder), "--devices", 3, "--stall-timeout", STALL_S) as run,
-    ):
-        run.until_step(20)
-        run.ranks[rank].suspend()
-        begin_s = time.perf_counter()
-        assert run.process.stderr is not None
-        for line in run.process.stderr:
-            if found := re.match(r"lockstep: Rank (\d) was stopped", line):
-                return time.perf_counter() - begin_s, int(found[1]) == rank
-    return LIMIT_S, False
-
-
-def precautions() -> Series:
-    """Return what watch and checkpoints add to a step, as a share of it."""
-    found = interleave({"guarded": _guarded_s, "bare": _bare_s}, rounds=COST_ROUNDS)
-    return Series(tuple(share - 1 for share in found["guarded"].per(found["bare"]).values))
-
-
-def _guarded_s() -> float:
-    return _step_s(checkpoint_every=50)
-
-
-def _bare_s() -> float:
-    os.environ[UNWATCHED] = "1"  # inherited by the ranks, which read it when they import this module
-    try:
-        return _step_s()
-    finally:
-        del os.environ[UNWATCHED]
-
-
-def _step_s(**options: object) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        asked = configured(model="resnet8", data="fake", samples=64 * 300, image_size=16, batch=64, strategy="ddp")
-        config = dataclasses.replace(asked, parallel=dataclasses.replace(asked.parallel, devices=2))
-        if options:
-            config = dataclasses.replace(
-                config,
-                checkpoint=dataclasses.replace(config.checkpoint, **options),  # type: ignore[arg-type]
-                record=dataclasses.replace(config.record, output=Path(folder)),
-            )
-        result: RunResult | None = launch(_train, config)
-        assert result is not None
-        assert result.images_per_s is not None
-        return 64 / result.images_per_s
-
-
-def _train(config: RunConfig, world: World) -> RunResult:
-    torch.set_num_threads(1)
-    return train(config, world, Nothing())
-
-
-class _Unwatched:
-    """In the place of a watch: it sends nothing and looks at nothing."""
-
-    def give_way(self) -> None:
-        """Do nothing."""
-
-    def close(self, limit_s: float = 0.0) -> None:
-        """Do nothing."""
-
-
-if UNWATCHED in os.environ:
-    guard.watch = lambda *_: _Unwatched()  # type: ignore[assignment]
-
-
-def stalled() -> Series:
-    """Return how long a save keeps training, by the time of a step: ResNet-18 with momentum, 32 images."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        job = assemble(configured(model="resnet18", data="fake", samples=64, image_size=32, batch=32), World.alone())
-        with tempfile.TemporaryDirectory() as folder:
-            checkpoints = Checkpoints(Path(folder), warn=print)
-
-            def save_s() -> float:
-                checkpoints.wait()  # 50 steps later the one before it is on the disk
-                begin_s = time.perf_counter()
-                state = job.strategy.full_state(job.model, job.optimizer.each)
-                checkpoints.save(dataclasses.replace(state, meta={"step": 1}), step=1, best=False)
-                return time.perf_counter() - begin_s
-
-            found = interleave({"save": save_s, "step": stepper(job, repeated(job), steps=1)}, rounds=ROUNDS)
-            checkpoints.close()
-        return found["save"].per(found["step"])
-    finally:
-        torch.set_num_threads(threads)

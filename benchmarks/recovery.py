@@ -1,0 +1,183 @@
+"""How soon a run ends or goes on when one of its ranks dies or stops, and what the precautions cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import re
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from lockstep import RunConfig, RunResult, World, launch, train
+from lockstep.checkpoint import Checkpoints
+from lockstep.job import assemble
+from lockstep.launchers import guard
+from lockstep.record.base import Nothing
+
+from .faults import LIMIT_S, running
+from .harness import Report, Series, interleave, verdict
+from .loops import configured, repeated, stepper
+
+ROUNDS = 10
+STOPS = 20
+STALL_S = 3
+COST_ROUNDS = 6
+GOAL_ENDS_S = 5.0
+GOAL_RESTART = 1.2
+GOAL_SENTENCE_S = 2.0
+GOAL_COST = 0.01
+GOAL_STALL = 0.1
+UNWATCHED = "LOCKSTEP_BENCHMARK_UNWATCHED"
+
+
+def measure() -> Report:
+    """Return the times and the costs."""
+    ends = Series(tuple(ended_s() for _ in range(ROUNDS)))
+    restarts = [restarted() for _ in range(ROUNDS)]
+    restart = Series(tuple(again for _, again in restarts)).per(Series(tuple(cold for cold, _ in restarts)))
+    sentences = [sentence_s(random.Random(number).randrange(3)) for number in range(STOPS)]
+    late = Series(tuple(after_s - STALL_S for after_s, _ in sentences))
+    right = sum(named for _, named in sentences)
+    cost, saves = precautions(), stalled()
+    return Report(
+        title="How soon a run goes on when a rank dies, and what the precautions cost",
+        finding=f"All had ended {ends.median:.1f} s after a kill (goal {GOAL_ENDS_S:.0f} s, "
+        f"{verdict(max(ends.values) <= GOAL_ENDS_S)}); the next step came after {restart.median:.2f} times a cold "
+        f"start (goal {GOAL_RESTART}, {verdict(restart.median <= GOAL_RESTART)}). A stopped rank was named "
+        f"{late.median:.1f} s after --stall-timeout (goal {GOAL_SENTENCE_S:.0f} s, "
+        f"{verdict(max(late.values) <= GOAL_SENTENCE_S)}), the right one {right} of {STOPS} times. Watch and "
+        f"checkpoints cost {cost.median:.2%} of a step (goal {GOAL_COST:.0%}, {verdict(cost.median <= GOAL_COST)}).",
+        columns=("what", "measured", "goal"),
+        rows=(
+            ("kill of a rank → all others ended, s", ends.text(), f"≤ {GOAL_ENDS_S:.0f}"),
+            ("kill → next step ÷ a cold start", restart.text(), f"≤ {GOAL_RESTART}"),
+            ("SIGSTOP → the sentence, s over --stall-timeout", late.text(), f"≤ {GOAL_SENTENCE_S:.0f}"),
+            ("the right rank named", f"{right} of {STOPS}", "all"),
+            ("watch and checkpoints each 50 steps, share of a step", cost.text(".2%"), f"≤ {GOAL_COST:.0%}"),
+            ("checkpoint's stall ÷ a step", saves.text(), f"≤ {GOAL_STALL}"),
+        ),
+        method="A cold start is that of the same command, to its first step.",
+        n=f"{ROUNDS} kills, {STOPS} stops, {COST_ROUNDS} pairs of runs",
+    )
+
+
+def ended_s() -> float:
+    """Return the seconds from the kill of a rank to the end of all."""
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder), "--devices", 3) as run:
+        run.until_step(20)
+        ranks = run.ranks
+        ranks[1].kill()
+        begin_s = time.perf_counter()
+        run.process.wait(LIMIT_S)
+        psutil.wait_procs(ranks, LIMIT_S)
+        return time.perf_counter() - begin_s
+
+
+def restarted() -> tuple[float, float]:
+    """Return the seconds from the command to its first step, and from the kill of a rank to the next step."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(Path(folder), "--devices", 2, "--max-restarts", 1) as run,
+    ):
+        cold_s = run.until_step(1) - run.begun_s
+        run.until_step(20)
+        run.ranks[1].kill()
+        begin_s = time.perf_counter()
+        return cold_s, run.until_step(1, starts=2) - begin_s
+
+
+def sentence_s(rank: int) -> tuple[float, bool]:
+    """Return the seconds from the stop of a rank to the sentence about it, and whether it names that rank."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(Path(folder), "--devices", 3, "--stall-timeout", STALL_S) as run,
+    ):
+        run.until_step(20)
+        run.ranks[rank].suspend()
+        begin_s = time.perf_counter()
+        assert run.process.stderr is not None
+        for line in run.process.stderr:
+            if found := re.match(r"lockstep: Rank (\d) was stopped", line):
+                return time.perf_counter() - begin_s, int(found[1]) == rank
+    return LIMIT_S, False
+
+
+def precautions() -> Series:
+    """Return what watch and checkpoints add to a step, as a share of it."""
+    found = interleave({"guarded": _guarded_s, "bare": _bare_s}, rounds=COST_ROUNDS)
+    return Series(tuple(share - 1 for share in found["guarded"].per(found["bare"]).values))
+
+
+def _guarded_s() -> float:
+    return _step_s(checkpoint_every=50)
+
+
+def _bare_s() -> float:
+    os.environ[UNWATCHED] = "1"  # inherited by the ranks, which read it when they import this module
+    try:
+        return _step_s()
+    finally:
+        del os.environ[UNWATCHED]
+
+
+def _step_s(**options: object) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        asked = configured(model="resnet8", data="fake", samples=64 * 300, image_size=16, batch=64, strategy="ddp")
+        config = dataclasses.replace(asked, parallel=dataclasses.replace(asked.parallel, devices=2))
+        if options:
+            config = dataclasses.replace(
+                config,
+                checkpoint=dataclasses.replace(config.checkpoint, **options),  # type: ignore[arg-type]
+                record=dataclasses.replace(config.record, output=Path(folder)),
+            )
+        result: RunResult | None = launch(_train, config)
+        assert result is not None
+        assert result.images_per_s is not None
+        return 64 / result.images_per_s
+
+
+def _train(config: RunConfig, world: World) -> RunResult:
+    torch.set_num_threads(1)
+    return train(config, world, Nothing())
+
+
+class _Unwatched:
+    """In the place of a watch: it sends nothing and looks at nothing."""
+
+    def give_way(self) -> None:
+        """Do nothing."""
+
+    def close(self, limit_s: float = 0.0) -> None:
+        """Do nothing."""
+
+
+if UNWATCHED in os.environ:
+    guard.watch = lambda *_: _Unwatched()  # type: ignore[assignment]
+
+
+def stalled() -> Series:
+    """Return how long a save keeps training, by the time of a step: ResNet-18 with momentum, 32 images."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        job = assemble(configured(model="resnet18", data="fake", samples=64, image_size=32, batch=32), World.alone())
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoints = Checkpoints(Path(folder), warn=print)
+
+            def save_s() -> float:
+                checkpoints.wait()  # 50 steps later the one before it is on the disk
+                begin_s = time.perf_counter()
+                state = job.strategy.full_state(job.model, job.optimizer.each)
+                checkpoints.save(dataclasses.replace(state, meta={"step": 1}), step=1, best=False)
+                return time.perf_counter() - begin_s
+
+            found = interleave({"save": save_s, "step": stepper(job, repeated(job), steps=1)}, rounds=ROUNDS)
+            checkpoints.close()
+        return found["save"].per(found["step"])
+    finally:
+        torch.set_num_threads(threads)
