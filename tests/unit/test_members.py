@@ -11,7 +11,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from lockstep.launchers import members
-from lockstep.launchers.bounded import Bounded, Unanswered
+from lockstep.launchers.bounded_store import BoundedStore, Unanswered
 from lockstep.launchers.members import Members
 from lockstep.launchers.plain_state import Nodes, PlainState
 
@@ -74,7 +74,7 @@ class _Stuck:
 
 def test_a_store_that_never_answers_is_given_up() -> None:
     stuck = _Stuck()
-    store = Bounded(stuck, 0.2)  # type: ignore[arg-type]
+    store = BoundedStore(stuck, 0.2)  # type: ignore[arg-type]
     under = PrefixStore("job", store)
     begun_s = time.monotonic()
     with pytest.raises(Unanswered, match=r"no answer within 0\.2 s"):
@@ -88,7 +88,7 @@ def test_a_store_that_never_answers_is_given_up() -> None:
 
 
 def test_a_bounded_store_is_a_store() -> None:
-    store = Bounded(HashStore(), 5)
+    store = BoundedStore(HashStore(), 5)
     under = PrefixStore("job", store)
     under.set("a", "1")
     under.multi_set(["b", "c"], ["2", "3"])  # type: ignore[attr-defined]

@@ -45,7 +45,7 @@ from ..errors import ProofError, RequestError, RunError, Stopped
 from ..failures import Failure
 from ..interrupts import KILLED, Heard, Interrupts, heeded
 from . import lifeline, reasons
-from .bounded import Bounded, Unanswered
+from .bounded_store import BoundedStore, Unanswered
 from .members import COUNTED_OUT_S, KEEP_ALIVE_S, MISSED, Members
 from .plain_state import PlainState
 from .reports import GRACE_S, LEAVE_S, left_behind, obituary
@@ -286,7 +286,7 @@ def run(
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # ours are, and what nohup ignores is not
     _quieten_torch()
-    store = store if served else Bounded(store, COUNTED_OUT_S)
+    store = store if served else BoundedStore(store, COUNTED_OUT_S)
     state = PlainState(store, job)
     members = Members(state, address)
     # Long enough for the others to find out that a node is lost, and to wait for latecomers.
@@ -315,7 +315,7 @@ def run(
     )
 
     def cut_off() -> bool:
-        return isinstance(store, Bounded) and not store.answers
+        return isinstance(store, BoundedStore) and not store.answers
 
     agent = Agent(spec, members, folder, config, _say)
     stopped = False

@@ -7,13 +7,14 @@ send (some 15 minutes). Here each request is made by a thread of its own, which 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
+
+from .. import bounded
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ class Unanswered(RuntimeError):
     """Nobody answers at the store."""
 
 
-class Bounded(Store):
+class BoundedStore(Store):
     """The store `inner`, of which each request is answered within `limit_s` seconds, or raises `Unanswered`."""
 
     def __init__(self, inner: Store, limit_s: float) -> None:
@@ -85,9 +86,7 @@ class Bounded(Store):
             except Exception as error:
                 failure.append(error)
 
-        asking = threading.Thread(target=attempt, daemon=True, name="agents' store")
-        asking.start()
-        asking.join(self._limit_s)
+        bounded.within(self._limit_s, attempt, "agents' store")
         if failure:
             raise failure[0]
         if not answer:
