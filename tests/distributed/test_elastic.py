@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.launchers.table import launch
 
-from ..command import Running, command, end, events, gone, losses, processes, start, until, weights
+from ..command import Running, command, end, events, gone, losses, processes, sentence, start, until, weights
 from ..ports import free_port
 from . import entries
 from .ranks import config
@@ -226,3 +226,24 @@ def test_a_terminal_that_closes_asks_once_andx(tmp_path: Path) -> None:
         ended = end(agent)
     assert ended.code == 75
     assert "lockstep: Stopped on request at step " in ended.err
+
+
+def test_agents_of_different_jobs_and_ranks_by_hand_do_not_mix(tmp_path: Path) -> None:
+    port = free_port()
+    words = [*RUN.split(), "--epochs", 1000, "--nodes", "1:2", "--devices", 1, "--max-restarts", 1]
+    meets = ("--init-method", f"tcp://127.0.0.1:{port}")
+    with start(tmp_path, *words, *meets) as agent:
+        until(lambda: _listens(port))
+        for other in (("--batch", 32), ("--output", "elsewhere")):
+            told = sentence(command(tmp_path, *words, *meets, *other))
+            assert "the agents of another job meet there, or of this one with other flags" in told
+        agent.send_signal(signal.SIGTERM)
+        end(agent)
+    port = free_port()
+    meets = ("--init-method", f"tcp://127.0.0.1:{port}")
+    with start(tmp_path, *RUN.split(), *meets, "--world-size", 2, "--rank", 0) as by_hand:
+        until(lambda: _listens(port))
+        told = sentence(command(tmp_path, *words, *meets))
+        assert "the ranks of another job, which were started by hand, meet there; give this job a port" in told
+        by_hand.send_signal(signal.SIGTERM)
+        end(by_hand)

@@ -53,10 +53,13 @@ def tie_to_parent(lifeline: Connection) -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends; on Linux alone."""
+    """Have the kernel kill this process when the thread that started it ends, on Linux; end it where it has already."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
 
 
 def end_group(leader: int) -> None:
