@@ -126,7 +126,7 @@ def test_ranks_hear_that_one_was_stopped_while_it_waited(tmp_path: Path) -> None
     code, _, err = outcome(second)
     outcome(first)
     assert code == 2
-    assert re.fullmatch(r"RequestError: tcp\S+ rank 0 \(process \d+ on \S+\) was stopped while .*\n", err)
+    assert re.fullmatch(r"AbsentError: tcp\S+ rank 0 \(process \d+ on \S+\) was stopped while .*\n", err)
 
 
 def test_a_file_left_by_a_killed_run_is_explained(tmp_path: Path) -> None:

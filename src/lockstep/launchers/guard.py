@@ -26,7 +26,10 @@ _FLUSH_S = 0.5
 
 
 def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure], None]) -> Watch:
-    """Return a watch over the peers of a world; `tell` passes on why this process is about to end."""
+    """Return a watch over the peers of a world; `tell` passes on why this process is about to end.
+
+    Raises `RankLostError` where the store has gone.
+    """
     stall_timeout_s = config.parallel.stall_timeout
     least_s, most_s = _BEATS_KEPT_S if peers.keeps_all else _BEATS_S
 
@@ -44,16 +47,19 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
         finally:
             os._exit(RunError.exit_code)
 
-    return Watch(
-        pulse,
-        peers.watch_store,
-        rank=peers.mine.rank,
-        nodes=[claim.host for claim in peers.claims],
-        server=peers.server,
-        stall_timeout_s=stall_timeout_s,
-        beat_s=min(max(stall_timeout_s / 10, least_s), most_s),
-        ends=end,
-    )
+    try:
+        return Watch(
+            pulse,
+            peers.watch_store,
+            rank=peers.mine.rank,
+            nodes=[claim.host for claim in peers.claims],
+            server=peers.server,
+            stall_timeout_s=stall_timeout_s,
+            beat_s=min(max(stall_timeout_s / 10, least_s), most_s),
+            ends=end,
+        )
+    except RuntimeError as error:  # the store's own: its server has gone
+        raise peers.server_lost() from error
 
 
 def lost(error: BaseException, config: RunConfig, peers: Peers, watch: Watch) -> RankLostError | None:

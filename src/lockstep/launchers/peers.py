@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ..failures import RankLostError
 from ..notes import NoNotes, Notes
 from .claims import Claim, digest
 from .stores import Meeting, StoredNotes
@@ -64,6 +65,13 @@ class Peers:
     def dead(self) -> list[Claim]:
         """Return those whose process has ended on this host without having left."""
         return [claim for claim in self.here() if claim.is_dead()]
+
+    def server_lost(self) -> RankLostError:
+        """Return the error of a rank whose store went away before there was a world."""
+        return RankLostError(
+            f"Rank {self.mine.rank}: rank 0, or the agent that serves {self.meeting.where}, ended before training "
+            "began: its own message says why; then start all ranks again."
+        )
 
     @property
     def server(self) -> int | None:

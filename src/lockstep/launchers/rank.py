@@ -116,11 +116,11 @@ def run_met(
         bind(claims.interface(came, mine))
         device = take_device(config, env, topology, sharing=claims.sharing(came, mine))
         call.stand_by(peers, parallel.timeout)
+        pulse = Pulse()
+        watch = guard.watch(config, peers, pulse, tell)
     except BaseException:
         call.abandon()
         raise
-    pulse = Pulse()
-    watch = guard.watch(config, peers, pulse, tell)
     try:
         value = run_joined(entry, config, topology, device, peers.group_store(), pulse, peers.notes)
     except BaseException as error:

@@ -95,10 +95,7 @@ class RollCall:
                     next_look = time.monotonic() + _LIVENESS_S
                 time.sleep(_LOOK_S)
         except RuntimeError as error:  # the store's own: its server has gone
-            raise RankLostError(
-                f"Rank {self._mine.rank}: rank 0, or the agent that serves {self._meeting.where}, ended before "
-                "training began: its own message says why; then start all ranks again."
-            ) from error
+            raise peers.server_lost() from error
 
     def _check_absent(self, absent: Sequence[Claim], *, late: bool, timeout_s: float) -> None:
         """Raise if one of the ranks that do not stand by yet never will, or is too late."""
