@@ -251,6 +251,7 @@ def test_a_world_that_does_not_fill_up_says_who_is_missing(folder: Path, capsys:
         begin_s = time.monotonic()
         said = refusal(capsys, *TRAIN, *MEET, "--rank", 0, "--init-method", url)
         assert f"{url}: 1 of 2 ranks came within --timeout 1.5 s; missing: rank 1" in said
+        assert ("or give every rank --clear-meeting" in said) == (url == file)
         assert time.monotonic() - begin_s < 1.5 + 10
     assert not (folder / "runs").exists()
 
