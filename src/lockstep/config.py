@@ -231,7 +231,7 @@ class ParallelConfig:
         check_whole("devices", self.devices)
         check_whole("max-restarts", self.max_restarts, least=0)
         least, most = self.nodes, self.most_nodes
-        require(1 <= least <= most, f"--nodes {self.nodes_asked}: give 1 or more, and the least number first.")
+        require(1 <= least <= most, f"--nodes {self.nodes_asked!r}: give 1 or more, and the least number first.")
         check_whole("world-size", self.world_size)
         check_wait("timeout", self.timeout)
         check_wait("stall-timeout", self.stall_timeout)
@@ -266,8 +266,8 @@ class ParallelConfig:
     @property
     def _nodes(self) -> list[int]:
         words = self.nodes_asked.split(":")
-        if len(words) > 2 or not all(word.isdecimal() for word in words):
-            raise RequestError(f"--nodes {self.nodes_asked}: give a number, or a range such as 1:4.")
+        if len(words) > 2 or not all(word.isascii() and word.isdecimal() for word in words):
+            raise RequestError(f"--nodes {self.nodes_asked!r}: give a number, or a range such as 1:4.")
         return [int(word) for word in words]
 
     @property

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def sync_folder(folder: Path) -> None:
@@ -34,6 +34,22 @@ def write_whole(path: Path, data: bytes) -> None:
         part.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def append_whole(file: BinaryIO, data: bytes) -> None:
+    """Append `data` to an unbuffered file that was opened to append; what a full disk takes of it is taken back.
+
+    Raises OSError where the disk does not take all of it; the file is then as it was.
+    """
+    size = os.fstat(file.fileno()).st_size
+    try:
+        # A nearly full disk takes a part without an error, and refuses the rest at the next try.
+        sent = 0
+        while sent < len(data):
+            sent += file.write(data[sent:])
+    except OSError:
+        file.truncate(size)
+        raise
 
 
 def legal(value: Any) -> Any:

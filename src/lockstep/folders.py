@@ -7,18 +7,20 @@ that process ends, so that a killed run never blocks the next one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import os
 import platform
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from .config import RunConfig
-from .errors import RequestError, RunError
+from .errors import RequestError, RunError, Stopped
 
 RUNS = Path("runs")
 _LOCK = ".lock"
@@ -147,6 +149,28 @@ def reserve(config: RunConfig, *, make: bool) -> tuple[Path, bool]:
         except OSError as error:
             raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
     return path.absolute(), is_new
+
+
+@contextlib.contextmanager
+def begun(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield the config with the folder of the run that begins in the block; a new default one is made now.
+
+    Rank 0 claims it only once all ranks have met. If one is lost before that, --resume auto finds this folder, and
+    not that of an earlier run, which it would go on with. A run that is refused or stopped leaves no empty one.
+    """
+    if _asked(config) is not None:
+        yield config
+        return
+    is_first = not RUNS.exists()
+    path = fresh(default_name(config))
+    try:
+        yield dataclasses.replace(config, record=dataclasses.replace(config.record, output=path))
+    except (RequestError, Stopped):
+        with contextlib.suppress(OSError):  # what lies there stays
+            path.rmdir()
+            if is_first:
+                RUNS.rmdir()
+        raise
 
 
 def _asked(config: RunConfig) -> Path | None:

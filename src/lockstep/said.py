@@ -33,24 +33,31 @@ def kept(path: Path, *, shown: bool) -> Iterator[None]:
     except OSError:
         yield
         return
-    with file, _copied(file) if shown else _diverted(file):
-        yield
+    try:
+        with _copied(file) if shown else _diverted(file):
+            yield
+    finally:
+        with contextlib.suppress(OSError):  # what a full disk has not taken until now
+            file.close()
 
 
 @contextlib.contextmanager
 def _diverted(file: IO[str]) -> Iterator[None]:
     saved = {number: os.dup(number) for number in (1, 2)}
+    before = sys.stdout, sys.stderr
     flush()
     try:
         for number in saved:
             os.dup2(file.fileno(), number)
         _write_lines(sys.stdout)
+        sys.stdout, sys.stderr = (_Unfailing(stream) if stream is not None else stream for stream in before)
         yield
     finally:
+        sys.stdout, sys.stderr = before
         flush()
-        for number, before in saved.items():
-            os.dup2(before, number)
-            os.close(before)
+        for number, kept in saved.items():
+            os.dup2(kept, number)
+            os.close(kept)
 
 
 @contextlib.contextmanager
@@ -61,6 +68,27 @@ def _copied(file: IO[str]) -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+class _Unfailing:
+    """A stream that goes to a file: a full disk ends nobody who prints."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write the text, as far as there is room."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is held back, as far as there is room."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Copied:

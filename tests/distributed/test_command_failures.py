@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lockstep import checkpoint
@@ -199,6 +200,24 @@ def test_two_runs_do_not_write_to_one_folder(folder: Path, capsys: pytest.Captur
 # ---- before training
 
 
+def test_to_go_on_after_a_rank_was_lost_in_start_up_does_not_extend_an_earlier_run(folder: Path) -> None:
+    assert command(folder, *TRAIN, "--strategy", "single").code == 0
+    before = losses(folder / "runs" / "digits-resnet8")
+    longer = ("train", "digits", "--batch", 50, "--max-steps", 14)
+    with start(folder, *longer, *DDP) as run:
+        until(lambda: len(_ranks(run)) == 2)
+        _ranks(run)[1].kill()
+        assert "continue with --resume auto" in sentence(end(run), code=1)
+    went_on = command(folder, *longer, "--strategy", "single", "--resume", "auto")
+    assert "nothing to resume in runs/digits-resnet8-2: a new run" in went_on.out
+    assert losses(folder / "runs" / "digits-resnet8") == before
+    assert len(losses(folder / "runs" / "digits-resnet8-2")) == 14
+
+
+def _ranks(run: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [each for each in processes(run) if any("spawn_main" in word for word in each.cmdline())]
+
+
 def test_a_run_that_is_refused_leaves_no_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refusal(capsys, *TRAIN, "--strategy", "single", "--classes", 9)
     refusal(capsys, *TRAIN, "--strategy", "single", "--classes", 9, "--output", "run")
@@ -232,6 +251,7 @@ def test_a_world_that_does_not_fill_up_says_who_is_missing(folder: Path, capsys:
         begin_s = time.monotonic()
         said = refusal(capsys, *TRAIN, *MEET, "--rank", 0, "--init-method", url)
         assert f"{url}: 1 of 2 ranks came within --timeout 1.5 s; missing: rank 1" in said
+        assert ("or give every rank --clear-meeting" in said) == (url == file)
         assert time.monotonic() - begin_s < 1.5 + 10
     assert not (folder / "runs").exists()
 

@@ -56,6 +56,18 @@ def save_all(run: Path, *saves: tuple[int, bool]) -> Path:
     return run / "checkpoints"
 
 
+def test_whoever_may_read_the_folder_may_read_the_tensors(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        last = save_all(tmp_path, (1, False)) / "last"
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in last.iterdir()} == dict.fromkeys(
+        names(last), oct(0o640)
+    )
+    assert "model.safetensors" in names(last)
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 

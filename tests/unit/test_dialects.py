@@ -49,6 +49,7 @@ TORCHRUN = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
 }
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -178,11 +179,51 @@ def test_the_most_specific_dialect_is_heard(env: dict[str, str], variable: str, 
         ({}, {**MPICH, "MPI_LOCALNRANKS": "3"}, "MPI_LOCALNRANKS is 3, but PMI_SIZE is 2"),
         ({}, BATCH, "SLURM_NTASKS is 4, but SLURM_STEP_ID is not set: .* name --launcher spawn"),
         ({}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "2"}, "SLURM_NTASKS_PER_NODE is 2, but SLURM_STEP_ID is"),
+        ({}, {"SLURM_NTASKS": "2"}, "SLURM_NTASKS is 2, but SLURM_STEP_ID is not set: .* left over, unset it"),
+        ({}, {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM_NTASKS is 2, but SLURM_STEP_ID is not set"),
+        ({}, {**STEP, "SLURM_NTASKS": "x"}, "SLURM_NTASKS is 'x'; it takes a number"),
+        ({}, {**STEP, "SLURM_NTASKS": "-2"}, "SLURM_NTASKS is '-2'; it takes a number"),
+        ({}, {**STEP, "SLURM_NTASKS": "1", "SLURM_PROCID": "1"}, "SLURM_PROCID is 1, but SLURM_NTASKS is 1;"),
+        ({}, {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2, but OMPI_COMM_WORLD_RANK is not set;"),
+        ({}, {"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is 0, but OMPI_COMM_WORLD_SIZE is not set;"),
+        ({}, {"PMI_RANK": "0", "PMI_SIZE": "x"}, "PMI_SIZE is 'x'; it takes a number"),
+        ({}, {"PMI_RANK": "1", "PMI_SIZE": "1"}, "PMI_RANK is 1, but PMI_SIZE is 1;"),
+        ({}, {"RANK": "1", "WORLD_SIZE": "1"}, "RANK is 1, but WORLD_SIZE is 1;"),
+        (
+            {},
+            {**TORCHRUN, **OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"},
+            "RANK is 1, but OMPI_COMM_WORLD_RANK is 0, and both WORLD_SIZE and OMPI_COMM_WORLD_SIZE are 2;",
+        ),
+        ({}, {"RANK": "1", "WORLD_SIZE": "2", **MPICH, "PMI_RANK": "0"}, "RANK is 1, but PMI_RANK is 0, and both"),
     ],
 )
 def test_what_disagrees_is_one_sentence(options: dict[str, Any], env: dict[str, str], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         table.launch(_never, _config(**options), env)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"SLURM_JOB_ID": "7"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {**STEP, "SLURM_NTASKS": "1"},
+        {**STEP, "SLURM_NTASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+    ],
+)
+def test_a_process_that_is_alone_may_be_so(env: dict[str, str]) -> None:
+    assert table.choose(_config(), env).name == "inline"
+    assert table.choose(_config(devices=2), env).name == "spawn"
+
+
+def test_an_agents_own_ranks_need_not_be_those_of_who_has_started_it() -> None:
+    """torchrun numbers its ranks as the agents come."""
+    env = {**TORCHRUN, **OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    assert dialects.read(env).topology.rank == 1
+    wider = {**TORCHRUN, **OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+    assert dialects.read(wider).topology.rank == 1
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "inline"])
@@ -228,7 +269,8 @@ def test_an_array_says_ranks_once_there_is_a_place_to_meet() -> None:
     [
         ({"world_size": 3}, ARRAY, "--world-size 3 disagrees with the array job, where SLURM_ARRAY_TASK_COUNT=4"),
         ({}, {**ARRAY, "SLURM_ARRAY_TASK_COUNT": "3"}, "SLURM_ARRAY_TASK_COUNT is 3, but indices from"),
-        ({}, {**ARRAY, "SLURM_ARRAY_TASK_ID": "5"}, "so that ranks do not follow"),
+        ({}, {**ARRAY, "SLURM_ARRAY_TASK_ID": "5"}, "SLURM_ARRAY_TASK_ID is 5, which is none of .* do not follow"),
+        ({}, {**ARRAY, "SLURM_ARRAY_TASK_ID": "10"}, "SLURM_ARRAY_TASK_ID is 10, which is none of"),
         ({}, {**ARRAY, **SLURM}, "SLURM_ARRAY_TASK_COUNT is 4, and srun has started 3 tasks"),
     ],
 )

@@ -160,6 +160,41 @@ def test_a_full_disk_loses_no_line_once_there_is_room(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+_FULL_FOR_CURVES = """
+import resource, sys
+from pathlib import Path
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from lockstep.record.tensorboard import TensorBoard
+
+folder = Path(sys.argv[1])
+room, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+def board(*limits):  # the bytes that there is room for at each event
+    board, missed = TensorBoard(folder), []
+    for step, limit in enumerate(limits):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+        try:
+            board.record("log", step=step, epoch=0, loss=2.0)
+        except OSError:
+            missed.append(step)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+    board.close()
+    return missed
+
+assert board(0, 0, 10) == [0, 1, 2]
+assert list(folder.iterdir()) == []
+assert board(0, room, 100, 110, room) == [0, 2, 3]
+assert len(list(folder.iterdir())) == 1
+points = EventAccumulator(str(folder)).Reload().Scalars("train/loss")
+assert [point.step for point in points] == [1, 4], points
+"""
+
+
+def test_a_full_disk_takes_single_points_of_a_curve_and_leaves_one_file(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _FULL_FOR_CURVES, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_rewind_keeps_what_had_happened_by_the_step(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     lines = JsonLines(path)

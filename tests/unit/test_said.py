@@ -42,6 +42,15 @@ def test_what_a_rank_says_is_kept(shown: bool, tmp_path: Path) -> None:
         assert done.stderr == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full")
+@pytest.mark.parametrize("shown", ["shown", "kept"])
+def test_a_full_disk_ends_nobody_who_says_something(shown: str) -> None:
+    says = SAYS.replace('os.write(2, b"by C\\n")', "")  # which is refused to whoever asks
+    done = subprocess.run([sys.executable, "-c", says, "/dev/full", shown], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Error" in done.stderr) == (0, False), done.stderr
+    assert done.stdout.endswith("after\n")
+
+
 def test_where_nothing_can_be_kept_the_console_has_it(tmp_path: Path) -> None:
     (tmp_path / "output").write_text("a file in the way")
     words = [sys.executable, "-c", SAYS, str(tmp_path / "output" / "rank_1.txt"), "kept"]

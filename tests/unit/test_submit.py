@@ -63,7 +63,10 @@ def test_a_run_without_a_name_gets_the_next_default_folder(capsys: pytest.Captur
 
 @pytest.mark.parametrize(("time", "is_warned"), [("5", True), ("4:59", False), ("1-0", True), ("UNLIMITED", True)])
 def test_short_limits_get_no_warning(time: str, is_warned: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ("#SBATCH --signal" in _script(capsys, "--time", time, "digits")) == is_warned
+    assert main(["submit", "slurm", "--dry-run", "--time", time, "digits"]) == 0
+    told = capsys.readouterr()
+    assert ("#SBATCH --signal" in told.out) == is_warned
+    assert (f"--time {time}: no warning can come that early" in told.err) != is_warned
 
 
 @pytest.mark.parametrize(
@@ -123,9 +126,11 @@ def test_there_is_one_task_a_gpu_or_one_a_node(
         ("--ntasks-per-node 2 digits --strategy dp", "--strategy dp is one process a node; leave it out."),
         ("--nodes 2 --ntasks-per-node 64 digits", "64"),
         ("digits --resume runs/x", "give --output RUN --resume auto"),
+        ("digits --output a\nb", "/a\\nb' has a quote, a backslash or a control character"),
+        ("--nodes \uff12 digits", "give a whole number."),
         ("digist", "did you mean digits?"),
         ("digits --epoch 3", "did you mean --epochs"),
-        ('digits --output a"b', "which Slurm cannot read there."),
+        ('digits --output a"b', "which Slurm cannot read there; give another --output."),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_submitted(

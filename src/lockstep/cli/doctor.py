@@ -75,8 +75,7 @@ def main(given: list[str]) -> int:
     report = launchers.launch(visit, config)
     if report is None:
         return 0  # this process is another rank than the one that tells
-    with output.written():
-        visit.show(report)
+    visit.say(report)
     if red := _red(report):
         raise _refusal(red)
     return 0
@@ -129,10 +128,14 @@ class _Visit:
         report = examine(config, topology, device, store, Asked(self.output, self.data, self.chosen_cpu))
         if topology.is_main and report.absent:
             # Whoever waits for all ranks would wait for ever: it is told here, and by a failure, that one is silent.
-            with contextlib.suppress(BrokenPipeError, SystemExit), output.written():
-                self.show(report)
+            self.say(report)
             raise _refusal(_red(report))
         return report
+
+    def say(self, report: Report) -> None:
+        """Print the report, as far as somebody reads it: the verdict does not depend on that."""
+        with contextlib.suppress(BrokenPipeError, SystemExit), output.written():  # rich exits where a pipe is broken
+            self.show(report)
 
     def show(self, report: Report) -> None:
         """Print the report, as JSON if that was asked for."""

@@ -19,7 +19,8 @@ from ..options import Leaf, leaves, read_toml, recipe
 from . import output, unread
 
 _HELP = ("--help", "-h")
-_LIST = "lockstep train --help lists all."
+_TRAIN = "lockstep train"
+"""Whose --help lists the flags of a run, wherever they may stand."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,12 @@ def parse(
     """
     leading, flags = _read(given)
     named = leading[:1] if base is None else []
-    _check_stray(leading[len(named) :], recipe_wanted=base is None and not named)
+    listing = advice = f"{_TRAIN if base is None else ' '.join(prog.split()[:2])} --help lists all."
+    if base is None and not named:
+        advice = "a recipe comes first, as in lockstep train digits --batch 64."
+    _check_stray(leading[len(named) :], advice)
     known = {leaf.key: leaf for leaf in leaves()}
-    canonical = [word for flag in flags for word in _checked(flag, known, recipe_wanted=base is None and not named)]
+    canonical = [word for flag in flags for word in _checked(flag, known, advice, listing)]
     base = recipe(named[0]) if named else base or RunConfig()
     for flag in flags:
         if flag.text == "--config":
@@ -112,39 +116,43 @@ def _is_flag(word: str) -> bool:
     return False
 
 
-def _checked(flag: _Flag, known: Mapping[str, Leaf], *, recipe_wanted: bool) -> list[str]:
-    """Return the flag with its words as tyro takes them. Raises `RequestError` where there is no such flag or value."""
+def _checked(flag: _Flag, known: Mapping[str, Leaf], advice: str, listing: str) -> list[str]:
+    """Return the flag with its words as tyro takes them.
+
+    `advice` is what to do about a word that is too many, and `listing` says where all flags stand.
+    Raises `RequestError` where there is no such flag or value.
+    """
     if flag.text in _HELP:
         return [flag.text]
     if flag.text == "--config":
-        _check_one(flag, "a path", recipe_wanted)
+        _check_one(flag, "a path", advice)
         return [flag.text, *flag.words]
     switches = {f"{no}{key}" for key, leaf in known.items() if leaf.kind is bool for no in ("", "no-")}
     if not flag.text.startswith("--") or flag.name not in (known.keys() | switches):
-        raise unknown("flag", flag.text, [f"--{name}" for name in sorted({*known, *switches, "config"})], _LIST)
+        raise unknown("flag", flag.text, [f"--{name}" for name in sorted({*known, *switches, "config"})], listing)
     if flag.name in switches:
-        _check_switch(flag, recipe_wanted)
+        _check_switch(flag, advice)
         return [f"--{flag.name}"]
     leaf = known[flag.name]
     if not get_args(leaf.kind):
-        _check_one(flag, leaf.takes, recipe_wanted)
+        _check_one(flag, leaf.takes, advice)
     words = ["None" if leaf.optional and word.lower() == "none" else word for word in flag.words]
     for word in words:
         _check_word(flag, leaf, word)
     return [f"--{leaf.key}", *words] if get_args(leaf.kind) else [f"--{leaf.key}={words[0]}"]
 
 
-def _check_one(flag: _Flag, takes: str, recipe_wanted: bool) -> None:
+def _check_one(flag: _Flag, takes: str, advice: str) -> None:
     if not flag.words:
         raise RequestError(f"{flag.text} lacks its value; give {takes}.")
-    _check_stray(flag.words[1:], recipe_wanted=recipe_wanted)
+    _check_stray(flag.words[1:], advice)
 
 
-def _check_switch(flag: _Flag, recipe_wanted: bool) -> None:
+def _check_switch(flag: _Flag, advice: str) -> None:
     if flag.words and flag.words[0].lower() in ("true", "false", "yes", "no", "on", "off", "0", "1", ""):
         name = flag.name.removeprefix("no-")
         raise RequestError(f"{flag.text} takes no value, found {flag.words[0]!r}; write --{name} or --no-{name}.")
-    _check_stray(flag.words, recipe_wanted=recipe_wanted)
+    _check_stray(flag.words, advice)
 
 
 def _check_word(flag: _Flag, leaf: Leaf, word: str) -> None:
@@ -161,7 +169,6 @@ def _check_word(flag: _Flag, leaf: Leaf, word: str) -> None:
         raise RequestError(f"{flag.text} {word or repr(word)}: give {leaf.takes}.") from None
 
 
-def _check_stray(words: Iterable[str], *, recipe_wanted: bool) -> None:
+def _check_stray(words: Iterable[str], advice: str) -> None:
     for word in words:
-        advice = "a recipe comes first, as in lockstep train digits --batch 64." if recipe_wanted else _LIST
         raise RequestError(f"{word!r} belongs to no flag; {advice}")

@@ -16,7 +16,7 @@ from ..errors import RequestError, Stopped, unknown
 from ..options import flatten
 from ..submit import following
 from ..submit.request import Layout, SlurmRequest, check_settled, lay_out
-from ..submit.script import NAME, Plan, render
+from ..submit.script import NAME, WARNED_FROM_S, Plan, is_unwarned, render
 from . import flags, output, words
 from .train import preflight
 
@@ -62,6 +62,11 @@ def main(given: list[str]) -> int:
     config = flags.parse(rest, prog="lockstep submit slurm")
     request = _request(own, config)
     layout = _checked(request, config)
+    if is_unwarned(request):
+        _say(
+            f"--time {request.time}: no warning can come that early; at its limit the job just ends, and what its last "
+            f"checkpoint lacks is lost: give {WARNED_FROM_S // 60}:00 or more, or a --checkpoint-every that fits"
+        )
     if not is_dry:
         following.check_there()
     folder, is_new = folders.reserve(config, make=not is_dry)
@@ -99,9 +104,11 @@ def _request(own: dict[str, Any], config: RunConfig) -> SlurmRequest:
 
 def _whole(flag: str, text: str) -> int:
     try:
-        return int(text)
+        if text.isascii():
+            return int(text)
     except ValueError:
-        raise RequestError(f"{flag} {text}: give a whole number.") from None
+        pass
+    raise RequestError(f"{flag} {text}: give a whole number.")
 
 
 def _checked(request: SlurmRequest, config: RunConfig) -> Layout:

@@ -29,9 +29,12 @@ def main(given: list[str]) -> int:
         micro_size=config.batch.micro_batch,
         accumulation=config.batch.accumulate,
     )
-    if launchers.starts_here(config):
-        folders.check(config)
-    launchers.launch(_entry, config)
+    if not launchers.starts_here(config):
+        launchers.launch(_entry, config)
+        return 0
+    folders.check(config)
+    with folders.begun(config) as begun:
+        launchers.launch(_entry, begun)
     return 0
 
 

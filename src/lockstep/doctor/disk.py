@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .finding import Finding, Subject
+from .finding import RED, Finding, Subject
 from .units import GIB, MIB, rate, size
 
 CHECKPOINT_BYTES = 25_557_032 * 2 * 4
@@ -52,19 +53,21 @@ def output(folder: Path) -> Iterator[Finding]:
         return
     found = os.statvfs(base)
     free_bytes = found.f_bavail * found.f_frsize
-    yield judge_room(base, free_bytes, inodes=found.f_favail if found.f_files else None)
+    room = judge_room(base, free_bytes, inodes=found.f_favail if found.f_files else None)
     path = base / f".lockstep-doctor-{secrets.token_hex(4)}"
     try:
         bytes_per_s = _written(path, min(_MOST_BYTES, free_bytes // 2))
         trouble = _locked_and_renamed(path)
     except OSError as error:
-        words, fix = f"{base} cannot be written: {error.strerror}", "give another --output, or make it writable"
-        yield Subject("disk", "output").red(words, fix)
+        remedy = "make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+        words, fix = f"{base} cannot be written: {error.strerror}", f"give another --output, or {remedy}"
+        yield room if room.state == RED else Subject("disk", "output").red(words, fix)
         return
     finally:
         for each in (path, _renamed(path)):
             with contextlib.suppress(OSError):
                 each.unlink()
+    yield room
     yield judge_speed(base, bytes_per_s)
     yield from _judge_trouble(base, trouble)
 
@@ -79,10 +82,7 @@ def judge_room(base: Path, free_bytes: int, inodes: int | None) -> Finding:
     if free_bytes >= _ROOMY_BYTES:
         return about.green(words)
     need = f"three checkpoints of a ResNet-50 (last, best, the next one) take {size(_NEED_BYTES)}"
-    fix = "make room, or give an --output on another disk"
-    if free_bytes < _NEED_BYTES:
-        return about.red(f"{words}: {need}", fix)
-    return about.yellow(f"{words}, less than {size(_ROOMY_BYTES)}: {need}, and runs of larger models fill it", fix)
+    return about.yellow(f"{words}: {need}, those of larger models more", "make room, or give an --output elsewhere")
 
 
 def judge_speed(base: Path, bytes_per_s: float) -> Finding:
@@ -102,7 +102,7 @@ def _written(path: Path, most_bytes: int) -> float:
     since_s, count = time.perf_counter(), 0
     with path.open("xb", buffering=0) as file:
         while count == 0 or (count < most_bytes and time.perf_counter() - since_s < _WRITE_S):
-            count += file.write(chunk)
+            count += file.write(chunk[: max(1, most_bytes - count)])
             os.fdatasync(file.fileno())  # else the whole file may wait in memory until the end
         os.fsync(file.fileno())
     return count / (time.perf_counter() - since_s)

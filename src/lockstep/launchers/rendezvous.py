@@ -276,7 +276,10 @@ class RollCall:
             silent = [rank for rank in range(size) if rank not in here]
             came, verb = len(here), "came"
         names = ", ".join(map(str, silent[:16])) + (" …" if len(silent) > 16 else "")
-        remedy = f", or remove {self._meeting.file} if an earlier run has left it" if self._meeting.file else ""
+        remedy = ""
+        if file := self._meeting.file:  # at one that is left over, a rank without the flag is refused
+            without = "" if self._clears else f"remove {file} or "
+            remedy = f", or, if an earlier run has left it, {without}give every rank --clear-meeting"
         return (
             f"{self._meeting.where}: {came} of {size} ranks {verb} within --timeout {timeout_s:g} s; missing: "
             f"rank {names}; start every rank, or raise --timeout{remedy}{self._meeting.caution}."

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..files import legal, write_whole
+from ..files import append_whole, legal, write_whole
 
 # JSON escapes control characters inside strings, so this separator can be told from all that a value may hold. One
 # encoder call for a whole interval takes half the time of a call for each line.
@@ -62,15 +62,7 @@ class JsonLines:
 
     def _write(self, lines: str) -> None:
         self._waiting += lines.encode()
-        whole = os.fstat(self._file.fileno()).st_size
-        try:
-            # A nearly full disk takes a part without an error, and refuses the rest at the next try.
-            sent = 0
-            while sent < len(self._waiting):
-                sent += self._file.write(self._waiting[sent:])
-        except OSError:
-            self._file.truncate(whole)
-            raise
+        append_whole(self._file, self._waiting)
         self._waiting = b""
 
 

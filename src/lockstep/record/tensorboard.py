@@ -1,18 +1,21 @@
 """TensorBoard's event files, in the run's folder: `tensorboard --logdir runs` shows the curves.
 
 The records are written by tensorboard's own writer, here and now, without torch's SummaryWriter: that one hands them to
-a thread, which dies with a printed traceback where the disk is full. Here a full disk is an OSError like any other, and
-the next event starts a new file (TensorBoard reads all of them).
+a thread, which dies with a printed traceback where the disk is full. Here a full disk is an OSError like any other:
+what it took of the event is taken back, and the next one follows what is whole.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ..files import append_whole
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -41,6 +44,7 @@ class TensorBoard:
         self._folder = folder
         self._resume_step = resume_step
         self._file: BinaryIO | None = None
+        self._has_begun = False
 
     def __str__(self) -> str:
         return "TensorBoard's events"
@@ -56,34 +60,30 @@ class TensorBoard:
         self._write(Event(wall_time=time.time(), step=fields["step"], summary=Summary(value=values)))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; one that never found room goes."""
         if self._file is not None:
             self._file.close()
-            self._file = None
+            if not self._has_begun:
+                Path(self._file.name).unlink(missing_ok=True)
 
     def _write(self, event: Event) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        try:
-            if self._file is None:
-                self._open()
-            assert self._file is not None
-            RecordWriter(self._file).write(event.SerializeToString())
-        except OSError:
-            # The file may end in half a record, after which TensorBoard would read nothing more.
-            self.close()
-            raise
+        if self._file is None:
+            # TensorBoard reads the files in the order of their names; nanoseconds keep a quick resume in order.
+            name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+            self._file = (self._folder / name).open("ab", buffering=0)
+        records = io.BytesIO()
+        for each in [event] if self._has_begun else [*self._first(), event]:
+            RecordWriter(records).write(each.SerializeToString())
+        append_whole(self._file, records.getvalue())
+        self._has_begun = True
 
-    def _open(self) -> None:
+    def _first(self) -> Iterator[Event]:
+        """Yield what a file begins with."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
 
         now = time.time()
-        # TensorBoard reads the files in the order of their names; nanoseconds keep a quick resume in order.
-        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (self._folder / name).open("wb", buffering=0)
-        RecordWriter(self._file).write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+        yield Event(wall_time=now, file_version="brain.Event:2")
         if self._resume_step is not None:
-            start = Event(wall_time=now, step=self._resume_step + 1, session_log=SessionLog(status=SessionLog.START))
-            RecordWriter(self._file).write(start.SerializeToString())
-            self._resume_step = None
+            yield Event(wall_time=now, step=self._resume_step + 1, session_log=SessionLog(status=SessionLog.START))

@@ -40,10 +40,14 @@ class Plan:
 
 def render(plan: Plan) -> str:
     """Return the script. Raises `RequestError` for paths that cannot stand in one."""
-    for path in (plan.folder, plan.submitted_from):
+    for what, path, remedy in (
+        ("--output", plan.folder, "give another --output"),
+        ("The current folder", plan.submitted_from, "start the command in another one"),
+    ):
         if not str(path).isprintable() or any(letter in str(path) for letter in '"\\'):
             raise RequestError(
-                f"{path} has a quote, a backslash or a control character, which Slurm cannot read there."
+                f"{what} {str(path)!r} has a quote, a backslash or a control character, which Slurm cannot read "
+                f"there; {remedy}."
             )
     request, layout = plan.request, plan.layout
     what = f"{counted(request.nodes, 'node')} × {counted(layout.tasks, 'task')}"
@@ -56,6 +60,11 @@ def render(plan: Plan) -> str:
         command=shlex.join([plan.python, "-m", "lockstep", "train", *plan.words]),
         settled=shlex.join(plan.settled),
     )
+
+
+def is_unwarned(request: SlurmRequest) -> bool:
+    """Return whether the time limit is too short for Slurm's warning, so that the run cannot save before it."""
+    return request.time_s is not None and request.time_s < WARNED_FROM_S
 
 
 def _directives(plan: Plan) -> Iterator[str]:
@@ -79,7 +88,7 @@ def _directives(plan: Plan) -> Iterator[str]:
     yield "#SBATCH --open-mode=append"
     yield "# Slurm may start it again: after a pre-emption, when a node was lost, and when the job asks for it, below."
     yield "#SBATCH --requeue"
-    if request.time_s is None or request.time_s >= WARNED_FROM_S:
+    if not is_unwarned(request):
         yield f"# All ranks hear SIGUSR1 {_WARN_S} s before the time limit: they save, stop, and exit with 75."
         yield f"#SBATCH --signal=USR1@{_WARN_S}"
     else:

@@ -58,8 +58,15 @@ def read(env: Mapping[str, str]) -> Place:
 
 
 def check_started(env: Mapping[str, str]) -> None:
-    """Raise `RequestError` where a scheduler has granted several tasks, and this process is none of them."""
+    """Raise `RequestError` where a process that no dialect places was yet meant to be one of several.
+
+    Then a scheduler has granted several tasks, and this is none of them, or some of a dialect's variables are missing
+    or make no sense: to train alone would not be what was asked for.
+    """
+    torchrun.check_started(env)
+    mpi.OPEN_MPI.check_started(env)
     slurm.check_started(env)
+    mpi.PMI.check_started(env)
 
 
 _DIALECTS = (

@@ -49,6 +49,33 @@ class Mpi:
         size = env.get(self.size, "")
         return self.rank in env and size.isdecimal() and int(size) > 1
 
+    def check_started(self, env: Mapping[str, str]) -> None:
+        """Raise `RequestError` where the variables, which make no several ranks, are not those of one either."""
+        if self.size not in env and self.rank not in env:
+            return
+        size = number(env, self.size, _START) if self.size in env else None
+        if size is None or (self.rank not in env and size > 1):
+            there, missing = (self.rank, self.size) if size is None else (self.size, self.rank)
+            raise RequestError(
+                f"The environment disagrees with itself: {there} is {env[there]}, but {missing} is not set; {_START}, "
+                f"or, if it is left over: unset {there}."
+            )
+        if self.rank in env:
+            check_below(self.rank, number(env, self.rank, _START), self.size, size, _START)
+
+    def check_agrees(self, rank: tuple[str, int], size: tuple[str, int], env: Mapping[str, str]) -> None:
+        """Raise `RequestError` where this starter has as many ranks as other variables say, and this is another one.
+
+        With another number of them, each may well have started some that count for themselves.
+        """
+        (name, index), (of_size, count) = rank, size
+        if self.is_spoken(env) and int(env[self.size]) == count and env[self.rank] != str(index):
+            raise RequestError(
+                f"The environment disagrees with itself: {name} is {index}, but {self.rank} is {env[self.rank]}, and "
+                f"both {of_size} and {self.size} are {count}; unset {name} and {of_size}, or set {name} to "
+                f"{self.rank} on every rank."
+            )
+
     def read(self, env: Mapping[str, str]) -> Place:
         """Return this rank's place; which ranks of several hosts share one is left to the roll call."""
         index, size = number(env, self.rank, _START), number(env, self.size, _START)

@@ -84,16 +84,24 @@ def read(env: Mapping[str, str]) -> Place:
 
 
 def check_started(env: Mapping[str, str]) -> None:
-    """Raise `RequestError` in a job of several tasks where srun has not started this process."""
-    if "SLURM_JOB_ID" not in env or "SLURM_STEP_ID" in env:
+    """Raise `RequestError` where srun has not started this one of several tasks, or its variables make no sense."""
+    of_size = size_variable(env)
+    tasks = number(env, of_size, _START, "1")
+    if "SLURM_STEP_ID" in env:
+        if tasks < 2:
+            check_below("SLURM_PROCID", number(env, "SLURM_PROCID", _START, "0"), of_size, tasks, _START)
         return
+    instead = (
+        "where this process is to start its ranks on this node itself, ask for one task or name --launcher spawn"
+        if "SLURM_JOB_ID" in env
+        else "where there is no job, and the variable is left over, unset it"
+    )
     for variable in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"):
-        if (tasks := env.get(variable, "")).isdecimal() and int(tasks) > 1:
+        if (told := env.get(variable, "")).isdecimal() and int(told) > 1:
             raise RequestError(
-                f"{variable} is {tasks}, but SLURM_STEP_ID is not set: the job has {tasks} tasks"
+                f"{variable} is {told}, but SLURM_STEP_ID is not set: the job has {told} tasks"
                 f"{' a node' if variable.endswith('NODE') else ''}, and srun did not start this process, which would "
-                "be alone; write srun before the command, or torchrun, or, where this process is to start its ranks "
-                "on this node itself, ask for one task or name --launcher spawn."
+                f"be alone; write srun before the command, or torchrun, or, {instead}."
             )
 
 
@@ -110,11 +118,17 @@ def of_array(env: Mapping[str, str]) -> tuple[int, int] | None:
         for name in ("ID", "MIN", "MAX", "COUNT")
     )
     step = number(env, "SLURM_ARRAY_TASK_STEP", _START, "1") or 1
-    if (last - first) // step + 1 != count or (index - first) % step or not first <= index <= last:
+    indices = range(first, last + 1, step)
+    words = f"SLURM_ARRAY_TASK_MIN={first} to SLURM_ARRAY_TASK_MAX={last} by SLURM_ARRAY_TASK_STEP={step}"
+    wrong = ""
+    if len(indices) != count:
+        wrong = f"SLURM_ARRAY_TASK_COUNT is {count}, but indices from {words} are {len(indices)}"
+    elif index not in indices:
+        wrong = f"SLURM_ARRAY_TASK_ID is {index}, which is none of the indices from {words}"
+    if wrong:
         raise RequestError(
-            f"SLURM_ARRAY_TASK_COUNT is {count}, but indices from SLURM_ARRAY_TASK_MIN={first} to SLURM_ARRAY_TASK_MAX="
-            f"{last} by SLURM_ARRAY_TASK_STEP={step} are {(last - first) // step + 1}, so that ranks do not follow "
-            "from them; submit an array such as --array=0-3, or give --rank and --world-size."
+            f"{wrong}, so that ranks do not follow from them; submit an array such as --array=0-3, or give --rank and "
+            "--world-size."
         )
     if is_spoken(env):
         raise RequestError(

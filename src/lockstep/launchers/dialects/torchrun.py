@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...errors import RequestError
 from ...topology import Topology
-from . import slurm
+from . import mpi, slurm
 from .place import Names, Place, check_below, number, port
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -36,6 +36,12 @@ def is_spoken(env: Mapping[str, str]) -> bool:
     return is_told(env)
 
 
+def check_started(env: Mapping[str, str]) -> None:
+    """Raise `RequestError` where a world of one, which starts no ranks, has a rank beyond it."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        check_below("RANK", _number(env, "RANK"), "WORLD_SIZE", _number(env, "WORLD_SIZE"), _START)
+
+
 def read(env: Mapping[str, str]) -> Place:
     """Return this process's place."""
     index, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
@@ -47,6 +53,9 @@ def read(env: Mapping[str, str]) -> Place:
     check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size, _START)
     check_below("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", size, _START, or_same=True)
     check_below("GROUP_RANK", node, "GROUP_WORLD_SIZE", nodes, _START)
+    if "TORCHELASTIC_RUN_ID" not in env:  # torchrun numbers its ranks itself, whoever has started its agents
+        for starter in (mpi.OPEN_MPI, mpi.PMI):
+            starter.check_agrees(("RANK", index), ("WORLD_SIZE", size), env)
     if not env.get("MASTER_ADDR"):
         raise RequestError(f"WORLD_SIZE is {size}, but MASTER_ADDR is not set; it says where rank 0 listens.")
     error_file = env.get("TORCHELASTIC_ERROR_FILE")
