@@ -95,7 +95,7 @@ def test_nodes_that_are_left_go_on_and_the_lost_one_is_taken_in_again(undisturbe
         ended = [end(agent, PATIENT_S) for agent in (*agents[:2], again)]
     assert [each.code for each in ended] == [0, 0, 0], ended
     assert f"{tcp(a)}: the agent there, which all nodes need, has not answered c for 6 s" in told
-    assert "Rank 2 (node c) was stopped, died or was cut off 5 s ago in " in ended[0].err
+    assert "Rank 2 (node c) was stopped, died or was cut off 5 s ago, last heard of in " in ended[0].err
     assert "the ranks start again from the last checkpoint (restart 1 of 3)" in ended[0].err
     assert "Another node has come: the ranks save, and start again with it." in ended[0].err + ended[1].err
     assert ended[2].err == ""
@@ -192,7 +192,7 @@ def torchrun(host: Host, meets_at: Host, folder: Path) -> Running:
     # torchrun looks for the endpoint among the addresses of the host's own name, which here is Debian's 127.0.1.1.
     serves = str(host is meets_at).lower()
     agent += [f"is_host={serves},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5", "-m", "lockstep"]
-    # torch 2.11 to 2.15: an agent that joins waits for the address of a store that was told to those before it alone.
+    # torch 2.15: an agent that joins waits for the address of a store that was told to those before it alone.
     apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     resumed = ("--resume", "auto", "--stall-timeout", STALL_S)
     words = map(str, [*agent, *RUN.split(), *resumed])
