@@ -34,9 +34,10 @@ def main(names: list[str]) -> int:
         except Skipped as reason:
             print(f"{name}: skipped: {reason}", flush=True)
             continue
-        disturbed = neighbours.share()
+        disturbed = neighbours.share() if report.is_timed else None
         path = write(name, report, command=f"python -m benchmarks {name}", disturbed=disturbed)
-        caution = f" Disturbed: other programs used {disturbed:.0%} of the processors." * (disturbed > DISTURBED)
+        is_disturbed = disturbed is not None and disturbed > DISTURBED
+        caution = f" Disturbed: other programs used {disturbed:.0%} of the processors." if is_disturbed else ""
         print(f"{name}: {report.finding}{caution} ({path})", flush=True)
     return 0
 

@@ -112,6 +112,8 @@ class Report:
     """How many rounds of what."""
     more: str = ""
     """Markdown that follows the table."""
+    is_timed: bool = True
+    """Whether other programs can have disturbed it."""
 
 
 def verdict(holds: bool) -> str:
@@ -137,8 +139,11 @@ def _times() -> tuple[float, float, float]:
     return time.monotonic(), machine.user + machine.nice + machine.system, sum(own[:4])
 
 
-def write(name: str, report: Report, *, command: str, disturbed: float, folder: Path = RESULTS) -> Path:
-    """Write the report as folder/NAME.md and return the path; `disturbed` is the neighbours' share."""
+def write(name: str, report: Report, *, command: str, disturbed: float | None, folder: Path = RESULTS) -> Path:
+    """Write the report as folder/NAME.md and return the path; `disturbed` is the neighbours' share.
+
+    None where it is of no account, since no times were taken.
+    """
     lines = [
         f"# {report.title}",
         "",
@@ -146,7 +151,7 @@ def write(name: str, report: Report, *, command: str, disturbed: float, folder: 
         "",
         *(
             ["**Disturbed:** other programs kept the processors busy; measure again.", ""]
-            if disturbed > DISTURBED
+            if disturbed is not None and disturbed > DISTURBED
             else []
         ),
         *table(report.columns, report.rows),
@@ -171,7 +176,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def conditions(command: str, n: str, disturbed: float) -> list[str]:
+def conditions(command: str, n: str, disturbed: float | None) -> list[str]:
     """Return lines that say where, when and how it was measured."""
     here = hardware.survey(os.environ.get("CUDA_VISIBLE_DEVICES"))
     gpus = "".join(f", {gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in here.gpus)
@@ -180,7 +185,8 @@ def conditions(command: str, n: str, disturbed: float) -> list[str]:
         f"- hardware: {here.cpus} × {here.cpu_name}, {here.memory_bytes / 2**30:.0f} GiB{gpus}",
         f"- versions: Python {platform.python_version()}, {versions}"
         + (f", driver {here.driver}" if here.driver else ""),
-        f"- date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC; other programs used {disturbed:.0%} of the processors",
+        f"- date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+        + ("" if disturbed is None else f"; other programs used {disturbed:.0%} of the processors"),
         f"- command: `{command}`",
-        f"- n: {n}; numbers are the median (least–most) over the rounds",
+        f"- n: {n}" + ("" if disturbed is None else "; numbers are the median (least–most) over the rounds"),
     ]
