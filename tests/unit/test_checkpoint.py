@@ -240,8 +240,6 @@ from pathlib import Path
 import torch
 from lockstep.checkpoint import Checkpoints
 from lockstep.state import State
-
-from ..needs import need
 torch.set_num_threads(1)
 
 def train(folder, pipe):
