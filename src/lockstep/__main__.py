@@ -1,7 +1,5 @@
 """`lockstep`, or `python -m lockstep`, which is also what torchrun starts: `torchrun -m lockstep train …`."""
 
-import atexit
-import os
 import sys
 from typing import NoReturn
 
@@ -13,8 +11,7 @@ def main() -> NoReturn:
     """Run the command and end the process with its exit code."""
     code = run()
     if bounded.any_left():  # after a failure: what it waits for may come at any moment
-        atexit._run_exitfuncs()
-        os._exit(code)
+        bounded.leave(code)
     sys.exit(code)
 
 

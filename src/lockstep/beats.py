@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -108,35 +109,34 @@ class Beats:
 
     def sentence(self) -> str:
         """Return what a rank of this world has found out and ends with, "" for nothing."""
+        store = self._store
         with contextlib.suppress(RuntimeError):
-            return _sentence(self._store) if self._store is not None else ""
+            return _sentence(store) if store is not None else ""
         return ""
 
     def agree(self, sentence: str) -> str:
         """Return the sentence of the rank that spoke first; this one where it is the first, or the store is silent."""
-        told = [sentence]
-
-        def leave() -> None:
-            with contextlib.suppress(RuntimeError):
-                if self._store is not None:
-                    told.append(self._store.compare_set(_SENTENCE, "", sentence).decode())
-
-        bounded.within(_SOON_S, leave, "watch-sentence")
-        return told[-1]
+        store = self._store
+        with contextlib.suppress(RuntimeError):
+            if store is not None:
+                leave = functools.partial(store.compare_set, _SENTENCE, "", sentence)
+                return bounded.within(_SOON_S, leave, "watch-sentence").decode()
+        return sentence
 
     def let_others_hear(self, living: Iterable[int]) -> None:
         """Return once the `living` ranks need this one no more to hear the sentence, or after a few beats."""
-        serves = self._rank == self._server
+        store, serves = self._store, self._rank == self._server
+        if store is None:
+            return
         keys = [f"heard/{rank}" for rank in living]
 
         def wait() -> None:
-            with contextlib.suppress(RuntimeError):
-                if self._store is not None:
-                    self._store.set(f"heard/{self._rank}", "")
-                    while serves and not self._store.check(keys):
-                        time.sleep(_LOOK_S)
+            store.set(f"heard/{self._rank}", "")
+            while serves and not store.check(keys):
+                time.sleep(_LOOK_S)
 
-        bounded.within(_SOON_S + serves * _LAST_BEATS * self._beat_s, wait, "watch-end")
+        with contextlib.suppress(RuntimeError):
+            bounded.within(_SOON_S + serves * _LAST_BEATS * self._beat_s, wait, "watch-end")
 
     def _send(self, store: Store) -> None:
         self._number += 1

@@ -7,8 +7,19 @@ place of the right one. So whoever ends a process asks first whether any call is
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
+
+
+class Late(RuntimeError):
+    """A call has not come back in time."""
 
 
 class Call(threading.Thread):
@@ -18,14 +29,37 @@ class Call(threading.Thread):
         super().__init__(target=work, name=name, daemon=True)
 
 
-def within(limit_s: float, work: Callable[[], object], name: str) -> bool:
-    """Do `work` in a thread of this name; return whether it was done within `limit_s` seconds."""
-    call = Call(work, name)
+def within(limit_s: float, work: Callable[[], T], name: str) -> T:
+    """Return what `work` does, or raise what it raises, in a thread of this name.
+
+    Raises `Late` where it is not done within `limit_s` seconds.
+    """
+    outcome: Future[T] = Future()
+
+    def attempt() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    call = Call(attempt, name)
     call.start()
     call.join(limit_s)
-    return not call.is_alive()
+    if not outcome.done():
+        raise Late(f"{name}: no answer within {limit_s:g} s")
+    return outcome.result()
 
 
 def any_left() -> bool:
     """Return whether a call of this process has not come back."""
     return any(isinstance(thread, Call) for thread in threading.enumerate())
+
+
+def leave(code: int) -> NoReturn:
+    """End this process as the interpreter would, but for the calls that are left."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the user's threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)

@@ -6,13 +6,18 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from lockstep import bounded
 
 
 def test_a_call_is_waited_for_so_long_and_no_longer() -> None:
     goes_on = threading.Event()
-    assert bounded.within(20, lambda: None, "soon")
-    assert not bounded.within(0.05, goes_on.wait, "late")
+    assert bounded.within(20, lambda: 7, "soon") == 7
+    with pytest.raises(ZeroDivisionError):
+        bounded.within(20, lambda: 1 // 0, "raises")
+    with pytest.raises(bounded.Late, match=r"^late: no answer within 0\.05 s$"):
+        bounded.within(0.05, goes_on.wait, "late")
     assert bounded.any_left()
     goes_on.set()
     for thread in threading.enumerate():
@@ -36,8 +41,10 @@ sys.modules["held"].slow = Slow()
 
 def fails():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
-    bounded.within(0.2, lambda: store.get("what never comes"), "hangs")
-    return 1
+    try:
+        bounded.within(0.2, lambda: store.get("what never comes"), "hangs")
+    except bounded.Late:
+        return 1
 
 command.run = fails
 {end}

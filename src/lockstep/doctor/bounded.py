@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ..bounded import within
+from ..bounded import Late, within
 from .finding import YELLOW, Finding, Subject, failed
 
 Probe = Callable[[], Iterable[Finding]]
@@ -16,15 +16,11 @@ def look(about: Subject, probe: Probe, limit_s: float, hung: str = YELLOW) -> li
     It runs in a thread of its own, which is left behind where it hangs; `hung` is the state that this means.
     """
     found: list[Finding] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.extend(probe())
-        except BaseException as error:
-            raised.append(error)
-
-    if not within(limit_s, run, f"doctor {about.name}"):
+    try:
+        within(limit_s, lambda: found.extend(probe()), f"doctor {about.name}")
+    except Late:
         words = f"the system gave no answer within {limit_s:g} s"
         return [about.found(hung, words, "find out what hangs: a network disk, a name server, a driver, an import")]
-    return [*found, *(failed(about, error) for error in raised)]
+    except BaseException as error:
+        return [*found, failed(about, error)]
+    return found

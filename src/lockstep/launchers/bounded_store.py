@@ -77,22 +77,11 @@ class BoundedStore(Store):
     def _ask(self, request: Callable[[], T]) -> T:
         if not self.answers:
             raise Unanswered(f"no answer within {self._limit_s:g} s")
-        answer: list[T] = []
-        failure: list[Exception] = []
-
-        def attempt() -> None:
-            try:
-                answer.append(request())
-            except Exception as error:
-                failure.append(error)
-
-        bounded.within(self._limit_s, attempt, "agents' store")
-        if failure:
-            raise failure[0]
-        if not answer:
+        try:
+            return bounded.within(self._limit_s, request, "agents' store")
+        except bounded.Late as error:
             self.answers = False
-            return self._ask(request)
-        return answer[0]
+            raise Unanswered(str(error)) from error
 
 
 def _text(value: Any) -> str:

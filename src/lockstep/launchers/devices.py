@@ -28,7 +28,7 @@ def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
     accelerator = _accelerator(asked, 0 if asked.accelerator == "cpu" else _count_gpus(env))
     parallel = dataclasses.replace(asked, accelerator=accelerator)
     if asked.strategy == "auto":
-        several = devices_here(parallel, env) > 1 or max(parallel.most_nodes, _ranks_elsewhere(parallel, env)) > 1
+        several = max(devices_here(parallel, env), parallel.most_nodes, _ranks_elsewhere(parallel, env)) > 1
         parallel = dataclasses.replace(parallel, strategy=auto(several=several))
     if not kind(parallel.strategy).has_ranks:
         _check_one_process(parallel, env)

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .. import failures
+from .. import bounded, failures
 from ..config import RunConfig
 from ..errors import RequestError
 from ..options import flatten_common
@@ -137,4 +137,4 @@ def serve(payload: bytes, host: str, port: int, job: str, start: str) -> NoRetur
         reasons.leave(failures.account(error, index, config), place.error_file)
         rank.vanish(error)
     reasons.leave_value(pickle.dumps(value), place.error_file)
-    rank.end()
+    bounded.leave(0)  # and not as torch has it, where a rank waits until its agent has heard it

@@ -41,7 +41,8 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
                     failures.write(told, pulse.folder / "failures")
             tell(told)
             watch.let_others_hear()
-            bounded.within(_FLUSH_S, said.flush, "last words")
+            with contextlib.suppress(bounded.Late):
+                bounded.within(_FLUSH_S, said.flush, "last words")
             for child in multiprocessing.active_children():  # data workers, which would look for us for seconds
                 child.kill()
         finally:
@@ -69,7 +70,7 @@ def lost(error: BaseException, config: RunConfig, peers: Peers, watch: Watch) ->
     """
     if not isinstance(error, Exception) or not failures.is_echo(error):
         return None
-    if sentence := _heard(peers, watch):
+    if peers.meeting.is_open() and (sentence := watch.sentence()):
         return RankLostError(f"{sentence}; {failures.again(config)}.")
     deadline = time.monotonic() + (_MISSED_BEATS + 1) * watch.beat_s
     while not (gone := peers.dead() or _silent(peers, watch)):
@@ -84,13 +85,6 @@ def lost(error: BaseException, config: RunConfig, peers: Peers, watch: Watch) ->
         f"Rank {claim.rank} ({claim.who}) died or was cut off{where}, and rank {rank} waited for it in "
         f"{waits_in(seen[rank])}: its own message, if it could leave one, says why; {failures.again(config)}."
     )
-
-
-def _heard(peers: Peers, watch: Watch) -> str:
-    """Return the sentence that another rank's watch has left before it ended that rank, "" for none."""
-    with contextlib.suppress(RuntimeError):
-        return watch.sentence() if peers.meeting.is_open() else ""
-    return ""
 
 
 def _silent(peers: Peers, watch: Watch) -> list[Claim]:

@@ -6,11 +6,9 @@ stays quick. These functions run in the rank's own process and may read and set 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -168,15 +166,6 @@ def vanish(error: BaseException) -> NoReturn:
     os._exit(RunError.exit_code)
 
 
-def end() -> NoReturn:
-    """End this process, whose work is done, as the interpreter would, whatever else its starter has it wait for."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for the user's threads
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
 def teller() -> Callable[[failures.Failure], None]:
     """Return what says why this rank ends, where no command is left to say it, on the stderr that there is now.
 
@@ -261,9 +250,5 @@ def accounted(
 
 def close_soon(world: World) -> None:
     """Leave the world after a failure, which tells the other ranks at once; give up where leaving itself hangs."""
-
-    def close() -> None:
-        with contextlib.suppress(Exception):
-            world.close()
-
-    bounded.within(_CLOSE_S, close, "leaving")
+    with contextlib.suppress(Exception):
+        bounded.within(_CLOSE_S, world.close, "leaving")
