@@ -89,6 +89,15 @@ def test_a_failure_that_comes_back_is_told_once_the_restarts_are_spent(tmp_path:
     assert last.endswith("OSError: disk on fire")
 
 
+def test_ranks_that_leave_as_if_all_were_well_are_lost(tmp_path: Path) -> None:
+    words = "train --data tests.own_data:leaving --model mlp --batch 8 --accelerator cpu --strategy ddp --devices 1"
+    ended = command(tmp_path, *words.split(), "--max-restarts", 1, "--workers", 0, "--output", "run")
+    assert ended.code == 1
+    assert ended.err.count("(restart 1 of 1)") == 1
+    last = ended.err.strip().splitlines()[-1]
+    assert last.startswith("lockstep: Rank 0 exited with code 0 before it was done and without a word")
+
+
 def test_what_is_refused_is_not_tried_again(tmp_path: Path) -> None:
     words = "train --data tests.own_data:beyond_the_classes --model mlp --batch 8 --accelerator cpu --strategy ddp"
     ended = command(tmp_path, *words.split(), "--devices", 2, "--max-restarts", 3, "--workers", 0)

@@ -3,57 +3,36 @@
 torch's agent restarts whatever fails, gives ranks 30 seconds after SIGTERM even where one of them is gone and the
 others can only wait for it, and logs; its reasons are read from files. This one does not restart what would fail again
 (a refused request, a failed proof), kills what is left of a lost world at once, lets the ranks save where a node has
-come to join them, and passes a signal of the user's on.
-
-Where a node is lost, the others end their ranks and go on without it. An agent that gets no answer from the agents'
-store knows that its node is the lost one, and ends its ranks before the others, who wait for latecomers, begin anew.
+come to join them, and passes a signal of the user's on. Where a node is lost, it ends its ranks, to go on without it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import pickle
 import secrets
 import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch._C import _DistError as DistError
-from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousStateError,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from .. import failures
 from ..config import RunConfig
-from ..errors import ProofError, RequestError, RunError, Stopped
+from ..errors import ProofError, RequestError, Stopped
 from ..failures import Failure
-from ..interrupts import KILLED, Heard, Interrupts, heeded
+from ..interrupts import Heard, Interrupts
 from . import lifeline, reasons
-from .bounded_store import BoundedStore, Unanswered
-from .members import COUNTED_OUT_S, KEEP_ALIVE_S, MISSED, Members
-from .plain_state import PlainState
+from .members import Members
 from .reports import GRACE_S, LEAVE_S, left_behind, obituary
 
 _FINAL = {RequestError.__name__, ProofError.__name__}
 """What would be the same again."""
-_LAST_CALL_S = 5
-_KEEP_ALIVES_S = 2 * KEEP_ALIVE_S
 _WORD_S = 0.5  # for the other ranks of this node to say why they end, before they are ended
 _KILLED_S = 5.0  # for ranks to be gone once they are killed
 _DONE_S = 10.0  # for ranks that are done to end what they have started
@@ -61,27 +40,11 @@ _OTHERS_S = 30.0  # for other nodes to be done
 _LOOK_S = 0.02
 
 
-class _Handler(DynamicRendezvousHandler):
-    """torch's rendezvous, which takes nodes in where none is missing: a lost one is a failure, and told as one."""
-
-    members: Members
-
-    def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to be taken in."""
-        waiting = int(super().num_nodes_waiting())
-        return 0 if self.members.fewer() else waiting
-
-
 class Agent(LocalElasticAgent):
     """Keeps the ranks of one node; `cause` is why they ended last, where they did not end well."""
 
     def __init__(
-        self,
-        spec: WorkerSpec,
-        members: Members,
-        folder: Path,
-        config: RunConfig,
-        say: Callable[[str], None],
+        self, spec: WorkerSpec, members: Members, folder: Path, config: RunConfig, say: Callable[[str], None]
     ) -> None:
         """`folder` is for the reasons that ranks leave; `say` tells the user of a restart."""
         logs = DefaultLogsSpecs(log_dir=str(folder))
@@ -139,26 +102,27 @@ class Agent(LocalElasticAgent):
             self._wait_for_end(_DONE_S)
             self._kill()
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        if not ended and self._lags():
-            ended = {local: 0 for local in self._pids() if local not in self._told()}
-            self._kill()
-            self.cause = left_behind(sorted(worker_group.workers[local].global_rank for local in ended), self._again)
-            self._decide(self.cause)
-        elif ended:
+        if ended:
             until_s = time.monotonic() + _WORD_S
             while len(ended) < len(self._pids()) and time.monotonic() < until_s:
                 time.sleep(_LOOK_S)
                 ended = self._ended_badly()
-            self.cause = self._find_cause(ended, worker_group)
-            self._kill()  # or torch would ask them first, and wait
-            self._decide(self.cause)
-        elif self._alive() and (lost := self._members.lost()):
-            self.cause = Failure(worker_group.workers[0].global_rank, "", f"{lost}; {self._again}.", "")
-            self._kill()
-            self._wait_for_end(_KILLED_S)
-            self._decide(self.cause)
+            return self._failed(self._find_cause(ended, worker_group))
+        if self._lags():
+            late = [worker_group.workers[local].global_rank for local in self._pids() if local not in self._told()]
+            return self._failed(left_behind(sorted(late), self._again))
+        if self._alive() and (lost := self._members.lost()):
+            return self._failed(Failure(worker_group.workers[0].global_rank, "", f"{lost}; {self._again}.", ""))
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _failed(self, cause: Failure) -> RunResult:
+        """End what is left of the ranks, at once: torch would ask them first, and wait."""
+        self.cause = cause
+        self._kill()
+        self._wait_for_end(_KILLED_S)
+        self._decide(cause)
+        return RunResult(state=WorkerState.FAILED)
 
     def _lags(self) -> bool:
         """Return whether ranks are still not done long after others were."""
@@ -258,126 +222,3 @@ def _exit_of(pid: int) -> int | None:
     if status is None:
         return None
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-
-
-def run(
-    store: Store,
-    *,
-    served: bool,
-    where: str,
-    caution: str,
-    job: str,
-    address: str,
-    processes: int,
-    serve: Callable[..., bytes | None],
-    payload: tuple[Any, ...],
-    folder: Path,
-    config: RunConfig,
-) -> Any | None:
-    """Keep `processes` ranks running `serve(*payload, start)` until they are done; return rank 0's value, or None.
-
-    `store` is the one at `where`, at which the agents meet, `served` by this process or another; `caution` says what
-    may keep others from coming there, to end a sentence with. `address` is this host's among them, `job` what all of
-    them call this job, `folder` an empty one. Raises the error of the rank that failed first, once it is not to be
-    started again.
-    """
-    parallel = config.parallel
-    # The ranks meet at the agents' own store: torch need not serve another one.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # ours are, and what nohup ignores is not
-    _quieten_torch()
-    store = store if served else BoundedStore(store, COUNTED_OUT_S)
-    state = PlainState(store, job)
-    members = Members(state, address)
-    # Long enough for the others to find out that a node is lost, and to wait for latecomers.
-    patience_s = max(parallel.timeout, COUNTED_OUT_S + _LAST_CALL_S + _KEEP_ALIVES_S)
-    handler: _Handler = _Handler.from_backend(
-        job,
-        store,
-        state,
-        parallel.nodes,
-        parallel.most_nodes,
-        address,
-        RendezvousTimeout(timedelta(seconds=patience_s), timedelta(seconds=_LAST_CALL_S)),
-        KEEP_ALIVE_S,
-        MISSED,
-    )
-    handler.members = members
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=processes,
-        rdzv_handler=handler,
-        entrypoint=serve,
-        args=payload,
-        max_restarts=parallel.max_restarts,
-        monitor_interval=0.1,
-        local_addr=address,
-    )
-
-    def cut_off() -> bool:
-        return isinstance(store, BoundedStore) and not store.answers
-
-    agent = Agent(spec, members, folder, config, _say)
-    stopped = False
-    try:
-        with heeded(agent.hear):
-            result = agent.run()
-    except SignalException as error:
-        if (values := agent.values()) is not None:  # the signal came too late
-            return _value(values)
-        stopped = True
-        if agent.insisted:
-            raise RunError(KILLED) from error
-        raise _cause(agent, Stopped("Stopped before training began.")) from error
-    except RendezvousTimeoutError as error:
-        if agent.cause is not None:
-            raise RunError(
-                f"{where}: fewer than --nodes {parallel.nodes} are left, and no others came within "
-                f"{patience_s:g} s; {failures.again(config)}."
-            ) from error
-        raise RequestError(
-            f"{where}: fewer than --nodes {parallel.nodes} came within {patience_s:g} s; start the command on every "
-            f"node, or raise --timeout{caution}."
-        ) from error
-    except RendezvousClosedError as error:
-        raise _cause(agent, RunError(f"{where}: the agent of another node has ended the job; it says why.")) from error
-    except (RendezvousConnectionError, RendezvousStateError, Unanswered, TimeoutError, DistError) as error:
-        if cut_off():
-            raise RunError(
-                f"{where}: the agent there, which all nodes need, has not answered {socket.gethostname()} for "
-                f"{COUNTED_OUT_S} s: this node is cut off, or that one is down. The ranks here were ended, lest they "
-                "disturb those of nodes that go on; give the same command here again, and it is taken in, or, where "
-                "no node goes on, start all of them with --resume auto."
-            ) from error
-        if agent.cause is not None and agent.cause.kind == Stopped.__name__:
-            raise agent.cause.error() from error  # the agent there was stopped, and so was the job
-        raise RunError(
-            f"{where}: the agent there, which all nodes need, has ended or cannot be reached any more; "
-            f"{failures.again(config)}."
-        ) from error
-    finally:
-        if not stopped:  # a node that is stopped leaves; one that is done, or has failed, ends the job
-            handler.shutdown()
-    if result.is_failed():
-        raise _cause(agent, RunError("The ranks ended without a reason."))
-    return _value(result.return_values)
-
-
-def _value(values: Mapping[int, bytes]) -> Any | None:
-    return pickle.loads(values[0]) if 0 in values else None  # our own child's
-
-
-def _quieten_torch() -> None:
-    """Keep torch's agent from logging what is told in our words; each of its modules sets a level of its own."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _cause(agent: Agent, otherwise: Exception) -> Exception:
-    return agent.cause.error() if agent.cause is not None else otherwise
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):
-        print(f"lockstep: {text}", file=sys.stderr, flush=True)

@@ -28,7 +28,7 @@ from .. import bounded, failures
 from ..config import RunConfig
 from ..errors import RequestError
 from ..options import flatten_common
-from . import dialects, hosts, lifeline, manual, rank, reasons, stores
+from . import dialects, lifeline, manual, rank, reasons, stores
 from .base import Entry
 from .devices import processes
 from .spawn import packed
@@ -55,21 +55,17 @@ class ElasticLauncher:
         payload = packed(entry, config)
         size = processes(config, env)
         with _meeting(config) as meeting, tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-            from . import agent  # which imports torch, when the user has read what was wrong with the flags
+            from . import elastic_job  # which imports torch, when the user has read what was wrong with the flags
 
             job = _agree_on_job(meeting, config)
-            return agent.run(
-                meeting.store,
-                served=meeting.hosted,
-                where=meeting.where,
-                caution=meeting.caution,
+            return elastic_job.run(
+                meeting,
+                config,
                 job=job,
-                address=hosts.own_address(meeting.host) or meeting.host,
                 processes=size,
                 serve=serve,
                 payload=(payload, meeting.host, meeting.port, job),
                 folder=Path(folder),
-                config=config,
             )
 
 

@@ -63,11 +63,6 @@ class RayLauncher:
 
 def _check(parallel: ParallelConfig) -> None:
     """Raise for what does not go with Ray, before it is asked."""
-    if parallel.most_nodes > parallel.nodes:
-        raise RequestError(
-            f"--nodes {parallel.nodes_asked}: under --launcher ray a run keeps the nodes that it begins with; give one "
-            "number."
-        )
     if parallel.gpus:
         raise RequestError(
             f"--gpus {parallel.gpus}: under --launcher ray, Ray chooses each rank's GPUs; give their number, --devices."

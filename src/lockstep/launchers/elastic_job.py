@@ -1,0 +1,172 @@
+"""One node's part in an elastic job: it agrees with the other nodes on who takes part, and says how the job ended.
+
+An agent that gets no answer from the agents' store knows that its node is the lost one, and ends its ranks before the
+others, who wait for latecomers, begin anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch._C import _DistError as DistError
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from .. import failures
+from ..config import RunConfig
+from ..errors import RequestError, RunError, Stopped
+from ..interrupts import KILLED, heeded
+from . import hosts
+from .agent import Agent
+from .bounded_store import BoundedStore, Unanswered
+from .members import COUNTED_OUT_S, KEEP_ALIVE_S, MISSED, Members
+from .plain_state import PlainState
+from .stores import Meeting
+
+_LAST_CALL_S = 5
+_KEEP_ALIVES_S = 2 * KEEP_ALIVE_S
+
+
+class _Handler(DynamicRendezvousHandler):
+    """torch's rendezvous, which takes nodes in where none is missing: a lost one is a failure, and told as one."""
+
+    members: Members
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes wait to be taken in."""
+        waiting = int(super().num_nodes_waiting())
+        return 0 if self.members.fewer() else waiting
+
+
+def run(
+    meeting: Meeting,
+    config: RunConfig,
+    *,
+    job: str,
+    processes: int,
+    serve: Callable[..., object],
+    payload: tuple[Any, ...],
+    folder: Path,
+) -> Any | None:
+    """Keep `processes` ranks running `serve(*payload, start)` until they are done; return rank 0's value, or None.
+
+    The agents meet at `meeting` and call this job `job`; `folder` is an empty one, for what ranks leave. Raises the
+    error of the rank that failed first, once it is not to be started again.
+    """
+    parallel, where = config.parallel, meeting.where
+    address = hosts.own_address(meeting.host) or meeting.host  # this host's, among the agents
+    # The ranks meet at the agents' own store: torch need not serve another one.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # ours are, and what nohup ignores is not
+    _quieten_torch()
+    store = meeting.store if meeting.hosted else BoundedStore(meeting.store, COUNTED_OUT_S)
+    state = PlainState(store, job)
+    members = Members(state, address)
+    # Long enough for the others to find out that a node is lost, and to wait for latecomers.
+    patience_s = max(parallel.timeout, COUNTED_OUT_S + _LAST_CALL_S + _KEEP_ALIVES_S)
+    handler: _Handler = _Handler.from_backend(
+        job,
+        store,
+        state,
+        parallel.nodes,
+        parallel.most_nodes,
+        address,
+        RendezvousTimeout(timedelta(seconds=patience_s), timedelta(seconds=_LAST_CALL_S)),
+        KEEP_ALIVE_S,
+        MISSED,
+    )
+    handler.members = members
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=processes,
+        rdzv_handler=handler,
+        entrypoint=serve,
+        args=payload,
+        max_restarts=parallel.max_restarts,
+        monitor_interval=0.1,
+        local_addr=address,
+    )
+
+    def cut_off() -> bool:
+        return isinstance(store, BoundedStore) and not store.answers
+
+    agent = Agent(spec, members, folder, config, _say)
+    stopped = False
+    try:
+        with heeded(agent.hear):
+            result = agent.run()
+    except SignalException as error:
+        if (values := agent.values()) is not None:  # the signal came too late
+            return _value(values)
+        stopped = True
+        if agent.insisted:
+            raise RunError(KILLED) from error
+        raise _cause(agent, Stopped("Stopped before training began.")) from error
+    except RendezvousTimeoutError as error:
+        if agent.cause is not None:
+            raise RunError(
+                f"{where}: fewer than --nodes {parallel.nodes} are left, and no others came within "
+                f"{patience_s:g} s; {failures.again(config)}."
+            ) from error
+        raise RequestError(
+            f"{where}: fewer than --nodes {parallel.nodes} came within {patience_s:g} s; start the command on every "
+            f"node, or raise --timeout{meeting.caution}."
+        ) from error
+    except RendezvousClosedError as error:
+        raise _cause(agent, RunError(f"{where}: the agent of another node has ended the job; it says why.")) from error
+    except (RendezvousConnectionError, RendezvousStateError, Unanswered, TimeoutError, DistError) as error:
+        if cut_off():
+            raise RunError(
+                f"{where}: the agent there, which all nodes need, has not answered {socket.gethostname()} for "
+                f"{COUNTED_OUT_S} s: this node is cut off, or that one is down. The ranks here were ended, lest they "
+                "disturb those of nodes that go on; give the same command here again, and it is taken in, or, where "
+                "no node goes on, start all of them with --resume auto."
+            ) from error
+        if agent.cause is not None and agent.cause.kind == Stopped.__name__:
+            raise agent.cause.error() from error  # the agent there was stopped, and so was the job
+        raise RunError(
+            f"{where}: the agent there, which all nodes need, has ended or cannot be reached any more; "
+            f"{failures.again(config)}."
+        ) from error
+    finally:
+        if not stopped:  # a node that is stopped leaves; one that is done, or has failed, ends the job
+            handler.shutdown()
+    if result.is_failed():
+        raise _cause(agent, RunError("The ranks ended without a reason."))
+    return _value(result.return_values)
+
+
+def _value(values: Mapping[int, bytes]) -> Any | None:
+    return pickle.loads(values[0]) if 0 in values else None  # our own child's
+
+
+def _quieten_torch() -> None:
+    """Keep torch's agent from logging what is told in our words; each of its modules sets a level of its own."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _cause(agent: Agent, otherwise: Exception) -> Exception:
+    return agent.cause.error() if agent.cause is not None else otherwise
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(f"lockstep: {text}", file=sys.stderr, flush=True)
