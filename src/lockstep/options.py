@@ -7,6 +7,7 @@ call names some of them, and a whole config with those replaced comes out, check
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -51,8 +52,9 @@ class Leaf:
         return lists[items[0]] if items else one[self.kind]
 
 
-def leaves() -> Iterator[Leaf]:
-    """Yield every option of a run, in the order of the dataclasses."""
+@functools.cache
+def leaves() -> tuple[Leaf, ...]:
+    """Return every option of a run, in the order of the dataclasses."""
 
     def of(owner: type, section: str | None) -> Iterator[Leaf]:
         hints = get_type_hints(owner, include_extras=True)
@@ -73,7 +75,7 @@ def leaves() -> Iterator[Leaf]:
                 optional=optional,
             )
 
-    yield from of(RunConfig, None)
+    return tuple(of(RunConfig, None))
 
 
 def flatten(config: RunConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ With one rank every method is the identity, so that no caller asks how many rank
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +24,10 @@ from .pulse import Pulse
 from .topology import Topology
 
 T = TypeVar("T")
+
+_LENGTH = struct.Struct("<q")
+_AT_ONCE = 504
+"""Bytes of a rank's text that travel with its length: most are no longer, and a second exchange costs as much."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +130,15 @@ class World:
         # JSON, not all_gather_object: that one unpickles whatever a peer sends.
         if self.group is None:
             return [item]
-        text = torch.frombuffer(bytearray(json.dumps(item).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        with self.pulse.during("all-gather"):
-            dist.all_gather(lengths, torch.tensor([len(text)]), group=self.group)
-            longest = max(int(length) for length in lengths)
-            texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=self.group)
-        return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
+        text = json.dumps(item).encode()
+        head = _LENGTH.pack(len(text)) + text[:_AT_ONCE]
+        texts = [head.tobytes() for head in self.stack(_padded(head, _LENGTH.size + _AT_ONCE)).numpy()]
+        lengths = [_LENGTH.unpack_from(head)[0] for head in texts]
+        texts = [head[_LENGTH.size :] for head in texts]
+        if (longest := max(lengths)) > _AT_ONCE:
+            rests = self.stack(_padded(text[_AT_ONCE:], longest - _AT_ONCE)).numpy()
+            texts = [head + rest.tobytes() for head, rest in zip(texts, rests, strict=True)]
+        return [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
 
     def unlike(self, facts: dict[str, Any]) -> tuple[int, str] | None:
         """Return the first rank that has other `facts` than rank 0, and which, in words (*collective*).
@@ -181,3 +187,8 @@ class World:
         """Leave the process group. The world is of no use afterwards."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _padded(text: bytes, size: int) -> Tensor:
+    """Return the bytes, with zeros up to `size`: (size,), uint8."""
+    return torch.frombuffer(bytearray(text.ljust(size, b"\0")), dtype=torch.uint8)
