@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,8 @@ class Run:
     process: subprocess.Popen[str]
     folder: Path
     begun_s: float
+    known_by: str
+    """What the command line of a rank has in it, of the command's children."""
 
     @property
     def ranks(self) -> list[psutil.Process]:
@@ -92,7 +94,7 @@ class Run:
         with contextlib.suppress(psutil.NoSuchProcess):
             for each in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if "spawn_main" in " ".join(each.cmdline()):
+                    if self.known_by in " ".join(each.cmdline()):
                         found.append(each)
         return sorted(found, key=lambda each: each.pid)
 
@@ -144,20 +146,25 @@ class Run:
         return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
 
 
-@contextlib.contextmanager
-def running(folder: Path, *words: object) -> Iterator[Run]:
+def running(folder: Path, *words: object) -> contextlib.AbstractContextManager[Run]:
     """Start `lockstep train` with these words; at the end it and all its ranks are gone."""
-    root = str(Path(__file__).parents[1])
+    return started(folder, ["-m", "lockstep", *RUN, *map(str, words)], known_by="spawn_main")
+
+
+@contextlib.contextmanager
+def started(folder: Path, command: Sequence[str], *, known_by: str) -> Iterator[Run]:
+    """Start Python with these words; at the end it and all its ranks are gone."""
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     begun_s = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *RUN, *map(str, words)],
+        [sys.executable, *command],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    run = Run(process, folder, begun_s)
+    run = Run(process, folder, begun_s, known_by)
     try:
         yield run
     finally:

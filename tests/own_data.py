@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import time
@@ -88,6 +89,35 @@ class _Hanging(_Drawn):
 def hanging() -> tuple[Dataset[Pair], Dataset[Pair]]:
     """Return data of which one sample never comes, as from a disk that does not answer."""
     return _Hanging(), _Drawn()
+
+
+class _Holding(_Drawn):
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __getitem__(self, index: int) -> Pair:
+        self.read += 1
+        time.sleep(0.02)
+        if index == 23 and self.read > 50:
+            ctypes.PyDLL(None).sleep(600)  # a C function that keeps Python's lock
+        return torch.zeros(4), index % 4
+
+
+def holding() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data of which one sample stops all of its process's Python."""
+    return _Holding(), _Drawn()
+
+
+class _Crashing(_Drawn):
+    def __getitem__(self, index: int) -> Pair:
+        if index == 23:
+            ctypes.string_at(0)
+        return torch.zeros(4), index % 4
+
+
+def crashing() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data of which one sample ends its process in C code."""
+    return _Crashing(), _Drawn()
 
 
 class _Broken(_Drawn):

@@ -83,9 +83,12 @@ def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
     return Failure(rank, type(error).__name__, f"Rank {rank} failed{_place(error)}: {one_line(error)}", trace)
 
 
-def again(config: RunConfig) -> str:
-    """Return how to take up again what was lost through no fault of the request."""
-    return "start the same command again" if config.checkpoint.resume else _RESUME
+def again(config: RunConfig, *, has_folder: bool = True) -> str:
+    """Return how to take up again what was lost through no fault of the request.
+
+    Before the run `has_folder`, --resume auto might find an earlier one.
+    """
+    return _RESUME if has_folder and not config.checkpoint.resume else "start the same command again"
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:

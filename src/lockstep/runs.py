@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import failures, folders, hardware, resume, said
+from . import failures, folders, hardware, resume, said, stacks
 from .checkpoint import find
 from .config import RunConfig
 from .engine import train
@@ -92,6 +92,7 @@ def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[P
     def attempt() -> str:
         if world.is_main:
             held.append(folders.claim(config, before=before))
+            stacks.remove("*", held[0].path)  # what ranks that were killed have left
         return "".join(str(claim.path) for claim in held)
 
     path = Path(world.gather(world.together(attempt))[0])

@@ -7,6 +7,7 @@ writes to the file descriptors (C++ warnings, NCCL's log, what a data worker say
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import os
 import re
@@ -25,7 +26,8 @@ def kept(path: Path, *, shown: bool) -> Iterator[None]:
     """Append what this process says within the block to the file at `path`; `shown` says that the console has it too.
 
     Where it is not shown, that is all which it and its data workers write to stdout and stderr; where it is, all that
-    Python writes, progress bars left out. Where the file cannot be written, the console has everything.
+    Python writes, progress bars left out; and the stacks of a crash in C code. Where the file cannot be written, the
+    console has everything.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,11 +36,22 @@ def kept(path: Path, *, shown: bool) -> Iterator[None]:
         yield
         return
     try:
-        with _copied(file) if shown else _diverted(file):
+        with _with_crashes(file), _copied(file) if shown else _diverted(file):
             yield
     finally:
         with contextlib.suppress(OSError):  # what a full disk has not taken until now
             file.close()
+
+
+@contextlib.contextmanager
+def _with_crashes(file: IO[str]) -> Iterator[None]:
+    """Have the stacks of this process written to the file where C code ends it."""
+    before = faulthandler.is_enabled()  # on stderr, by torch's agents or the user
+    faulthandler.enable(file)
+    try:
+        yield
+    finally:
+        faulthandler.enable() if before and sys.stderr is not None else faulthandler.disable()
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """The watch: every rank tells the others what it is doing, and notices when nothing moves any more.
 
 Two threads in each rank. One exchanges *beats* (see `beats`): what the rank's `Pulse` says, and where its main thread
-is. The other never touches the network: it looks whether its own rank moves. A rank that has not entered a new phase
-for --stall-timeout looks at all beats, finds out for whom the others wait, and leaves one sentence at the store, with
-which all of them end:
+is. The other waits for neither network nor disk: it looks whether its own rank moves. A rank that has not entered a
+new phase for --stall-timeout looks at all beats, finds out for whom the others wait, and leaves one sentence at the
+store, with which all of them end:
 
     Rank 3 (node b) stopped 41 s ago in data at folder.py:88; ranks 0–2 wait in all-reduce at step 512.
 
@@ -17,12 +17,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import bounded
+from . import bounded, stacks
 from .beats import Beat, Beats, Seen
 from .errors import RunError, ranks_in_short
 from .failures import Failure, is_library
@@ -34,6 +33,9 @@ if TYPE_CHECKING:
 _BELOW = tuple(str(Path(__file__).with_name(name)) for name in ("watch.py", "pulse.py", "world.py", "nn"))
 _WORDS = {"": "its own code", "data": "data loading", "step": "the optimizer step", "save": "saving"}
 _LEAVE_S = 2.0
+_LOOK_S = 1.0
+_DUMP = 0.75
+"""Share of --stall-timeout after which a rank that says nothing more has its stacks written: before the others end."""
 
 
 class Watch:
@@ -60,9 +62,10 @@ class Watch:
         self._pulse, self._rank, self._nodes, self.beat_s = pulse, rank, tuple(nodes), beat_s
         self._stall_s, self._ends = stall_timeout_s, ends
         self._main = threading.main_thread().ident
-        self._closed = threading.Event()
+        self._closed, self._hurried = threading.Event(), False
         self._speaks = threading.Lock()  # taken once, by who says why this process ends
         self._idle_s = 0.0
+        self._switch = stacks.DeadMansSwitch(rank, _DUMP * stall_timeout_s)
         self._beats = Beats(opens, self._own, rank=rank, size=len(nodes), server=server, beat_s=beat_s)
         self.seen, self.sentence = self._beats.seen, self._beats.sentence
         self._threads = [
@@ -77,6 +80,11 @@ class Watch:
         until_s = time.monotonic() + limit_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
+        self._switch.close()
+
+    def hurry(self) -> None:
+        """Read all ranks' beats each time from now on: one of them was lost."""
+        self._hurried = True
 
     def give_way(self) -> None:
         """Leave it to the caller to say why this process ends; where the watch is about to, do not return."""
@@ -88,12 +96,13 @@ class Watch:
 
     def _exchange(self) -> None:
         while not self._closed.wait(self.beat_s):
-            if told := self._beats.exchange(urgent=self._idle_s > self._stall_s / 4):
+            if told := self._beats.exchange(urgent=self._hurried or self._idle_s > self._stall_s / 4):
                 self._end(told)
 
     def _look(self) -> None:
         count, looked_s = self._pulse.count, time.monotonic()
-        while not self._closed.wait(self.beat_s / 2):
+        while not self._closed.wait(min(self.beat_s, _LOOK_S) / 2):
+            self._switch.put_off(self._pulse.folder)
             now_s = time.monotonic()
             # Time for which this process was stopped, or its machine asleep, is none for which nothing moved.
             passed_s, looked_s = min(now_s - looked_s, self._stall_s / 2), now_s
@@ -108,7 +117,8 @@ class Watch:
 
     def _end(self, sentence: str) -> None:
         if self._speaks.acquire(blocking=False):
-            self._ends(self, Failure(self._rank, RunError.__name__, sentence, stacks()))
+            self._switch.call_off()
+            self._ends(self, Failure(self._rank, RunError.__name__, sentence, stacks.of_threads()))
 
     def _own(self, number: int) -> Beat:
         pulse = self._pulse
@@ -171,15 +181,3 @@ def place(thread: int | None) -> str:
 def _is_machinery(file: str) -> bool:
     """Whether a frame's file says less than its caller's: a library's, or the world's collectives."""
     return is_library(file) or file.startswith(_BELOW)
-
-
-def stacks() -> str:
-    """Return the stacks of all threads of this process, the main thread's first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    first = threading.main_thread().ident
-    order = sorted(frames, key=lambda ident: ident != first)
-    return "".join(
-        f"Thread {names.get(ident, ident)}, innermost call last:\n{''.join(traceback.format_stack(frames[ident]))}\n"
-        for ident in order
-    )

@@ -59,7 +59,11 @@ MinJobAge=300
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[0]} CPUs={cpus} Gres=gpu:{gpus}
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} Gres=gpu:{gpus}
-PartitionName=all Nodes=n[1-2] Default=YES MaxTime=60 State=UP OverSubscribe=NO
+# Jobs of one partition have to make room for those of the other: they are told, and have a minute.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=n[1-2] Default=YES MaxTime=60 State=UP OverSubscribe=NO PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=n[1-2] MaxTime=60 State=UP OverSubscribe=NO PriorityTier=2 PreemptMode=OFF
 """
 
 

@@ -106,6 +106,35 @@ def test_a_run_that_is_signalled_saves_requeues_itself_and_ends_with_the_same_bi
     assert not list(run.glob(".slurm-*"))
 
 
+@pytest.mark.parametrize("why", ["pre-empted", "near its limit"])
+def test_a_run_that_slurm_itself_stops_saves_requeues_itself_and_goes_on(
+    why: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    flags = (*RUN[1:-1], 10**6, "--epochs", 10**5, "--log-every", 1, "--time", "10:00", "--output", run)
+    with start(tmp_path, "submit", "slurm", "--nodes", 2, *flags, **cluster.env, **CODE) as submitted:
+        until(lambda: len(losses(run)) > 5)
+        job = _job_of(run)
+        if why == "pre-empted":
+            urgent = cluster.submit(
+                "#!/bin/bash\nsleep 1\n", tmp_path, "--partition=urgent", "--nodes=2", "--exclusive"
+            )
+            assert cluster.ended(urgent) == "COMPLETED"
+        else:
+            cluster.ask("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # the warning comes 90 s before
+        cluster.start_again(job)
+        until(lambda: len(events(run, "start")) == 2)
+        second = events(run, "start")[1]["first_step"]
+        until(lambda: losses(run)[-1][0] > second + 5)
+        cluster.ask("scancel", str(job))
+        ended = end(submitted)
+    assert "lockstep: the job requeues itself" in ended.out, ended
+    assert f"continuing at step {second} of 1000000" in ended.out.replace(",", "")
+    assert second > 5
+    made = [step for step, _ in losses(run)]
+    assert made == list(range(1, len(made) + 1))  # saved when it was told, and nothing made twice
+
+
 def test_a_job_that_is_cancelled_saves_and_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with start(tmp_path, *_SUBMIT, *RUN[1:-1], 10**6, "--output", run, **cluster.env, **CODE) as submitted:

@@ -36,6 +36,37 @@ def test_a_rank_that_hangs_in_data_loading_is_named_with_its_line(tmp_path: Path
         assert ("in __getitem__" in kept) == (str(rank) == found[1])
 
 
+def test_a_rank_that_hangs_with_pythons_lock_leaves_its_stacks(tmp_path: Path) -> None:
+    run = "train --data tests.own_data:holding --model mlp --batch 8 --accelerator cpu --strategy ddp --devices 2"
+    ended = end(start(tmp_path, *run.split(), "--workers", 0, "--stall-timeout", STALL_S, "--output", "run"))
+    assert ended.code == 1
+    found = re.search(
+        r"^lockstep: Rank (\d) was stopped, died or was cut off \d s ago, last heard of in .*; "
+        r"rank \d waits in all-reduce at step \d+; continue with --resume auto\.$",
+        ended.err,
+        re.MULTILINE,
+    )
+    assert found, ended.err
+    kept = (tmp_path / "run" / "failures" / f"rank_{found[1]}.txt").read_text()
+    assert kept.startswith(f"Rank {found[1]} ")
+    assert re.search(r'File ".*own_data\.py", line \d+ in __getitem__', kept), kept
+
+
+def test_a_rank_that_crashes_in_c_code_leaves_its_stacks(tmp_path: Path) -> None:
+    run = "train --data tests.own_data:crashing --model mlp --batch 8 --accelerator cpu --strategy ddp --devices 2"
+    ended = end(start(tmp_path, *run.split(), "--workers", 0, "--output", "run"))
+    assert ended.code == 1
+    found = re.search(
+        r"^lockstep: Rank (\d) was killed by SIGSEGV \(if it trained, its stacks are in the run's "
+        r"output/rank_\1\.txt\); continue with --resume auto\.$",
+        ended.err,
+        re.MULTILINE,
+    )
+    assert found, ended.err
+    kept = (tmp_path / "run" / "output" / f"rank_{found[1]}.txt").read_text()
+    assert re.search(r'File ".*own_data\.py", line \d+ in __getitem__', kept), kept
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_was_stopped_is_named_and_all_end(victim: int, tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"

@@ -492,6 +492,7 @@ def test_a_rank_that_lost_another_before_training_is_an_echo() -> None:
 def test_how_to_go_on_depends_on_what_was_asked() -> None:
     assert failures.again(_config()) == "continue with --resume auto"
     assert failures.again(_config(resume="runs/x")) == "start the same command again"
+    assert failures.again(_config(), has_folder=False) == "start the same command again"
 
 
 class _Screen(io.StringIO):

@@ -38,6 +38,7 @@ LAYERS: list[list[str]] = [
         "own",
         "pulse",
         "said",
+        "stacks",
         "notes",
         "watch",
         "submit",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import RunError
 from ..failures import RankLostError
+from ..launchers.bounded_store import BoundedStore
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
@@ -27,7 +28,8 @@ class Board:
         self.absent: dict[int, str] = {}
         """Ranks that fell silent, and at which topic."""
         self.patience_s = patience_s
-        self._store, self._rank, self._size = store, rank, size
+        self._store = BoundedStore(store, 2 * patience_s + 1)  # torch waits without end for a server that was stopped
+        self._rank, self._size = rank, size
 
     def all(self, topic: str, mine: Any) -> list[Any]:
         """Return what every rank posts under `topic`, in their order; None for one that is absent (*collective*).

@@ -29,7 +29,7 @@ from ..failures import Failure
 from ..interrupts import Heard, Interrupts
 from . import lifeline, reasons
 from .members import Members
-from .reports import GRACE_S, LEAVE_S, left_behind, obituary
+from .reports import GRACE_S, left_behind, obituary, unsaved
 
 _FINAL = {RequestError.__name__, ProofError.__name__}
 """What would be the same again."""
@@ -69,6 +69,11 @@ class Agent(LocalElasticAgent):
         """Take a signal of the user's: the first has the ranks save and stop, a second ends them."""
         if self._interrupts.hear() is Heard.FIRST and not self._is_starting:
             raise SignalException("asked to stop", signal.Signals(number))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether ranks were ever started."""
+        return self._begun_s > 0
 
     def values(self) -> dict[int, bytes] | None:
         """Return what the ranks of this node have come to, by their rank, once all are done."""
@@ -113,8 +118,8 @@ class Agent(LocalElasticAgent):
             return self._failed(left_behind(sorted(late), self._again))
         if self._alive() and (lost := self._members.lost()):
             return self._failed(Failure(worker_group.workers[0].global_rank, "", f"{lost}; {self._again}.", ""))
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
+        # Not torch's own look, which would come upon a rank that has died since, and end the others without a cause.
+        return RunResult(state=WorkerState.HEALTHY)
 
     def _failed(self, cause: Failure) -> RunResult:
         """End what is left of the ranks, at once: torch would ask them first, and wait."""
@@ -164,18 +169,24 @@ class Agent(LocalElasticAgent):
             self._ask_to_stop()
         self._kill()
         super()._stop_workers(worker_group, *arguments, **options)
+        self._pcontext = None  # they are gone: their ids may soon be others'
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *arguments: Any, **options: Any) -> None:
         if self._interrupts.asked:
-            self._ask_to_stop()
-            self.cause = self._find_cause(self._ended_badly(), self._worker_group) if self._ended_badly() else None
+            late = self._ask_to_stop()
+            self.cause = self._find_cause(self._ended_badly(), self._worker_group) if self._ended_badly() else late
         self._kill()
         super()._shutdown(signal.SIGKILL)
 
-    def _ask_to_stop(self) -> None:
-        """Have the ranks save and end; a second signal of the user's ends the wait."""
+    def _ask_to_stop(self) -> Failure | None:
+        """Have the ranks save and end; a second signal of the user's ends the wait. Return why some have not, if so."""
         self._send(signal.SIGTERM)
-        self._wait_for_end(LEAVE_S)
+        self._wait_for_end(self._patience_s)
+        if self.insisted or not (alive := self._alive()):
+            return None
+        workers = self._worker_group.workers
+        late = [workers[local].global_rank for local, pid in self._pids().items() if pid in alive]
+        return unsaved(sorted(late), self._again)
 
     def _wait_for_end(self, limit_s: float) -> None:
         until_s = time.monotonic() + limit_s
@@ -185,8 +196,7 @@ class Agent(LocalElasticAgent):
     def _kill(self) -> None:
         """Kill what is left of the ranks, and what they started: each leads a process group of its own."""
         for pid in self._pids().values():
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+            lifeline.end_group(pid)
         self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:

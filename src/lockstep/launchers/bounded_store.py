@@ -78,7 +78,7 @@ class BoundedStore(Store):
         if not self.answers:
             raise Unanswered(f"no answer within {self._limit_s:g} s")
         try:
-            return bounded.within(self._limit_s, request, "agents' store")
+            return bounded.within(self._limit_s, request, "store")
         except bounded.Late as error:
             self.answers = False
             raise Unanswered(str(error)) from error

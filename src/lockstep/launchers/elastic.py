@@ -119,18 +119,20 @@ def serve(payload: bytes, host: str, port: int, job: str, start: str) -> NoRetur
     config = RunConfig()
     try:
         entry, config = pickle.loads(payload)  # from our own parent
-        value = rank.run_met(
-            entry,
-            config,
-            os.environ,
-            lambda: stores.connect(host, port, config.parallel.timeout, job=job, start=start),
-            index=index,
-            size=place.topology.size,
-            known=place.topology,
-            tell=lambda failure: reasons.leave(failure, place.error_file),
+        value = pickle.dumps(
+            rank.run_met(
+                entry,
+                config,
+                os.environ,
+                lambda: stores.connect(host, port, config.parallel.timeout, job=job, start=start),
+                index=index,
+                size=place.topology.size,
+                known=place.topology,
+                tell=lambda failure: reasons.leave(failure, place.error_file),
+            )
         )
     except BaseException as error:
         reasons.leave(failures.account(error, index, config), place.error_file)
         rank.vanish(error)
-    reasons.leave_value(pickle.dumps(value), place.error_file)
+    reasons.leave_value(value, place.error_file)
     bounded.leave(0)  # and not as torch has it, where a rank waits until its agent has heard it

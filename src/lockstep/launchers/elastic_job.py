@@ -70,6 +70,8 @@ def run(
     error of the rank that failed first, once it is not to be started again.
     """
     parallel, where = config.parallel, meeting.where
+    if meeting.hosted and parallel.nodes < parallel.most_nodes and meeting.caution:
+        _say(f"{where}: nobody comes there from another host{meeting.caution}.")
     address = hosts.own_address(meeting.host) or meeting.host  # this host's, among the agents
     # The ranks meet at the agents' own store: torch need not serve another one.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -117,8 +119,9 @@ def run(
         stopped = True
         if agent.insisted:
             raise RunError(KILLED) from error
-        raise _cause(agent, Stopped("Stopped before training began.")) from error
+        raise _cause(agent, Stopped(_unstarted(agent, failures.again(config)))) from error
     except RendezvousTimeoutError as error:
+        _check_stopped(agent, error)
         if agent.cause is not None:
             raise RunError(
                 f"{where}: fewer than --nodes {parallel.nodes} are left, and no others came within "
@@ -138,8 +141,7 @@ def run(
                 "disturb those of nodes that go on; give the same command here again, and it is taken in, or, where "
                 "no node goes on, start all of them with --resume auto."
             ) from error
-        if agent.cause is not None and agent.cause.kind == Stopped.__name__:
-            raise agent.cause.error() from error  # the agent there was stopped, and so was the job
+        _check_stopped(agent, error)
         raise RunError(
             f"{where}: the agent there, which all nodes need, has ended or cannot be reached any more; "
             f"{failures.again(config)}."
@@ -147,9 +149,22 @@ def run(
     finally:
         if not stopped:  # a node that is stopped leaves; one that is done, or has failed, ends the job
             handler.shutdown()
+    if result is None:
+        _say(f"{where}: the job has ended, and this node was not needed.")
+        return None
     if result.is_failed():
         raise _cause(agent, RunError("The ranks ended without a reason."))
     return _value(result.return_values)
+
+
+def _unstarted(agent: Agent, again: str) -> str:
+    return f"Stopped while ranks were to start again; {again}." if agent.has_begun else "Stopped before training began."
+
+
+def _check_stopped(agent: Agent, error: Exception) -> None:
+    """Raise where the ranks had saved and stopped: another node was asked to, and does not come back."""
+    if agent.cause is not None and agent.cause.kind == Stopped.__name__:
+        raise agent.cause.error() from error
 
 
 def _value(values: Mapping[int, bytes]) -> Any | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from .. import bounded, failures, said
+from .. import bounded, failures, said, stacks
 from ..config import RunConfig
 from ..errors import RunError
 from ..failures import Failure, RankLostError
@@ -23,6 +25,8 @@ _BEATS_KEPT_S = (1.0, 60.0)  # where each one makes a file longer
 _MISSED_BEATS = 3
 _LOOK_S = 0.05
 _FLUSH_S = 0.5
+_WRITE_S = 2.0
+_FIND_S = 5.0  # for the rank to be found that was lost
 
 
 def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure], None]) -> Watch:
@@ -34,11 +38,12 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
     least_s, most_s = _BEATS_KEPT_S if peers.keeps_all else _BEATS_S
 
     def end(watch: Watch, failure: Failure) -> None:
-        told = dataclasses.replace(failure, sentence=f"{failure.sentence}; {failures.again(config)}.")
+        told = dataclasses.replace(failure, sentence=f"{failure.sentence}; {_again(config, pulse)}.")
         try:
             if pulse.folder is not None:
-                with contextlib.suppress(OSError):
-                    failures.write(told, pulse.folder / "failures")
+                keep = functools.partial(_keep, watch, told, pulse.folder)
+                with contextlib.suppress(OSError, bounded.Late):  # where it is the disk that hangs
+                    bounded.within(_WRITE_S, keep, "failures")
             tell(told)
             watch.let_others_hear()
             with contextlib.suppress(bounded.Late):
@@ -63,7 +68,7 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
         raise peers.server_lost() from error
 
 
-def lost(error: BaseException, config: RunConfig, peers: Peers, watch: Watch) -> RankLostError | None:
+def lost(error: BaseException, config: RunConfig, peers: Peers, pulse: Pulse, watch: Watch) -> RankLostError | None:
     """Return the error that names the rank which `error` is an echo of; None if it is none, or nobody is found.
 
     A process of this host is seen to have ended; one of another host is missed by its beats.
@@ -71,8 +76,9 @@ def lost(error: BaseException, config: RunConfig, peers: Peers, watch: Watch) ->
     if not isinstance(error, Exception) or not failures.is_echo(error):
         return None
     if peers.meeting.is_open() and (sentence := watch.sentence()):
-        return RankLostError(f"{sentence}; {failures.again(config)}.")
-    deadline = time.monotonic() + (_MISSED_BEATS + 1) * watch.beat_s
+        return RankLostError(f"{sentence}; {_again(config, pulse)}.")
+    watch.hurry()
+    deadline = time.monotonic() + min((_MISSED_BEATS + 1) * watch.beat_s, _FIND_S)
     while not (gone := peers.dead() or _silent(peers, watch)):
         left = len(peers.here()) < len(peers.claims)  # of its own accord, with a message of its own
         if left or time.monotonic() > deadline:
@@ -83,10 +89,24 @@ def lost(error: BaseException, config: RunConfig, peers: Peers, watch: Watch) ->
     where = f", last heard of in {whereabouts(seen[claim.rank])}" if claim.rank in seen else ""
     return RankLostError(
         f"Rank {claim.rank} ({claim.who}) died or was cut off{where}, and rank {rank} waited for it in "
-        f"{waits_in(seen[rank])}: its own message, if it could leave one, says why; {failures.again(config)}."
+        f"{waits_in(seen[rank])}: its own message, if it could leave one, says why; {_again(config, pulse)}."
     )
+
+
+def _again(config: RunConfig, pulse: Pulse) -> str:
+    has_folder = pulse.folder is not None or config.record.output is not None
+    return failures.again(config, has_folder=has_folder)
 
 
 def _silent(peers: Peers, watch: Watch) -> list[Claim]:
     silent = [rank for rank, each in watch.seen().items() if each.silent_s > _MISSED_BEATS * watch.beat_s]
     return [claim for claim in peers.here() if claim.rank in silent]
+
+
+def _keep(watch: Watch, told: Failure, folder: Path) -> None:
+    """Write down this rank's stacks, and those that C code has written of ranks which cannot do so themselves."""
+    failures.write(told, folder / "failures")
+    stacks.remove(told.rank, folder)
+    for rank, each in watch.seen().items():
+        if each.silent_s > _MISSED_BEATS * watch.beat_s and (trace := stacks.left_by(rank, folder)):
+            failures.write(dataclasses.replace(told, rank=rank, trace=trace), folder / "failures")

@@ -1,9 +1,9 @@
 """No orphans: a rank ends when the process that started it ends, however that ended.
 
 Two means, since each has a gap. On Linux the kernel itself kills the rank when its parent dies, even while the rank
-holds Python's lock inside a library. Everywhere a thread waits on a pipe whose other end only the parent holds:
-it closes with the parent, and the thread then ends the rank together with the processes that it started
-(each rank leads a process group of its own, in which its data workers are too).
+holds Python's lock inside a library; data workers look for their parent, and follow within seconds. Everywhere a thread
+waits on a pipe whose other end only the parent holds: it closes with the parent, and the thread then ends the rank
+together with what is in its process group. Where the parent lives, it ends that whole group itself.
 """
 
 from __future__ import annotations

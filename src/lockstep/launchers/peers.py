@@ -16,7 +16,7 @@ from .stores import Meeting, StoredNotes
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_BEAT_LIMIT = timedelta(seconds=30)  # for a beat to reach the store, or to come from there
+_BEAT_LIMIT = timedelta(seconds=30)  # for the server to wait for a key
 
 
 def present(store: Store, size: int) -> tuple[Claim, ...]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .. import bounded, failures, hardware
+from .. import bounded, failures, hardware, said
 from ..config import RunConfig
 from ..errors import LockstepError, RequestError, RunError
 from ..failures import RankLostError
@@ -123,7 +122,7 @@ def run_met(
         value = run_joined(entry, config, topology, device, peers.group_store(), pulse, peers.notes)
     except BaseException as error:
         watch.give_way()
-        lost = guard.lost(error, config, peers, watch)
+        lost = guard.lost(error, config, peers, pulse, watch)
         call.leave(clean=False)
         watch.close()
         if lost is not None:
@@ -146,7 +145,8 @@ def run_joined(
     """Join the world over `store`, run the entry, leave; return this rank's value (*collective*)."""
     if isinstance(entry, FormsWorld):
         return entry.before_world(config, topology, device, store)
-    world = _join(config, topology, device, store, pulse, notes)
+    with pulse.during("forming the process group"):  # where a store may be waited for that answers no more
+        world = _join(config, topology, device, store, pulse, notes)
     try:
         value = entry(config, world)
     except BaseException:
@@ -161,8 +161,7 @@ def vanish(error: BaseException) -> NoReturn:
     # The entry's variables go, and with them data workers, which end in order and remove their files.
     traceback.clear_frames(error.__traceback__)
     # Nothing that is left may hang: not a collective of a lost world, not a thread of the user's.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    said.flush()
     os._exit(RunError.exit_code)
 
 

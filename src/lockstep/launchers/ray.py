@@ -23,6 +23,7 @@ from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError, counted
 from ..kinds import auto, kind, with_ranks
 from ..topology import Topology
+from . import reports
 from .base import Entry
 
 _PROBE_S = 5.0
@@ -54,9 +55,10 @@ class RayLauncher:
             from .ray_driver import Ranks  # late: it imports ray
 
             on_gpus, again = parallel.accelerator == "cuda", failures.again(config)
+            patience_s = parallel.stall_timeout + reports.GRACE_S
             with (
                 _bundles(parallel) as group,
-                Ranks(group, _layout(parallel), again, aborts_when_alone=on_gpus) as ranks,
+                Ranks(group, _layout(parallel), again, patience_s=patience_s, aborts_when_alone=on_gpus) as ranks,
             ):
                 return ranks.run(_packed(entry, config), str(Path.cwd()), parallel.timeout)
 
@@ -96,7 +98,8 @@ def _cluster(env: Mapping[str, str]) -> Iterator[None]:
             if address not in ("", "local"):
                 raise
             print("no Ray cluster runs here: one is started on this host for this run", file=sys.stderr, flush=True)
-            ray.init(address="local", include_dashboard=False, **how)
+            # For this host alone: whoever reaches Ray's ports can have it run code.
+            ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, **how)
     except (ConnectionError, RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise RequestError(f"--launcher ray: Ray cannot be joined from here ({first}); is its cluster up?") from error

@@ -39,13 +39,14 @@ class Ranks:
         layout: Sequence[tuple[Topology, dict[str, int]]],
         again: str,
         *,
+        patience_s: float,
         aborts_when_alone: bool = False,
     ) -> None:
         """`layout` is each rank's place, and the resources it takes of the bundle of its node.
 
-        `again` and `aborts_when_alone` are as `Supervisor` has them.
+        `again`, `patience_s` and `aborts_when_alone` are as `Supervisor` has them.
         """
-        self._again = again
+        self._again, self._patience_s = again, patience_s
         self._aborts_when_alone = aborts_when_alone
         self._places = [place for place, _ in layout]
         self._interrupts = Interrupts()
@@ -72,6 +73,7 @@ class Ranks:
         with self._heeding:
             with contextlib.suppress(RayError):
                 self._show()
+            with contextlib.suppress(RayError):
                 # With its actor alone the rank would end, but not what it has started.
                 ended = [self._control(actor, "end") for actor in self._actors]
                 ray.wait(ended, num_returns=len(ended), timeout=_ANSWER_S)
@@ -89,8 +91,12 @@ class Ranks:
         for actor, place in zip(self._actors, self._places, strict=True):
             met = Topology(**vars(place) | {"address": address, "port": port})
             waiting[actor.run.remote(met, payload, folder, paths)] = place.rank
+        done_s = time.monotonic()
         while waiting and not reports.failures(self._reports):
             self._look(waiting)
+            done_s = done_s if self._reports else time.monotonic()
+            if waiting and time.monotonic() - done_s > self._patience_s:
+                raise reports.left_behind(sorted(waiting.values()), self._again).error()
         if reports.failures(self._reports):
             reports.listen(self._reports, len(self._actors), lambda: self._look(waiting))
             raise self._error(sorted(waiting.values()))

@@ -51,6 +51,10 @@ class RollCall:
         twice, or dead, or if ranks were started with different world sizes, accelerators, or the same GPU.
         """
         deadline = time.monotonic() + timeout_s
+        if self._meeting.server is not None:  # whose process may be stopped, and torch would wait for it without end
+            from .bounded_store import BoundedStore
+
+            self._store = BoundedStore(self._store, timeout_s)
         try:
             self._claim()
             claims = self._wait(deadline, timeout_s)

@@ -21,6 +21,7 @@ GRACE_S = 2.0
 """For a rank that has failed to end data workers and saves that are under way, before it is killed."""
 LEAVE_S = 30.0
 """For ranks that are done, or are saving because a stop was asked for."""
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _LISTEN_S = 1.0  # for other reports, after the first failure
 _LISTEN_ON_S = 0.3  # for others that may have come before it, once one is there that is a cause by itself
 
@@ -72,6 +73,13 @@ def left_behind(ranks: Sequence[int], again: str) -> Failure:
     return Failure(ranks[0], "", f"{told}: a process hangs, or was stopped; {again}.", "")
 
 
+def unsaved(ranks: Sequence[int], again: str) -> Failure:
+    """Return the failure of ranks that were asked to save and end, and did not in time."""
+    who = ranks_named(ranks)
+    told = f"{who[0].upper()}{who[1:]} did not save and end within --stall-timeout of the signal, and had to be killed"
+    return Failure(ranks[0], "", f"{told}: what was done since the last checkpoint is lost; {again}.", "")
+
+
 def obituary(
     rank: int,
     code: int,
@@ -91,6 +99,8 @@ def obituary(
         return Failure(rank, Stopped.__name__, "Stopped outside of training; there was nothing to save.", "")
     if code < 0:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        if -code in _CRASHES:
+            hint = f" (if it trained, its stacks are in the run's output/rank_{rank}.txt)"
         how = f"Rank {rank}{where} was killed by {signal.Signals(-code).name}{hint}"
         return Failure(rank, "", f"{how}; {again}.", "", is_echo=aborts_when_alone and code == -signal.SIGABRT)
     if code == UNGUARDED:

@@ -39,7 +39,7 @@ _SILENCE_S = 30  # for whoever connects to say something
 _NONCE = b"\r\n\r\n"  # a store returns it; a service that reads lines is moved to say what it is instead
 _GREETING = b"\x00" + 0x3C85F7CE.to_bytes(4, "little") + b"\x0d" + _NONCE
 """What torch's client says first: VALIDATE with a magic number, and PING (c10d/TCPStoreBackend.hpp)."""
-_STORE_S = timedelta(seconds=60)  # for one request to the store; the roll call has its own limit
+_STORE_S = timedelta(seconds=60)  # for the server to wait for a key; a server that is stopped is waited for without end
 
 
 @dataclass(frozen=True)

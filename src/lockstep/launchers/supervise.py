@@ -24,10 +24,9 @@ from ..interrupts import KILLED, Heard, Interrupts, heeded
 from . import lifeline, reports
 from .reports import GRACE_S, Report, obituary
 
-__all__ = ["Supervisor", "Worker", "obituary"]
-
 _LOOK_S = 0.05
 _DONE_S = 10.0  # for ranks that are done to end what they have started
+_KILLED_S = 5.0
 _SILENT_GRACE_S = 0.3  # for ranks that have not even said that they end, before they are killed
 
 
@@ -139,7 +138,7 @@ class Supervisor:
         self._join(silent, _SILENT_GRACE_S)
         for worker in self._workers:
             _kill_group(worker)
-            worker.process.join()
+            worker.process.join(_KILLED_S)  # not where a disk that hangs keeps even what was killed
             worker.reports.close()
             worker.lifeline.close()
 

@@ -32,11 +32,6 @@ class Plan:
     submitted_from: Path
     python: str
 
-    @property
-    def log(self) -> str:
-        """The job's log, where %j stands for its number."""
-        return f"{self.folder}/slurm-%j.out"
-
 
 def render(plan: Plan) -> str:
     """Return the script. Raises `RequestError` for paths that cannot stand in one."""
