@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import re
 import signal
 import socket
 import subprocess
@@ -150,6 +151,51 @@ def test_the_nodes_that_are_left_go_on_and_one_that_comes_back_is_taken_in(tmp_p
     assert [step for step, _ in found] == list(range(1, len(found) + 1))
 
 
+def _two_nodes(folder: Path, *words: object) -> tuple[list[object], Running, Running]:
+    """Return the command of two nodes that need each other, and their agents; they train."""
+    port = free_port()
+    command = [*RUN.split(), "--devices", 1, "--nodes", 2, "--max-restarts", 2, "--timeout", 10, *words]
+    command += ["--init-method", f"tcp://127.0.0.1:{port}"]
+    first = start(folder, *command)
+    until(lambda: _listens(port))
+    second = start(folder, *command)
+    _at(folder, 10)
+    return command, first, second
+
+
+def test_a_stop_while_nodes_are_to_come_together_again_is_one(tmp_path: Path) -> None:
+    _, first, second = _two_nodes(tmp_path, "--epochs", 1000)
+    with first, second:
+        second.kill()
+        second.communicate()
+        first.says("the ranks start again from the last checkpoint")
+        time.sleep(1.0)
+        first.send_signal(signal.SIGTERM)
+        ended = end(first)
+    assert ended.code == 75, ended.err
+    assert "Stopped while ranks were to start again; continue with --resume auto." in ended.err
+
+
+def test_nodes_that_need_one_that_was_stopped_are_stopped_too(tmp_path: Path) -> None:
+    _, first, second = _two_nodes(tmp_path, "--epochs", 1000)
+    with first, second:
+        second.send_signal(signal.SIGTERM)
+        ended = [end(each) for each in (second, first)]
+    assert [each.code for each in ended] == [75, 75], ended
+    for each in ended:
+        assert "lockstep: Stopped on request at step " in each.err
+
+
+def test_a_node_that_is_not_needed_is_told_when_the_job_ends(tmp_path: Path) -> None:
+    words, first, second = _two_nodes(tmp_path)
+    with first, second, start(tmp_path, *words) as third:
+        ended = [end(each) for each in (first, second, third)]
+    assert [each.code for each in ended[:2]] == [0, 0], ended
+    # Whether it finds the job closed, or its store gone already, is a matter of moments.
+    assert re.search(r"this node was not needed|before this node had a part in it", ended[2].err), ended[2]
+    assert ended[2].err.count("\n") == 1
+
+
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(undisturbed: Path, tmp_path: Path) -> None:
     with start(tmp_path, *RUN.split(), "--devices", 2, "--max-restarts", 1) as agent:
         _at(tmp_path, 100)
@@ -226,7 +272,7 @@ def test_a_second_signal_ends_all_at_once_and_says_so(tmp_path: Path) -> None:
     assert ended.err.splitlines()[-1].startswith("lockstep: Killed by a second signal, without saving; the last check")
 
 
-def test_a_terminal_that_closes_asks_once_andx(tmp_path: Path) -> None:
+def test_a_terminal_that_closes_asks_once_though_two_signals_come(tmp_path: Path) -> None:
     words = [*RUN.split(), "--devices", 1, "--max-restarts", 2, "--epochs", 1000]
     with start(tmp_path, *words) as agent:
         _at(tmp_path, 10)

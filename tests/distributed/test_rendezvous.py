@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lockstep.errors import RequestError
+from lockstep.errors import AbsentError, RequestError
 from lockstep.launchers import meeting_files, stores
 from lockstep.launchers.claims import Claim
 from lockstep.launchers.rendezvous import RollCall
@@ -92,6 +95,21 @@ def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
         hear([claim_of(0, 3), claim_of(1, 3), claim_of(2, 3)]) == ["3 ranks"] * 3
     )  # at the same file as all the above
     assert not (tmp_path / "meeting").exists()
+
+
+def test_a_server_that_was_stopped_is_not_waited_for_without_end() -> None:
+    port = free_port()
+    serves = f"kept = stores.serve('127.0.0.1', {port}, 10)"
+    code = f"from lockstep.launchers import stores; {serves}; print(flush=True); input()"
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        meeting = stores.connect("127.0.0.1", port, 10)
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(AbsentError, match=r"the store went away during the roll call .*no answer within 2 s"):
+            RollCall(meeting, claim_of(1, 2)).take(2)
+        server.kill()
 
 
 def test_a_dead_world_on_another_host_is_never_joined(tmp_path: Path) -> None:

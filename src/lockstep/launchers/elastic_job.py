@@ -142,6 +142,10 @@ def run(
                 "no node goes on, start all of them with --resume auto."
             ) from error
         _check_stopped(agent, error)
+        if not agent.has_begun:
+            raise RunError(
+                f"{where}: the agent there has ended, and the job with it, before this node had a part in it."
+            ) from error
         raise RunError(
             f"{where}: the agent there, which all nodes need, has ended or cannot be reached any more; "
             f"{failures.again(config)}."
