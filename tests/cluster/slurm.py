@@ -206,7 +206,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _idle(running: Cluster) -> int:
     with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-        return running.ask("sinfo", "--noheader", "--Node", "--format=%T").split().count("idle")
+        return running.ask("sinfo", "--noheader", "--Node", "--partition=all", "--format=%T").split().count("idle")
     return 0
 
 
