@@ -165,6 +165,9 @@ def _step_s(config: RunConfig, world: World, **saving: Any) -> float:
             checkpoint=dataclasses.replace(config.checkpoint, **saving),
             record=dataclasses.replace(config.record, output=output),
         )
+        if output is not None:
+            (output / "output").mkdir(parents=True, exist_ok=True)
+        world.pulse.folder = output  # as `run` has it: for what the watch keeps there
         step_s = engine_step_s(config, Path(own) / "steps.jsonl", world)
         world.barrier()
         return step_s

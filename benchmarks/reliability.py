@@ -120,15 +120,26 @@ def _with_fault(folder: Path, draw: random.Random, moment: str, kind: str, ranks
         except subprocess.TimeoutExpired:
             return Outcome(moment, kind, ranks, "hangs", 0)
         if "(restart 1 of 2)" not in said:
-            return None if run.process.returncode == 0 else Outcome(moment, kind, ranks, "failed", 0)
+            was_over = run.process.returncode == 0 and run.starts() == 1
+            return None if was_over else Outcome(moment, kind, ranks, "failed", 0)
         lost = max(0, made - max(run.begun_at()))
-        if any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in victims):
+        if _left_in(folder):
             end = "orphans"
         elif run.process.returncode != 0:
             end = "failed"
         else:
             end = "same bits" if run.weights() == _undisturbed(ranks) else "other bits"
         return Outcome(moment, kind, ranks, end, lost)
+
+
+def _left_in(folder: Path) -> list[psutil.Process]:
+    """Return the processes that work in a folder, whoever has started them."""
+    found = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if each.cwd() == str(folder.resolve()) and each.status() != psutil.STATUS_ZOMBIE:
+                found.append(each)
+    return found
 
 
 def _wait(run: Run, draw: random.Random, moment: str) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ..command import ROOT, command, end, gone, losses, refusal, sentence, start, until, weights
+from ..command import ROOT, command, end, gone, losses, processes, refusal, sentence, start, until, weights
 from ..ports import free_port
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -114,6 +114,22 @@ def cluster() -> Iterator[Cluster]:
             made.lose(node)
         kept.undo()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@needs_ray
+def test_a_cluster_of_our_own_listens_on_loopback_alone(tmp_path: Path) -> None:
+    """Before the tests' own cluster is there, which would be joined."""
+    words = (*DIGITS, "--epochs", 1000, "--devices", 2, "--log-every", 1, "--output", "run")
+    with start(tmp_path, *words, RAY_ADDRESS="") as driver:
+        until(lambda: len(losses(tmp_path / "run")) > 1)
+        found = processes(driver)
+        assert {"gcs_server", "raylet"} <= {each.name() for each in found}
+        listening = [held for each in found for held in each.net_connections("tcp") if held.status == "LISTEN"]
+        assert {held.laddr.ip.removeprefix("::ffff:") for held in listening} == {"127.0.0.1"}
+        driver.send_signal(signal.SIGTERM)
+        ended = end(driver)
+        until(lambda: gone(found), 10)
+    assert ended.code == 75, ended.err
 
 
 @needs_ray

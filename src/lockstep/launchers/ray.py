@@ -26,6 +26,8 @@ from ..topology import Topology
 from . import reports
 from .base import Entry
 
+_SEVERAL_HOSTS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
 _PROBE_S = 5.0
 
 
@@ -91,22 +93,43 @@ def _cluster(env: Mapping[str, str]) -> Iterator[None]:
     how: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     address = env.get("RAY_ADDRESS", "")
     _check_address(address)
-    try:
+    with contextlib.ExitStack() as left:
         try:
-            ray.init(address="auto", **how)
-        except ConnectionError:
-            if address not in ("", "local"):
-                raise
-            print("no Ray cluster runs here: one is started on this host for this run", file=sys.stderr, flush=True)
-            # For this host alone: whoever reaches Ray's ports can have it run code.
-            ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, **how)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise RequestError(f"--launcher ray: Ray cannot be joined from here ({first}); is its cluster up?") from error
+            try:
+                ray.init(address="auto", **how)
+            except ConnectionError:
+                if address not in ("", "local"):
+                    raise
+                print("no Ray cluster runs here: one is started on this host for this run", file=sys.stderr, flush=True)
+                left.enter_context(_on_loopback())
+                ray.init(address="local", include_dashboard=False, **how)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise RequestError(
+                f"--launcher ray: Ray cannot be joined from here ({first}); is its cluster up?"
+            ) from error
+        left.callback(ray.shutdown)
+        yield
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Have a cluster that is started in the block listen on loopback alone: who reaches its ports can have it run code.
+
+    Ray takes a host's outward address even where it is given 127.0.0.1, unless clusters of several hosts are off, which
+    is a setting of its own for systems that know none.
+    """
+    from ray._private import ray_constants
+
+    before = os.environ.get(_SEVERAL_HOSTS), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[_SEVERAL_HOSTS], ray_constants.ENABLE_RAY_CLUSTER = "0", False
     try:
         yield
     finally:
-        ray.shutdown()
+        ray_constants.ENABLE_RAY_CLUSTER = before[1]
+        os.environ.pop(_SEVERAL_HOSTS)
+        if before[0] is not None:
+            os.environ[_SEVERAL_HOSTS] = before[0]
 
 
 def _check_address(address: str) -> None:

@@ -9,7 +9,8 @@
 4. The process group then uses keys under that digest, which no other world shares.
 
 A process that finds a fault writes it under the nonce of each rank that it knows of, so that they all fail with one
-sentence, and none waits for its time-out. A process that leaves takes its claim back.
+sentence, and none waits for its time-out; but not one that was to serve the store and found another run's. A process
+that leaves takes its claim back.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class RollCall:
                 self._answers.start()
             return Peers(self._meeting, claims, self._mine)
         except RequestError as error:
-            self._spread(error)
+            if not self._meeting.is_anothers:
+                self._spread(error)
             self.abandon()
             raise
         except KeyboardInterrupt:
@@ -178,7 +180,10 @@ class RollCall:
                 return
             if agrees(holder):
                 return
-            if not self._is_gone(holder, sentence := contradiction(holder)):
+            sentence = contradiction(holder)
+            if self._meeting.is_anothers:  # of two jobs at one port, the second alone is wrong
+                raise RequestError(sentence)
+            if not self._is_gone(holder, sentence):
                 raise RequestError(sentence)
             if not self._clears:
                 raise RequestError(self._remains(holder))

@@ -18,7 +18,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +59,8 @@ class Meeting:
     """What outlives this start of the ranks, where an agent serves the store."""
     server: Address | None = None
     """Where another process serves the store."""
+    is_anothers: bool = False
+    """Whether this process was to serve the store, and found that another one does."""
     caution: str = ""
     """What may keep others from coming, to end a sentence with."""
 
@@ -217,7 +219,7 @@ def _taken(host: str, port: int) -> Meeting | None:
         while not (claimed := meeting.store.check(["claim/0"])) and time.monotonic() < until:
             time.sleep(_RETRY_S)
         if claimed:
-            return meeting
+            return replace(meeting, is_anothers=True)
     return None
 
 
