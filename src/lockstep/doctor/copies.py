@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from ..world import World
 
+SEED = 1
+"""Of the first rank's numbers."""
 _DEVICE_BYTES = 64 * MIB
 _PAIR_BYTES = 16 * MIB
 _PAIR_S = 0.25

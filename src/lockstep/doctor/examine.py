@@ -19,7 +19,7 @@ from ..config import RunConfig
 from ..kinds import kind
 from ..launchers import hosts, rank, table
 from ..topology import Topology
-from . import copies, devices, disk, host, network, nvml, software, together
+from . import copies, devices, disk, host, network, nvml, ports, software, together
 from .board import Board
 from .bounded import Probe, look
 from .finding import RED, Finding, Subject, merged
@@ -36,8 +36,6 @@ _LONG_PART = 0.5
 many devices, at most."""
 _COPY_PART = 0.8
 """Of the time for copies, after which none is begun."""
-_LOOPBACK = "127.0.0.1"
-_SEED = 1
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def _introduced(
     found += look(Subject("network", "interface"), find_wire, limit_s)
     wire = wires[0] if wires else network.Wire("", "", None, None)
     if not wire.address and not wire.interface and topology.nodes == 1:
-        wire = replace(wire, interface="loopback", address=_LOOPBACK)  # a laptop without a network
+        wire = replace(wire, interface="loopback", address=ports.LOOPBACK)  # a laptop without a network
     return Self(config, topology, device, drivers[0] if drivers else nvml.Driver(), wire, limit_s), found
 
 
@@ -132,7 +130,7 @@ def _of_rank(me: Self) -> list[Finding]:
         (Subject("devices", "GPUs"), lambda: devices.gpus(gpus)),
     ]
     found = list(itertools.chain.from_iterable(look(about, probe, me.limit_s) for about, probe in probes))
-    own, seed = _own_devices(me), _SEED + me.topology.rank
+    own, seed = _own_devices(me), copies.SEED + me.topology.rank
     limit_s = copies.limit_s(len(own), me.limit_s, _LONG_PART * me.config.parallel.stall_timeout)
     return [
         *found,

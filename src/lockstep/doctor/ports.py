@@ -26,6 +26,7 @@ from .finding import Finding, Subject
 
 CONNECT_S = 3.0
 """For one connection: a network of the whole earth answers in a third of a second, a firewall that drops, never."""
+LOOPBACK = "127.0.0.1"
 _PINGS = 8
 _AT_ONCE = 32
 _NONCE_BYTES = 16

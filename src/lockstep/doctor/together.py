@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 _PART = 0.8
 """Of the time that a rank is waited for: within it a collective gives up, and there is time to say so."""
-_LOOPBACK = "127.0.0.1"
-_SEED = 1
 _FIX = (
     "see what that rank printed; NCCL_DEBUG=INFO and TORCH_DISTRIBUTED_DEBUG=DETAIL in its environment make it say more"
 )
@@ -35,7 +33,7 @@ def reach(me: Self, board: Board, names: Sequence[str]) -> list[Finding]:
     with contextlib.ExitStack() as stack:
         trouble = ""
         try:
-            door = stack.enter_context(ports.listening(me.wire.address or _LOOPBACK))
+            door = stack.enter_context(ports.listening(me.wire.address or ports.LOOPBACK))
         except OSError as error:
             trouble = one_line(error)
         told = board.all("doors", {"trouble": trouble} if trouble else {"door": asdict(door), "node": me.topology.node})
@@ -88,7 +86,7 @@ def _in_world(
         return trouble
     measured = {at: [Measured(**each) for each in rows] for at, rows in told.items()}
     findings = [*collectives.judge(measured, carrier, names)]
-    wrong, trouble = _attempt(board, "sending", lambda: copies.between_ranks(world, _SEED))
+    wrong, trouble = _attempt(board, "sending", lambda: copies.between_ranks(world, copies.SEED))
     return findings + (trouble or [copies.judge_between(wrong, names, world.device.type == "cuda")])
 
 
