@@ -19,7 +19,7 @@ import pytest
 from lockstep.errors import AbsentError, RequestError
 from lockstep.launchers import meeting_files, stores
 from lockstep.launchers.claims import Claim
-from lockstep.launchers.rendezvous import RollCall
+from lockstep.launchers.rendezvous import RollCall, StartMovedError
 
 from ..command import until
 from ..ports import free_port
@@ -113,6 +113,34 @@ def test_a_server_that_was_stopped_is_not_waited_for_without_end() -> None:
         with pytest.raises(AbsentError, match=r"the store went away during the roll call .*no answer within 2 s"):
             RollCall(meeting, claim_of(1, 2)).take(2)
         server.kill()
+
+
+@pytest.mark.parametrize("before", [2, 3])
+def test_ranks_whose_start_nobody_tells_find_it_out(before: int) -> None:
+    """What is left of an earlier start, of as many ranks or more: of one on another host, the place."""
+    host, port = "127.0.0.1", free_port()
+    kept = stores.serve(host, port, 10)
+    left = claim_of(1, before, host="gone", boot="another")
+    old = stores.connect(host, port, 10, job="job", place=(1, before)).store
+    old.set("size", left.to_json())
+    old.set("claim/1", left.to_json())
+    found: dict[int, int] = {}
+
+    def meet(rank: int) -> None:
+        while rank not in found:
+            meeting = stores.connect(host, port, 10, job="job", place=(rank, 2))
+            call = RollCall(meeting, claim_of(rank, 2), clears=True)
+            with contextlib.suppress(StartMovedError):
+                found[rank] = len(call.take(10).claims)
+
+    first, second = (threading.Thread(target=meet, args=(rank,)) for rank in (0, 1))
+    first.start()
+    time.sleep(0.5)  # so that it finds its place free, and the other one has it follow
+    second.start()
+    for thread in (first, second):
+        thread.join(20)
+    assert found == {0: 2, 1: 2}
+    assert kept.hosted
 
 
 def test_a_dead_world_on_another_host_is_never_joined(tmp_path: Path) -> None:

@@ -113,6 +113,8 @@ def _open(place: Place, timeout_s: float) -> stores.Meeting:
     knows_hosts = place.knows_node and place.nodes_are_hosts
     apart = knows_hosts and (topology.nodes > 1 if topology.is_main else topology.node > 0)
     if place.store_is_served:
-        return stores.connect(topology.address, topology.port, timeout_s, job=place.job, start=place.start)
+        return stores.connect(
+            topology.address, topology.port, timeout_s, job=place.job, place=(topology.rank, topology.size)
+        )
     opens = stores.serve if topology.is_main else stores.connect
     return opens(topology.address, topology.port, timeout_s, apart=apart)

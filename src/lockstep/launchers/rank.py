@@ -23,7 +23,7 @@ from ..topology import Topology
 from . import claims, guard, hosts, stores
 from .base import Entry, FormsWorld
 from .devices import drives_all, gpu_ids, gpu_index
-from .rendezvous import RollCall
+from .rendezvous import RollCall, StartMovedError
 
 if TYPE_CHECKING:
     import torch
@@ -94,18 +94,21 @@ def run_met(
     """
     parallel = config.parallel
     hosts.check_interface(parallel.interface, env)
-    meeting = opens()
-    mine = claims.Claim(
-        rank=index,
-        size=size,
-        accelerator=parallel.accelerator,
-        gpus=gpu_ids(parallel, env),
-        drives_all=drives_all(parallel),
-        addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE, parallel.interface),
-        interface=parallel.interface,
-    )
-    call = RollCall(meeting, mine, clears=parallel.clear_meeting or meeting.lasting is not None)
-    peers = call.take(parallel.timeout)
+    while True:
+        meeting = opens()
+        mine = claims.Claim(
+            rank=index,
+            size=size,
+            accelerator=parallel.accelerator,
+            gpus=gpu_ids(parallel, env),
+            drives_all=drives_all(parallel),
+            addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE, parallel.interface),
+            interface=parallel.interface,
+        )
+        call = RollCall(meeting, mine, clears=parallel.clear_meeting or meeting.lasting is not None)
+        with contextlib.suppress(StartMovedError):
+            peers = call.take(parallel.timeout)
+            break
     came = peers.claims
     topology = known or claims.place(came, mine)
     try:

@@ -32,6 +32,10 @@ _HEAR_S = 5.0  # for a process on another host to answer that it lives
 _LEAVE_S = 10.0
 
 
+class StartMovedError(Exception):
+    """Says that the ranks are being started anew, and that this one, which has just come, belongs to that start."""
+
+
 class RollCall:
     """One process's part in the roll call over an open store."""
 
@@ -48,14 +52,12 @@ class RollCall:
     def take(self, timeout_s: float) -> Peers:
         """Return all ranks, once all have confirmed that they are (*collective*).
 
+        Raises `StartMovedError` where the ranks are started anew meanwhile: the caller opens the store again.
         Raises `RequestError`, on every rank that can know, if a rank is missing after `timeout_s` seconds, claimed
         twice, or dead, or if ranks were started with different world sizes, accelerators, or the same GPU.
         """
         deadline = time.monotonic() + timeout_s
-        if self._meeting.server is not None:  # whose process may be stopped, and torch would wait for it without end
-            from .bounded_store import BoundedStore
-
-            self._store = BoundedStore(self._store, timeout_s)
+        self._store = self._meeting.bounded(timeout_s)  # who serves it may be stopped, and torch waits without end
         try:
             self._claim()
             claims = self._wait(deadline, timeout_s)
@@ -63,6 +65,9 @@ class RollCall:
                 self._answers = threading.Thread(target=self._answer, daemon=True, name="roll call")
                 self._answers.start()
             return Peers(self._meeting, claims, self._mine)
+        except StartMovedError:
+            self.leave(clean=False)
+            raise
         except RequestError as error:
             if not self._meeting.is_anothers:
                 self._spread(error)
@@ -214,8 +219,11 @@ class RollCall:
         claims: tuple[Claim, ...] = ()
         confirmed: list[str] = []
         next_look = time.monotonic()
+        starts = self._meeting.starts
         while True:
             self._heed()
+            if starts is not None and starts.has_moved():
+                raise StartMovedError
             if not confirmed:
                 claims = self._all_claims()
                 confirmed = self._confirm(claims)

@@ -27,6 +27,7 @@ from ..errors import AbsentError, RequestError
 from . import meeting_files, names
 from .names import Address
 from .names import address_of as address_of  # where others look for it
+from .starts import Starts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
@@ -59,10 +60,16 @@ class Meeting:
     """What outlives this start of the ranks, where an agent serves the store."""
     server: Address | None = None
     """Where another process serves the store."""
+    starts: Starts | None = None
+    """Where ranks find out themselves which start this is."""
     is_anothers: bool = False
     """Whether this process was to serve the store, and found that another one does."""
     caution: str = ""
     """What may keep others from coming, to end a sentence with."""
+
+    def bounded(self, limit_s: float) -> Store:
+        """Return the store, in which no request takes longer than that where another process serves it."""
+        return self.store if self.server is None else _bounded(self.store, limit_s)
 
     def is_open(self) -> bool:
         """Return whether the store still answers; torch prints its own stack where one does not."""
@@ -145,11 +152,21 @@ def _quieten_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def connect(host: str, port: int, timeout_s: float, *, job: str = "", start: str = "", apart: bool = False) -> Meeting:
+def connect(
+    host: str,
+    port: int,
+    timeout_s: float,
+    *,
+    job: str = "",
+    start: str = "",
+    place: tuple[int, int] | None = None,
+    apart: bool = False,
+) -> Meeting:
     """Open the store that rank 0, or an agent, serves at the address; wait for it at most `timeout_s` seconds.
 
     Where an agent serves it, the store outlives the ranks: `start` parts their keys from those of earlier starts of the
-    same `job`. `apart` says that it is served on another host.
+    same `job`; where nobody tells it, whoever has this `place` (rank, size) finds out (see `starts`). `apart` says that
+    it is served on another host.
     """
     _quieten_torch()
     from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -160,13 +177,21 @@ def connect(host: str, port: int, timeout_s: float, *, job: str = "", start: str
     limit = timedelta(seconds=max(_PROBE_S, deadline - time.monotonic()))
     try:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        starts = Starts(_bounded(PrefixStore(f"{_PREFIX}/{job}", store), timeout_s), *place) if place else None
     except RuntimeError as error:
-        raise (AbsentError if start else RequestError)(_not_a_store(where)) from error
+        raise (AbsentError if start or place else RequestError)(_not_a_store(where)) from error
     caution = names.unreachable(host, server[1][0])
-    if not start:
+    if not start and not place:
         return Meeting(PrefixStore(_PREFIX, store), where, host=host, port=port, server=server, caution=caution)
     lasting = PrefixStore(f"{_PREFIX}/{job}/lasting", store)
-    return Meeting(PrefixStore(f"{_PREFIX}/{job}/{start}", store), where, host=host, lasting=lasting, server=server)
+    own = PrefixStore(f"{_PREFIX}/{job}/{starts.name if starts else start}", store)
+    return Meeting(own, where, host=host, lasting=lasting, server=server, starts=starts)
+
+
+def _bounded(store: Store, limit_s: float) -> Store:
+    from .bounded_store import BoundedStore  # late: it imports torch
+
+    return BoundedStore(store, limit_s)
 
 
 def open_file(path: Path, *, clears: bool = False) -> Meeting:

@@ -34,8 +34,6 @@ class Place:
     """Whether an agent serves the store, which outlives the ranks; otherwise rank 0 does."""
     job: str = ""
     """What tells this job from others that use the agent's store."""
-    start: str = ""
-    """What tells this start of the ranks from earlier ones of the same job."""
     knows_node: bool = True
     """Whether it says which ranks share this node; otherwise the roll call finds out."""
     nodes_are_hosts: bool = True

@@ -73,7 +73,6 @@ def read(env: Mapping[str, str]) -> Place:
         NAMES,
         store_is_served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         job=env.get("TORCHELASTIC_RUN_ID", ""),
-        start=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
         knows_node="LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env,
         error_file=Path(error_file) if error_file else None,
     )
