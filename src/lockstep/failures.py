@@ -161,13 +161,13 @@ def _loss(error: BaseException, rank: int, again: str) -> str:
 
 
 def _first_words(error: BaseException) -> str:
-    return str(error).partition(_CPP_FRAMES)[0]
+    return words(error).partition(_CPP_FRAMES)[0]
 
 
 def _place(error: BaseException) -> str:
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     # A DataLoader's worker sends its traceback as text within the message; those frames are deeper than ours.
-    for line in str(error).splitlines():
+    for line in words(error).splitlines():
         if found := _WORKER_FRAME.match(line):
             frames.append((found["file"], int(found["line"])))
     own = [frame for frame in frames if not is_library(frame[0])] or frames
@@ -185,10 +185,18 @@ def one_line(error: BaseException) -> str:
     """Return the class and the words of `error` in one line, without a trace that another process has put into them."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r}) before it was done"
-    text = str(error)
+    text = words(error)
     if "Original Traceback" in text:
         return _short(text.strip().splitlines()[-1])
     return _short(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def words(error: BaseException) -> str:
+    """Return the words of `error`; "" for one of the user's own that cannot say them."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def _short(text: str) -> str:

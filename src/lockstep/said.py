@@ -45,13 +45,15 @@ def kept(path: Path, *, shown: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_crashes(file: IO[str]) -> Iterator[None]:
-    """Have the stacks of this process written to the file where C code ends it."""
-    before = faulthandler.is_enabled()  # on stderr, by torch's agents or the user
+    """Have the stacks of this process written to the file where C code ends it, unless the user has them elsewhere."""
+    if faulthandler.is_enabled():
+        yield
+        return
     faulthandler.enable(file)
     try:
         yield
     finally:
-        faulthandler.enable() if before and sys.stderr is not None else faulthandler.disable()
+        faulthandler.disable()
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from .pulse import Pulse
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_BELOW = tuple(str(Path(__file__).with_name(name)) for name in ("watch.py", "pulse.py", "world.py", "nn"))
+_BELOW = tuple(str(Path(__file__).with_name(name)) for name in ("watch.py", "beats.py", "pulse.py", "world.py", "nn"))
 _WORDS = {"": "its own code", "data": "data loading", "step": "the optimizer step", "save": "saving"}
 _LEAVE_S = 2.0
 _LOOK_S = 1.0

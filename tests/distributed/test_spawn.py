@@ -70,7 +70,7 @@ def test_the_first_failing_rank_is_named_and_nobody_is_left(
 
 _STALLED = (
     r"^Rank {} was stopped, died or was cut off \d+ s ago, last heard of in .* \(step \d+\); {} at step \d+; "
-    r"continue with --resume auto\.$"
+    r"start the same command again\.$"
 )
 
 

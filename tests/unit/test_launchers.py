@@ -495,6 +495,14 @@ def test_how_to_go_on_depends_on_what_was_asked() -> None:
     assert failures.again(_config(), has_folder=False) == "start the same command again"
 
 
+def test_an_error_that_cannot_say_its_words_is_told_by_its_name() -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert failures.describe(MuteError(), 1).sentence == "Rank 1 failed: MuteError"
+
+
 class _Screen(io.StringIO):
     def isatty(self) -> bool:
         return True

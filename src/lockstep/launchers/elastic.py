@@ -14,6 +14,7 @@ ranks meet (by our roll call, over the agents' store), how they are ended, and w
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hashlib
 import json
 import os
@@ -114,6 +115,7 @@ def serve(payload: bytes, host: str, port: int, job: str, start: str) -> NoRetur
     """Be one rank that an agent has started: run the entry, leave its pickled value for the agent, end."""
     lifeline.settle()
     lifeline.end_with_parent()
+    faulthandler.disable()  # which torch has set to the console, and a run sets to its own file
     place = dialects.read(os.environ)
     index = place.topology.rank
     config = RunConfig()

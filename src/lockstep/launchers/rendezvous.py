@@ -30,6 +30,7 @@ _LOOK_S = 0.05
 _LIVENESS_S = 1.0  # between looks at whether the processes that we can see are alive
 _HEAR_S = 5.0  # for a process on another host to answer that it lives
 _LEAVE_S = 10.0
+_ANSWER_S = 5.0  # for the store, however short --timeout is
 
 
 class StartMovedError(Exception):
@@ -57,7 +58,9 @@ class RollCall:
         twice, or dead, or if ranks were started with different world sizes, accelerators, or the same GPU.
         """
         deadline = time.monotonic() + timeout_s
-        self._store = self._meeting.bounded(timeout_s)  # who serves it may be stopped, and torch waits without end
+        self._store = self._meeting.bounded(
+            max(timeout_s, _ANSWER_S)
+        )  # who serves it may be stopped, and torch waits without end
         try:
             self._claim()
             claims = self._wait(deadline, timeout_s)
