@@ -6,6 +6,8 @@ import ctypes
 import os
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -108,40 +110,35 @@ def holding() -> tuple[Dataset[Pair], Dataset[Pair]]:
     return _Holding(), _Drawn()
 
 
-class _Crashing(_Drawn):
+class _Eventful(_Drawn):
+    """At sample 23, something happens to the process that reads it."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        self._happens = happens
+
     def __getitem__(self, index: int) -> Pair:
         if index == 23:
-            ctypes.string_at(0)
+            self._happens()
         return torch.zeros(4), index % 4
+
+
+def _burn() -> None:
+    raise OSError("disk on fire")
 
 
 def crashing() -> tuple[Dataset[Pair], Dataset[Pair]]:
     """Return data of which one sample ends its process in C code."""
-    return _Crashing(), _Drawn()
-
-
-class _Broken(_Drawn):
-    def __getitem__(self, index: int) -> Pair:
-        if index == 23:
-            raise OSError("disk on fire")
-        return torch.zeros(4), index % 4
+    return _Eventful(partial(ctypes.string_at, 0)), _Drawn()
 
 
 def broken() -> tuple[Dataset[Pair], Dataset[Pair]]:
     """Return data of which one sample cannot be read."""
-    return _Broken(), _Drawn()
-
-
-class _Leaving(_Drawn):
-    def __getitem__(self, index: int) -> Pair:
-        if index == 23:
-            os._exit(0)
-        return torch.zeros(4), index % 4
+    return _Eventful(_burn), _Drawn()
 
 
 def leaving() -> tuple[Dataset[Pair], Dataset[Pair]]:
     """Return data that end their process in the middle of training, as if all were well."""
-    return _Leaving(), _Drawn()
+    return _Eventful(partial(os._exit, 0)), _Drawn()
 
 
 class _Slow(Dataset[Pair]):

@@ -95,6 +95,9 @@ class DeadMansSwitch:
             with self._lock:
                 if self._next_s != _NEVER:
                     self._file = file
+                    return
+            file.close()  # it was called off meanwhile
+            path.unlink()
 
 
 def _file(rank: int, folder: Path) -> Path:

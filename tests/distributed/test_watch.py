@@ -9,16 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from ..command import end, start, until
+from ..command import Ended, command, end, start, until
 from ..ports import free_port
 
 STALL_S = 4
 RUN = "train digits --model mlp --strategy ddp --accelerator cpu --batch 32 --epochs 1000 --log-every 1 --no-download"
 
 
+def _ended(folder: Path, data: str, *words: object) -> Ended:
+    """Return how two ranks ended that read data of ours themselves."""
+    run = f"train --data tests.own_data:{data} --model mlp --batch 8 --accelerator cpu --strategy ddp --devices 2"
+    return command(folder, *run.split(), "--workers", 0, "--output", "run", *words)
+
+
 def test_a_rank_that_hangs_in_data_loading_is_named_with_its_line(tmp_path: Path) -> None:
-    run = "train --data tests.own_data:hanging --model mlp --batch 8 --accelerator cpu --strategy ddp --devices 2"
-    ended = end(start(tmp_path, *run.split(), "--workers", 0, "--stall-timeout", STALL_S, "--output", "run"))
+    ended = _ended(tmp_path, "hanging", "--stall-timeout", STALL_S)
     assert ended.code == 1
     found = re.search(
         r"^lockstep: Rank (\d) stopped (\d+) s ago in data loading at own_data\.py:\d+ \(step \d\); "
@@ -36,8 +41,7 @@ def test_a_rank_that_hangs_in_data_loading_is_named_with_its_line(tmp_path: Path
 
 
 def test_a_rank_that_hangs_with_pythons_lock_leaves_its_stacks(tmp_path: Path) -> None:
-    run = "train --data tests.own_data:holding --model mlp --batch 8 --accelerator cpu --strategy ddp --devices 2"
-    ended = end(start(tmp_path, *run.split(), "--workers", 0, "--stall-timeout", STALL_S, "--output", "run"))
+    ended = _ended(tmp_path, "holding", "--stall-timeout", STALL_S)
     assert ended.code == 1
     found = re.search(
         r"^lockstep: Rank (\d) was stopped, died or was cut off \d s ago, last heard of in .*; "
@@ -53,8 +57,7 @@ def test_a_rank_that_hangs_with_pythons_lock_leaves_its_stacks(tmp_path: Path) -
 
 @pytest.mark.parametrize("launcher", ["spawn", "elastic"])
 def test_a_rank_that_crashes_in_c_code_leaves_its_stacks(launcher: str, tmp_path: Path) -> None:
-    run = "train --data tests.own_data:crashing --model mlp --batch 8 --accelerator cpu --strategy ddp --devices 2"
-    ended = end(start(tmp_path, *run.split(), "--workers", 0, "--output", "run", "--launcher", launcher))
+    ended = _ended(tmp_path, "crashing", "--launcher", launcher)
     assert ended.code == 1
     found = re.search(
         r"^lockstep: Rank (\d) was killed by SIGSEGV \(if it trained, its stacks are in the run's "

@@ -23,6 +23,7 @@ from ..topology import Topology
 from . import claims, guard, hosts, stores
 from .base import Entry, FormsWorld
 from .devices import drives_all, gpu_ids, gpu_index
+from .peers import Peers
 from .rendezvous import RollCall, StartMovedError
 
 if TYPE_CHECKING:
@@ -94,27 +95,13 @@ def run_met(
     """
     parallel = config.parallel
     hosts.check_interface(parallel.interface, env)
-    while True:
-        meeting = opens()
-        mine = claims.Claim(
-            rank=index,
-            size=size,
-            accelerator=parallel.accelerator,
-            gpus=gpu_ids(parallel, env),
-            drives_all=drives_all(parallel),
-            addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE, parallel.interface),
-            interface=parallel.interface,
-        )
-        call = RollCall(meeting, mine, clears=parallel.clear_meeting or meeting.lasting is not None)
-        with contextlib.suppress(StartMovedError):
-            peers = call.take(parallel.timeout)
-            break
+    call, peers = _meet(config, env, opens, index=index, size=size)
     came = peers.claims
-    topology = known or claims.place(came, mine)
+    topology = known or claims.place(came, peers.mine)
     try:
         _check_node(config, topology)
-        bind(claims.interface(came, mine))
-        device = take_device(config, env, topology, sharing=claims.sharing(came, mine))
+        bind(claims.interface(came, peers.mine))
+        device = take_device(config, env, topology, sharing=claims.sharing(came, peers.mine))
         call.stand_by(peers, parallel.timeout)
         pulse = Pulse()
         watch = guard.watch(config, peers, pulse, tell)
@@ -134,6 +121,29 @@ def run_met(
     watch.close(_BEAT_S)
     call.leave(clean=True)
     return value if topology.is_main else None
+
+
+def _meet(
+    config: RunConfig, env: Mapping[str, str], opens: Callable[[], stores.Meeting], *, index: int, size: int
+) -> tuple[RollCall, Peers]:
+    """Hold the roll call, anew where the ranks are started anew meanwhile; return it and who came (*collective*)."""
+    parallel = config.parallel
+    while True:
+        meeting = opens()
+        mine = claims.Claim(
+            rank=index,
+            size=size,
+            accelerator=parallel.accelerator,
+            gpus=gpu_ids(parallel, env),
+            drives_all=drives_all(parallel),
+            addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE, parallel.interface),
+            interface=parallel.interface,
+        )
+        call = RollCall(meeting, mine, clears=parallel.clear_meeting or meeting.lasting is not None)
+        try:
+            return call, call.take(parallel.timeout)
+        except StartMovedError:
+            continue
 
 
 def run_joined(

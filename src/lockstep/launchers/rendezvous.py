@@ -58,9 +58,8 @@ class RollCall:
         twice, or dead, or if ranks were started with different world sizes, accelerators, or the same GPU.
         """
         deadline = time.monotonic() + timeout_s
-        self._store = self._meeting.bounded(
-            max(timeout_s, _ANSWER_S)
-        )  # who serves it may be stopped, and torch waits without end
+        # Who serves the store may be stopped, and torch would wait for it without end.
+        self._store = self._meeting.bounded(max(timeout_s, _ANSWER_S))
         try:
             self._claim()
             claims = self._wait(deadline, timeout_s)
