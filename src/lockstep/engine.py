@@ -77,8 +77,9 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
 
     Checkpoints are written below `config.record.output` if that is set. The run continues from `state`, by default
     from the checkpoint that `config.checkpoint.resume` names. Raises `RequestError` for what cannot be honoured,
-    `RunError` for a loss that is not finite, `ProofError` for replicas that are not the same bits or an epoch that did
-    not hold each sample once, and `Stopped` after Ctrl-C or SIGTERM, once saved.
+    `RunError` for a loss that is not finite or last weights that could not be written, `ProofError` for replicas that
+    are not the same bits or an epoch that did not hold each sample once, and `Stopped` after Ctrl-C or SIGTERM, once
+    saved.
     """
     world.pulse.enter("setup")
     loaded = state or resume.load(config, world)
@@ -101,9 +102,11 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
             except NonFiniteLossError as bad:
                 bad.doubt = proofs.explain_loss(progress.step, bad.step)
                 raise
-            saver.conclude(job, progress)
+            unsaved = saver.conclude(job, progress)
         result = _result(job, progress, meter, proofs, recorder)
         world.pulse.enter("")  # not after an error: where it came is told
+        if unsaved:  # only now: what it came to is told and written all the same
+            raise RunError(unsaved)
         return result
     except NonFiniteLossError as bad:
         raise _explain(bad, job) from bad

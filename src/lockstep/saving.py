@@ -122,8 +122,8 @@ class Saver:
         last = "none before it was" if on_disk is None else f"the last one is of step {on_disk}: make room and {again}"
         return f", but its checkpoint could not be written; {last}."
 
-    def conclude(self, job: Job, progress: Progress) -> None:
-        """Wait until the last save is on the disk, and warn where it is not (*collective*).
+    def conclude(self, job: Job, progress: Progress) -> str:
+        """Wait until the last save is on the disk; return, on every rank, a sentence where it is not (*collective*).
 
         A run that was complete when it was taken up is saved only where it goes on in a folder of its own.
         """
@@ -133,12 +133,16 @@ class Saver:
             self.save(job, progress, evaluated=True)
         if self._checkpoints is not None:
             self._checkpoints.wait()
-            step = progress.step
-            if self._on_disk != step and not (nothing_done and there):
-                newest = (
-                    "there is no checkpoint" if self._on_disk is None else f"the last one is of step {self._on_disk}"
-                )
-                self._warn(f"The weights of the last step, {step}, are not on the disk: {newest}.")
+        is_there = self._checkpoints is None or self._on_disk == progress.step or (nothing_done and there)
+        told: str = self._world.gather("" if is_there else self._unsaved(progress.step))[0]
+        return told
+
+    def _unsaved(self, step: int) -> str:
+        newest = "there is no checkpoint" if self._on_disk is None else f"the last one is of step {self._on_disk}"
+        return (
+            f"The weights of the last step, {step}, are not on the disk: {newest}; make room and continue with the "
+            f"same command and --resume {self._folder}."
+        )
 
     def __enter__(self) -> Saver:
         return self
