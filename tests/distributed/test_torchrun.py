@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from ..command import ROOT, Running, command, end, events, gone, losses, processes, until, weights
+from ..ports import free_port
 
 RUN = (
     "train --data tests.own_data:slow --model mlp --strategy ddp --accelerator cpu --epochs 12 --checkpoint-every 30 "
@@ -17,13 +19,13 @@ RUN = (
 )
 
 
-def _torchrun(folder: Path) -> Running:
-    """Start two ranks, which the agent starts again at most twice."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+def _torchrun(folder: Path, *words: object, **env: str) -> Running:
+    """Start an agent with these words, which starts its ranks again at most twice."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "2", *map(str, words)]
     return Running(
         [*agent, "-m", "lockstep", *RUN.split(), "--resume", "auto"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -36,12 +38,17 @@ def _rank(agent: Running, rank: int) -> psutil.Process:
     return found
 
 
-def test_ranks_that_torchrun_starts_again_come_to_the_same_bits(tmp_path: Path) -> None:
-    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
-    undisturbed.mkdir()
-    ended = command(undisturbed, *RUN.split(), "--devices", 2)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = command(folder, *RUN.split(), "--devices", 2)
     assert ended.code == 0, ended.err
-    with _torchrun(tmp_path) as agent:
+    return folder / "run"
+
+
+def test_ranks_that_torchrun_starts_again_come_to_the_same_bits(undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with _torchrun(tmp_path, "--nproc-per-node", 2) as agent:
         for number, step in ((1, 40), (0, 120)):
             until(lambda step=step: bool(made := losses(run)) and made[-1][0] >= step)  # type: ignore[misc]
             ranks = [_rank(agent, rank) for rank in (0, 1)]
@@ -51,5 +58,37 @@ def test_ranks_that_torchrun_starts_again_come_to_the_same_bits(tmp_path: Path) 
     assert ended.code == 0, ended.err
     assert len(events(run, "start")) == 3
     assert "stopped before training began" not in ended.err
-    assert losses(run) == losses(undisturbed / "run")
-    assert weights(run) == weights(undisturbed / "run")
+    assert losses(run) == losses(undisturbed)
+    assert weights(run) == weights(undisturbed)
+
+
+@pytest.mark.parametrize(("apart", "steps"), [("0", (40, 100)), ("1", (40,))])
+def test_ranks_under_two_agents_that_count_apart_meet_again(
+    apart: str, steps: tuple[int, ...], undisturbed: Path, tmp_path: Path
+) -> None:
+    """The agent whose rank is killed counts a restart; the other one may see a node that waits, and count none.
+
+    Where torch keeps the ranks' store apart from the agents', rank 0 serves it, at an address that torch has chosen.
+    """
+    run = tmp_path / "run"
+    meets = ("--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    words = ("--nnodes", 2, "--nproc-per-node", 1, *meets)
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": apart}
+    with _torchrun(tmp_path, *words, **env) as one, _torchrun(tmp_path, *words, **env) as other:
+
+        def reached(step: int) -> bool:
+            assert one.poll() is None, end(one)
+            assert other.poll() is None, end(other)
+            made = losses(run)
+            return bool(made) and made[-1][0] >= step
+
+        for step in steps:
+            until(lambda step=step: reached(step))  # type: ignore[misc]
+            ranks = [each for agent in (one, other) for each in processes(agent)[1:] if "RANK" in each.environ()]
+            ranks[0].kill()
+            until(lambda ranks=ranks: gone(ranks))  # type: ignore[misc]
+        ended = [end(agent) for agent in (one, other)]
+    assert [each.code for each in ended] == [0, 0], ended
+    assert len(events(run, "start")) == len(steps) + 1
+    assert losses(run) == losses(undisturbed)
+    assert weights(run) == weights(undisturbed)

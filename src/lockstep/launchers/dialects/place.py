@@ -37,7 +37,7 @@ class Place:
     knows_node: bool = True
     """Whether it says which ranks share this node; otherwise the roll call finds out."""
     nodes_are_hosts: bool = True
-    """Whether its nodes are hosts of their own; all those of a Slurm for trials may be this one."""
+    """Whether its nodes are known to be hosts of their own; all those of a Slurm for trials may be this one."""
     gpus: tuple[str, int] | None = None
     """The variable that says how many of the node's GPUs are the job's, and the number; None where none says."""
     error_file: Path | None = None

@@ -53,6 +53,11 @@ def read(env: Mapping[str, str]) -> Place:
     check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size, _START)
     check_below("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", size, _START, or_same=True)
     check_below("GROUP_RANK", node, "GROUP_WORLD_SIZE", nodes, _START)
+    if local_size == size and local_rank != index:
+        raise RequestError(
+            f"The environment disagrees with itself: LOCAL_WORLD_SIZE and WORLD_SIZE are {size}, so that all ranks are "
+            f"on this node, but LOCAL_RANK is {local_rank} where RANK is {index}; {_START}, or set both alike."
+        )
     if "TORCHELASTIC_RUN_ID" not in env:  # torchrun numbers its ranks itself, whoever has started its agents
         for starter in (mpi.OPEN_MPI, mpi.PMI):
             starter.check_agrees(("RANK", index), ("WORLD_SIZE", size), env)
@@ -74,6 +79,8 @@ def read(env: Mapping[str, str]) -> Place:
         store_is_served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         job=env.get("TORCHELASTIC_RUN_ID", ""),
         knows_node="LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env,
+        # Several agents of torchrun's may share a host, and it takes the host's own name for the address itself.
+        nodes_are_hosts="TORCHELASTIC_RUN_ID" not in env,
         error_file=Path(error_file) if error_file else None,
     )
 
