@@ -52,6 +52,7 @@ def start(folder: Path, *words: object, through: Sequence[str] = (), **env: str)
         [sys.executable, *through, "-m", "lockstep", *map(str, words)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **env},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -81,18 +81,6 @@ def differing() -> tuple[Dataset[Pair], Dataset[Pair]]:
     return train, _Drawn()
 
 
-class _Hanging(_Drawn):
-    def __getitem__(self, index: int) -> Pair:
-        if index == 23:
-            time.sleep(600)
-        return torch.zeros(4), index % 4
-
-
-def hanging() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data of which one sample never comes, as from a disk that does not answer."""
-    return _Hanging(), _Drawn()
-
-
 class _Holding(_Drawn):
     def __init__(self) -> None:
         self.read = 0
@@ -126,6 +114,16 @@ def _burn() -> None:
     raise OSError("disk on fire")
 
 
+def hanging() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data of which one sample never comes, as from a disk that does not answer."""
+    return _Eventful(partial(time.sleep, 600)), _Drawn()
+
+
+def debugged() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data of which one sample has a breakpoint."""
+    return _Eventful(breakpoint), _Drawn()
+
+
 def crashing() -> tuple[Dataset[Pair], Dataset[Pair]]:
     """Return data of which one sample ends its process in C code."""
     return _Eventful(partial(ctypes.string_at, 0)), _Drawn()
@@ -139,6 +137,11 @@ def broken() -> tuple[Dataset[Pair], Dataset[Pair]]:
 def leaving() -> tuple[Dataset[Pair], Dataset[Pair]]:
     """Return data that end their process in the middle of training, as if all were well."""
     return _Eventful(partial(os._exit, 0)), _Drawn()
+
+
+def exiting() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data of which one sample ends the process that reads it."""
+    return _Eventful(partial(os._exit, 7)), _Drawn()
 
 
 class _Slow(Dataset[Pair]):

@@ -38,6 +38,10 @@ _LOST = re.compile(
     r"Socket Timeout|Connect timeout|wait timeout|remote process exited|network error|NCCL communicator was aborted"
 )
 _ADDRESS = re.compile(r"\[(?P<host>[\w.:]+)\]:\d+")
+_WORKER = re.compile(
+    r"DataLoader worker \(pid(\(s\))? (?P<who>[\d, ]+)\) (is killed by signal: (?P<signal>[^.]+)|exited unexpectedly"
+    r"( with exit code (?P<code>\d+))?)"
+)
 _CPP_FRAMES = "Exception raised from"
 _WORKER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
@@ -78,6 +82,9 @@ def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
     if isinstance(error, LockstepError):
         trace = getattr(error, "trace", "") or trace
         return Failure(rank, type(error).__name__, str(error), trace, is_echo=isinstance(error, RankLostError))
+    if died := _WORKER.search(words(error)) if isinstance(error, RuntimeError) else None:
+        # Of a class of ours, whose sentence is enough: torch raises it wherever the rank is at that moment.
+        return Failure(rank, RunError.__name__, _worker_death(died, rank, again), trace)
     if is_echo(error):
         return Failure(rank, type(error).__name__, _loss(error, rank, again), trace, is_echo=True)
     return Failure(rank, type(error).__name__, f"Rank {rank} failed{_place(error)}: {one_line(error)}", trace)
@@ -157,6 +164,18 @@ def _loss(error: BaseException, rank: int, again: str) -> str:
     return (
         f"Rank {rank} lost another rank while it waited for it in a collective ({how}): "
         f"that rank's own message, if it could leave one, says why; {again}."
+    )
+
+
+def _worker_death(found: re.Match[str], rank: int, again: str) -> str:
+    how = "ended"
+    if found["signal"]:
+        how = f"was killed by a signal ({found['signal'].lower()})"
+    elif found["code"]:
+        how = f"ended with exit code {found['code']}"
+    return (
+        f"Rank {rank}: a data worker (process {found['who'].strip()}) {how}: if the host ran out of memory, use fewer "
+        f"--workers; with --workers 0 the rank reads by itself, and says more; {again}."
     )
 
 

@@ -110,7 +110,7 @@ class Watch:
                 count, self._idle_s = self._pulse.count, 0.0
                 continue
             self._idle_s += passed_s
-            if self._pulse.phase and self._idle_s > self._stall_s:
+            if self._pulse.phase and self._idle_s > self._stall_s and not _in_debugger(self._main):
                 # A rank that stopped did so before the others began to wait: it has been silent for longer than this.
                 self._end(self._beats.agree(explain(self.seen(), self._nodes, self._stall_s / 2)))
                 return
@@ -176,6 +176,14 @@ def place(thread: int | None) -> str:
     while frame is not None and _is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
+
+
+def _in_debugger(thread: int | None) -> bool:
+    """Whether a person looks at this process: it stands in pdb's prompt, or under a debugger that may hold it."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None and frame.f_globals.get("__name__") != "bdb":
+        frame = frame.f_back
+    return frame is not None or "pydevd" in sys.modules
 
 
 def _is_machinery(file: str) -> bool:

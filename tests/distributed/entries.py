@@ -35,6 +35,18 @@ def total(config: RunConfig, world: World) -> dict[str, Any]:
     }
 
 
+class _Unreadable:
+    """What can be pickled, but not read again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("none",)
+
+
+def unreadable(config: RunConfig, world: World) -> _Unreadable:
+    """Return what no process can read."""
+    return _Unreadable()
+
+
 def fail(config: RunConfig, world: World) -> None:
     """Fail on rank 1 in the way that the config's data folder names; rank 0 waits for it in a collective."""
     world.barrier()

@@ -144,14 +144,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_full_disk_stops_no_training(folder: Path, small_disk: Path) -> None:
+def test_a_full_disk_stops_no_training_but_is_no_success(folder: Path, small_disk: Path) -> None:
     run = small_disk / "run"
     ended = command(folder, *TRAIN, "--checkpoint-every", 5, "--output", run)
-    assert ended.code == 0, ended
+    told = sentence(ended, code=1)
     assert "The checkpoint of step 10 could not be written" in ended.err
     assert "No space left" in ended.err
     assert "training goes on" in ended.err
-    assert "The weights of the last step, 12, are not on the disk: the last one is of step 5." in ended.err
+    assert told == (
+        "The weights of the last step, 12, are not on the disk: the last one is of step 5; make room and continue with "
+        f"the same command and --resume {run}."
+    )
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["exit"], summary["steps"]) == (1, 12)
+    assert summary["top1"] is not None
+    assert summary["images_per_s"] is not None
     assert "Traceback" not in ended.err
     assert checkpoint.load(run).meta["step"] == 5
     assert "done after 12 steps" in ended.out
@@ -195,6 +202,12 @@ def test_two_runs_do_not_write_to_one_folder(folder: Path, capsys: pytest.Captur
             said = refusal(capsys, *TRAIN, "--strategy", "single", *more, "--output", "run")
             assert said.startswith("run is in use by another run (process ")
     assert command(folder, *TRAIN, "--strategy", "single", "--output", "run", "--resume", "auto").code == 0
+
+
+def test_a_data_worker_that_dies_is_named(folder: Path) -> None:
+    words = ("--data", "tests.own_data:exiting", "--model", "mlp", "--batch", 8, "--accelerator", "cpu", *DDP)
+    told = sentence(command(folder, "train", *words, "--workers", 1), code=1)
+    assert re.match(r"Rank \d: a data worker \(process \d+\) ended with exit code 7: if the host ran out of mem", told)
 
 
 # ---- before training

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -66,6 +67,11 @@ def test_the_first_failing_rank_is_named_and_nobody_is_left(
         assert isinstance(caught.value, RunError)
         assert 'raise ValueError("labels reach 10")' in caught.value.trace
         assert "labels reach 10" in (tmp_path / "failures" / "rank_1.txt").read_text()
+
+
+def test_a_value_that_cannot_be_read_is_said_to_be_that() -> None:
+    with pytest.raises(RunError, match=r"^The ranks are done, but what rank 0 returned cannot be read here \(ValueEr"):
+        launch(entries.unreadable, config(devices=2), {})
 
 
 _STALLED = (
@@ -173,3 +179,9 @@ def test_gpus_that_torch_cannot_use_are_refused_in_words_that_hold_for_auto_too(
     resolved = override(RunConfig(), accelerator="cuda")
     with pytest.raises(RequestError, match=r"^The driver shows GPUs, .* \(auto takes it too\), .* --accelerator cpu"):
         rank.take_device(resolved, {}, Topology())
+
+
+@pytest.mark.parametrize("entry", [5, "digits", None])
+def test_what_cannot_be_called_is_refused_at_once(entry: Any) -> None:
+    with pytest.raises(RequestError, match=r"launch takes a function of .* found "):
+        launch(entry, config(devices=2, strategy="ddp"), {})

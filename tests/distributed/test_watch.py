@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ..command import Ended, command, end, start, until
+from ..command import Ended, command, end, gone, processes, start, until
 from ..ports import free_port
 
 STALL_S = 4
@@ -68,6 +68,57 @@ def test_a_rank_that_crashes_in_c_code_leaves_its_stacks(launcher: str, tmp_path
     assert found, ended.err
     kept = (tmp_path / "run" / "output" / f"rank_{found[1]}.txt").read_text()
     assert re.search(r'File ".*own_data\.py", line \d+ in __getitem__', kept), kept
+
+
+def test_a_rank_alone_that_hangs_is_named_as_well(tmp_path: Path) -> None:
+    run = "train --data tests.own_data:hanging --model mlp --batch 8 --accelerator cpu --devices 1 --workers 0"
+    ended = end(start(tmp_path, *run.split(), "--stall-timeout", STALL_S, "--output", "run"))
+    assert ended.code == 1
+    assert re.search(
+        r"^lockstep: Rank 0 stopped \d s ago in data loading at own_data\.py:\d+ \(step \d\); "
+        r"continue with --resume auto\.$",
+        ended.err,
+        re.MULTILINE,
+    ), ended.err
+    assert "in __getitem__" in (tmp_path / "run" / "failures" / "rank_0.txt").read_text()
+
+
+def test_a_rank_in_the_debugger_is_left_alone(tmp_path: Path) -> None:
+    run = "train --data tests.own_data:debugged --model mlp --batch 8 --accelerator cpu --devices 1 --workers 0"
+    words = [*run.split(), "--epochs", 1, "--stall-timeout", 1]
+    with start(tmp_path, *words) as running:
+        assert running.stdin is not None
+        assert running.stdout is not None
+        said = ""
+        while not said.endswith("(Pdb) "):
+            said += (letter := running.stdout.read(1))
+            assert letter, f"it ended without a prompt: {said}"
+        time.sleep(4)
+        assert running.poll() is None
+        running.stdin.write("continue\n")
+        running.stdin.flush()
+        ended = end(running)
+    assert ended.code == 0, ended
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "elastic"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_were_all_stopped_are_told_by_their_parent(ranks: int, launcher: str, tmp_path: Path) -> None:
+    words = [*RUN.split(), "--launcher", launcher, "--devices", ranks, "--stall-timeout", STALL_S, "--output", "run"]
+    with start(tmp_path, *words) as parent:
+        steps = tmp_path / "run" / "steps.jsonl"
+        until(lambda: steps.exists() and steps.read_text().count('"event": "step"') > 5, 60)
+        found = [each for each in processes(parent)[1:] if "spawn_main" in " ".join(each.cmdline())]
+        assert len(found) == ranks
+        for each in found:
+            each.suspend()
+        stopped_s = time.monotonic()
+        ended = end(parent)
+        assert time.monotonic() - stopped_s < STALL_S + 8
+        until(lambda: gone(found), 5)
+    assert ended.code == 1
+    who = "Rank 0, all that live here, was" if ranks == 1 else "Ranks 0–1, all that live here, were"
+    assert f"lockstep: {who} stopped (SIGSTOP) " in ended.err
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -195,6 +195,13 @@ def test_the_most_specific_dialect_is_heard(env: dict[str, str], variable: str, 
             "RANK is 1, but OMPI_COMM_WORLD_RANK is 0, and both WORLD_SIZE and OMPI_COMM_WORLD_SIZE are 2;",
         ),
         ({}, {"RANK": "1", "WORLD_SIZE": "2", **MPICH, "PMI_RANK": "0"}, "RANK is 1, but PMI_RANK is 0, and both"),
+        ({}, {**OPEN_MPI, **MPICH, "PMI_RANK": "0"}, "OMPI_COMM_WORLD_RANK is 1, but PMI_RANK is 0, and both"),
+        ({}, {**TORCHRUN, "LOCAL_RANK": "0"}, "LOCAL_RANK is 0 where RANK is 1;"),
+        (
+            {},
+            {key: value for key, value in SLURM.items() if key != "SLURM_STEP_TASKS_PER_NODE"},
+            "SLURM_STEP_TASKS_PER_NODE is not set, which srun sets",
+        ),
     ],
 )
 def test_what_disagrees_is_one_sentence(options: dict[str, Any], env: dict[str, str], words: str) -> None:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from .. import hardware
 from ..errors import RequestError, RunError
+from ..failures import one_line
 from ..interrupts import SIGNALS
 from .source import Fetched, Indices, Pair, Wish
 
@@ -67,9 +68,9 @@ class _Tasks:
             return share, *self.fetch(epoch, share)
         except RequestError as error:
             return _Failure(str(error), "", deliberate=True)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             where = "".join(f" at {note}" for note in getattr(error, "__notes__", ()))
-            sentence = f"The data set failed{where}: {type(error).__name__}: {error}"
+            sentence = f"The data set failed{where}: {one_line(error)}"
             return _Failure(sentence, traceback.format_exc(), deliberate=False)
 
 
@@ -144,8 +145,8 @@ class Streamed:
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
         """Yield x and y for each share. One stream at a time; a new one ends the one before.
 
-        Raises `RequestError` for a sample that cannot be used, `RunError` where a data set's own code or a worker
-        process failed.
+        Raises `RequestError` for a sample that cannot be used, `RunError` where a data set's own code failed, and
+        torch's RuntimeError, which may come at any moment, for a worker process that died.
         """
         self._queue.begin(epoch, shares)
         # Workers are born with signals held back, until they have said that they ignore them.
@@ -162,11 +163,10 @@ class Streamed:
                 answer = next(batches)
             except StopIteration:
                 return
-            except (RuntimeError, OSError, EOFError) as error:  # by when it died: noticed, or in the midst of sending
+            except (OSError, EOFError) as error:  # it died in the midst of sending; else torch says that it has died
                 raise RunError(
-                    f"A data worker process died ({str(error).splitlines()[0]}); "
-                    "if the host ran out of memory, use fewer --workers.",
-                    trace=traceback.format_exc(),
+                    f"A data worker process died ({one_line(error)}); if the host ran out of memory, use fewer "
+                    "--workers; with --workers 0 the rank reads by itself, and says more."
                 ) from error
             if isinstance(answer, _Failure):
                 if answer.deliberate:

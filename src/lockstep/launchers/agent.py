@@ -28,6 +28,7 @@ from ..errors import ProofError, RequestError, Stopped
 from ..failures import Failure
 from ..interrupts import Heard, Interrupts
 from . import lifeline, reasons
+from .frozen import Frozen
 from .members import Members
 from .reports import GRACE_S, left_behind, obituary, unsaved
 
@@ -56,8 +57,11 @@ class Agent(LocalElasticAgent):
         self._begun_s = 0.0
         self._done_s: float | None = None
         self._patience_s = config.parallel.stall_timeout + GRACE_S
+        self._frozen = Frozen(self._patience_s, self._again)
         self._interrupts = Interrupts()
         self._is_starting = False
+        self.is_over = False
+        """Whether the job has ended: a signal that comes then comes too late."""
         self.cause: Failure | None = None
 
     @property
@@ -67,7 +71,7 @@ class Agent(LocalElasticAgent):
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """Take a signal of the user's: the first has the ranks save and stop, a second ends them."""
-        if self._interrupts.hear() is Heard.FIRST and not self._is_starting:
+        if self._interrupts.hear() is Heard.FIRST and not self._is_starting and not self.is_over:
             raise SignalException("asked to stop", signal.Signals(number))
 
     @property
@@ -113,10 +117,14 @@ class Agent(LocalElasticAgent):
                 time.sleep(_LOOK_S)
                 ended = self._ended_badly()
             return self._failed(self._find_cause(ended, worker_group))
+        alive = self._alive()
+        living = {worker_group.workers[local].global_rank: pid for local, pid in self._pids().items() if pid in alive}
+        if frozen := self._frozen.look(living):
+            return self._failed(frozen)
         if self._lags():
             late = [worker_group.workers[local].global_rank for local in self._pids() if local not in self._told()]
             return self._failed(left_behind(sorted(late), self._again))
-        if self._alive() and (lost := self._members.lost()):
+        if alive and (lost := self._members.lost()):
             return self._failed(Failure(worker_group.workers[0].global_rank, "", f"{lost}; {self._again}.", ""))
         # Not torch's own look, which would come upon a rank that has died since, and end the others without a cause.
         return RunResult(state=WorkerState.HEALTHY)

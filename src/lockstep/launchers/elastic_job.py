@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import socket
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from .agent import Agent
 from .bounded_store import BoundedStore, Unanswered
 from .members import COUNTED_OUT_S, KEEP_ALIVE_S, MISSED, Members
 from .plain_state import PlainState
+from .reports import value_of
 from .stores import Meeting
 
 _LAST_CALL_S = 5
@@ -54,6 +54,30 @@ class _Handler(DynamicRendezvousHandler):
         return 0 if self.members.fewer() else waiting
 
 
+_FOR_TORCHS_AGENT = {
+    # The ranks meet at the agents' own store: torch need not serve another one.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    # Signals are ours to handle, and what nohup ignores is not to be.
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "",
+}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have these environment variables within the block; what it starts inherits them, what comes after does not."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@_environment(_FOR_TORCHS_AGENT)
 def run(
     meeting: Meeting,
     config: RunConfig,
@@ -73,9 +97,6 @@ def run(
     if meeting.hosted and parallel.nodes < parallel.most_nodes and meeting.caution:
         _say(f"{where}: nobody comes there from another host{meeting.caution}.")
     address = hosts.own_address(meeting.host) or meeting.host  # this host's, among the agents
-    # The ranks meet at the agents' own store: torch need not serve another one.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # ours are, and what nohup ignores is not
     _quieten_torch()
     store = meeting.store if meeting.hosted else BoundedStore(meeting.store, COUNTED_OUT_S)
     state = PlainState(store, job)
@@ -110,9 +131,10 @@ def run(
 
     agent = Agent(spec, members, folder, config, _say)
     stopped = False
+    heeding = ExitStack()
+    heeding.enter_context(heeded(agent.hear))
     try:
-        with heeded(agent.hear):
-            result = agent.run()
+        result = agent.run()
     except SignalException as error:
         if (values := agent.values()) is not None:  # the signal came too late
             return _value(values)
@@ -151,8 +173,10 @@ def run(
             f"{failures.again(config)}."
         ) from error
     finally:
+        agent.is_over = True
         if not stopped:  # a node that is stopped leaves; one that is done, or has failed, ends the job
             handler.shutdown()
+        heeding.close()
     if result is None:
         _say(f"{where}: the job has ended, and this node was not needed.")
         return None
@@ -172,7 +196,7 @@ def _check_stopped(agent: Agent, error: Exception) -> None:
 
 
 def _value(values: Mapping[int, bytes]) -> Any | None:
-    return pickle.loads(values[0]) if 0 in values else None  # our own child's
+    return value_of(values[0]) if 0 in values else None
 
 
 def _quieten_torch() -> None:

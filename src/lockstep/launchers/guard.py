@@ -7,8 +7,10 @@ import dataclasses
 import functools
 import multiprocessing
 import os
+import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .. import bounded, failures, said, stacks
@@ -34,8 +36,51 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
 
     Raises `RankLostError` where the store has gone.
     """
-    stall_timeout_s = config.parallel.stall_timeout
     least_s, most_s = _BEATS_KEPT_S if peers.keeps_all else _BEATS_S
+    try:
+        return Watch(
+            pulse,
+            peers.watch_store,
+            rank=peers.mine.rank,
+            nodes=[claim.host for claim in peers.claims],
+            server=peers.server,
+            stall_timeout_s=config.parallel.stall_timeout,
+            beat_s=min(max(config.parallel.stall_timeout / 10, least_s), most_s),
+            ends=_ends(config, pulse, tell),
+        )
+    except RuntimeError as error:  # the store's own: its server has gone
+        raise peers.server_lost() from error
+
+
+@contextlib.contextmanager
+def watched_alone(config: RunConfig, pulse: Pulse, tell: Callable[[Failure], None]) -> Iterator[None]:
+    """Watch over the one rank of a world of one while the block runs; `tell` is as in `watch`."""
+    if hasattr(sys, "ps1"):  # in an interactive session this process is the user's, who sees that nothing moves
+        yield
+        return
+    from torch._C._distributed_c10d import HashStore
+
+    watch = Watch(
+        pulse,
+        HashStore,
+        rank=0,
+        nodes=[socket.gethostname()],
+        server=None,
+        stall_timeout_s=config.parallel.stall_timeout,
+        beat_s=min(max(config.parallel.stall_timeout / 10, _BEATS_S[0]), _BEATS_S[1]),
+        ends=_ends(config, pulse, tell),
+    )
+    try:
+        yield
+    except BaseException:
+        watch.give_way()
+        raise
+    finally:
+        watch.close()
+
+
+def _ends(config: RunConfig, pulse: Pulse, tell: Callable[[Failure], None]) -> Callable[[Watch, Failure], None]:
+    """Return what ends this process once the watch knows why."""
 
     def end(watch: Watch, failure: Failure) -> None:
         told = dataclasses.replace(failure, sentence=f"{failure.sentence}; {_again(config, pulse)}.")
@@ -53,19 +98,7 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
         finally:
             os._exit(RunError.exit_code)
 
-    try:
-        return Watch(
-            pulse,
-            peers.watch_store,
-            rank=peers.mine.rank,
-            nodes=[claim.host for claim in peers.claims],
-            server=peers.server,
-            stall_timeout_s=stall_timeout_s,
-            beat_s=min(max(stall_timeout_s / 10, least_s), most_s),
-            ends=end,
-        )
-    except RuntimeError as error:  # the store's own: its server has gone
-        raise peers.server_lost() from error
+    return end
 
 
 def lost(error: BaseException, config: RunConfig, peers: Peers, pulse: Pulse, watch: Watch) -> RankLostError | None:

@@ -34,4 +34,4 @@ class InlineLauncher:
                 f"of {counted(config.parallel.nodes, 'node')}; take --launcher auto, or --devices 1."
             )
         with rank.accounted(0, config):
-            return rank.run_alone(entry, config, env)
+            return rank.run_alone(entry, config, env, tell=rank.teller())

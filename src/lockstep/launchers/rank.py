@@ -64,8 +64,10 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
     return device
 
 
-def run_alone(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any:
-    """Run the entry in this process as a world of one rank; return its value."""
+def run_alone(
+    entry: Entry, config: RunConfig, env: Mapping[str, str], *, tell: Callable[[failures.Failure], None]
+) -> Any:
+    """Run the entry in this process as a world of one rank; return its value. `tell` is as in `run_met`."""
     from torch._C._distributed_c10d import HashStore
 
     from ..world import World
@@ -73,7 +75,9 @@ def run_alone(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any:
     device = take_device(config, env, Topology())
     if isinstance(entry, FormsWorld):
         return entry.before_world(config, Topology(), device, HashStore())
-    return entry(config, World.alone(device))
+    pulse = Pulse()
+    with guard.watched_alone(config, pulse, tell):
+        return entry(config, World(Topology(), device, pulse=pulse))
 
 
 def run_met(
@@ -204,7 +208,9 @@ def _join(
     try:
         patience_s = parallel.stall_timeout + _BACKSTOP_S
         form_s = parallel.timeout / _DIALS
-        return World.join(topology, device, store, timeout_s=patience_s, form_s=form_s, pulse=pulse, notes=notes)
+        world = World.join(topology, device, store, timeout_s=patience_s, form_s=form_s, pulse=pulse, notes=notes)
+        world.barrier()  # a rank that was done at once would leave before another one had found it
+        return world
     except RuntimeError as error:
         if not failures.is_echo(error):
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import signal
 import sys
 import time
@@ -100,7 +99,7 @@ class Ranks:
         if reports.failures(self._reports):
             reports.listen(self._reports, len(self._actors), lambda: self._look(waiting))
             raise self._error(sorted(waiting.values()))
-        return pickle.loads(self._reports[0].value)  # our own rank's
+        return reports.value_of(self._reports[0].value)
 
     def _meeting_place(self, timeout_s: float) -> tuple[str, int]:
         """Return where rank 0 listens: at its node's address, or at the loopback's where no rank is elsewhere."""

@@ -6,13 +6,15 @@ failure the others are heard a moment longer, since the loudest is not always th
 
 from __future__ import annotations
 
+import pickle
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import LockstepError, RequestError, RunError, Stopped, ranks_named
-from ..failures import Failure, first_cause
+from ..failures import Failure, first_cause, one_line
 
 UNGUARDED = 87
 """The exit code of a rank whose import of the user's script would have started ranks again."""
@@ -33,6 +35,20 @@ class Report:
     rank: int
     value: bytes = b""
     failure: Failure | None = None
+
+
+def value_of(pickled: bytes) -> Any:
+    """Return what rank 0 came to, from its pickle, which has to be that of a rank of our own.
+
+    Raises `RunError` where it cannot be read in this process: it is of a class that only the rank knows.
+    """
+    try:
+        return pickle.loads(pickled)
+    except Exception as error:
+        raise RunError(
+            f"The ranks are done, but what rank 0 returned cannot be read here ({one_line(error)}); return plain "
+            "values, or objects of a class that this process can import."
+        ) from error
 
 
 def failures(reports: Mapping[int, Report]) -> list[Failure]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.connection
 import os
-import pickle
 import signal
 import time
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any
 from ..errors import RunError
 from ..interrupts import KILLED, Heard, Interrupts, heeded
 from . import lifeline, reports
+from .frozen import Frozen
 from .reports import GRACE_S, Report, obituary
 
 _LOOK_S = 0.05
@@ -52,6 +52,7 @@ class Supervisor:
         `aborts_when_alone` says that a rank which waits in vain for another one ends by SIGABRT, as NCCL has it.
         """
         self._again, self._patience_s = again, patience_s
+        self._frozen = Frozen(patience_s, again)
         self._aborts_when_alone = aborts_when_alone
         self._workers: list[Worker] = []
         self._reports: dict[int, Report] = {}
@@ -80,13 +81,16 @@ class Supervisor:
         while not reports.failures(self._reports) and len(self._reports) < len(self._workers):
             self._look(_LOOK_S)
             done_s = time.monotonic() if not self._reports else done_s
+            living = {worker.rank: worker.process.pid or 0 for worker in self._silent()}
+            if frozen := self._frozen.look(living):
+                raise frozen.error()
             if time.monotonic() - done_s > self._patience_s:
                 raise reports.left_behind([worker.rank for worker in self._silent()], self._again).error()
         if reports.failures(self._reports):
             reports.listen(self._reports, len(self._workers), lambda: self._look(_LOOK_S))
             raise reports.error(self._reports, [worker.rank for worker in self._silent()], self._again)
         self._join(self._workers, _DONE_S, patient=False)
-        return pickle.loads(self._reports[0].value)  # our own child's
+        return reports.value_of(self._reports[0].value)
 
     def _look(self, wait_s: float) -> None:
         """Take in reports and deaths, for at most `wait_s` seconds."""

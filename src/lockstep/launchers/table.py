@@ -54,6 +54,8 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None
     """
     if not isinstance(config, RunConfig):
         raise RequestError(f"launch takes a RunConfig, such as recipe('digits') returns; found {config!r}.")
+    if not callable(entry):
+        raise RequestError(f"launch takes a function of (config, world) that each rank calls; found {entry!r}.")
     env = os.environ if env is None else env
     config = resolve(config, env)
     launcher = _choose(config, env)

@@ -80,6 +80,8 @@ class Mpi:
         """Return this rank's place; which ranks of several hosts share one is left to the roll call."""
         index, size = number(env, self.rank, _START), number(env, self.size, _START)
         check_below(self.rank, index, self.size, size, _START)
+        if self is OPEN_MPI:
+            PMI.check_agrees((self.rank, index), (self.size, size), env)
         local_size_name = next((name for name in self.local_sizes if name in env), self.local_sizes[0])
         local_rank_name = next((name for name in self.local_ranks if name in env), self.local_ranks[0])
         local_size = number(env, local_size_name, _START, "1")

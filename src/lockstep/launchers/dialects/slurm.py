@@ -47,8 +47,8 @@ def read(env: Mapping[str, str]) -> Place:
     index, size, node, local_rank = (
         number(env, name, _START) for name in ("SLURM_PROCID", of_size, "SLURM_NODEID", "SLURM_LOCALID")
     )
-    tasks = tasks_per_node(env.get(_TASKS_PER_NODE) or env.get("SLURM_TASKS_PER_NODE", ""))
     check_below("SLURM_PROCID", index, of_size, size, _START)
+    tasks = tasks_per_node(env.get(_TASKS_PER_NODE) or env.get("SLURM_TASKS_PER_NODE", ""))
     if sum(tasks) != size or not node < len(tasks):
         raise RequestError(
             f"The environment disagrees with itself: {of_size} is {size} and SLURM_NODEID {node}, but {_TASKS_PER_NODE}"
@@ -141,6 +141,8 @@ def of_array(env: Mapping[str, str]) -> tuple[int, int] | None:
 
 def tasks_per_node(text: str) -> list[int]:
     """Return the numbers that Slurm writes as `2(x3),1`: of tasks, on each node."""
+    if not text:
+        raise RequestError(f"{_TASKS_PER_NODE} is not set, which srun sets for each task; {_START}.")
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
