@@ -19,6 +19,7 @@ NAMES = (
     "verify",
     "reliability",
     "recovery",
+    "nodes",
     "peers",
 )
 

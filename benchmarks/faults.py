@@ -118,23 +118,27 @@ class Run:
         """Return the step after which each start went on."""
         return [row["first_step"] for row in self._rows("start")]
 
-    def steps(self) -> list[int]:
-        """Return the steps that have been recorded."""
-        return [row["step"] for row in self._rows("step")]
+    def steps(self, *, start: int = 1) -> list[int]:
+        """Return the steps that have been recorded from this start of the ranks on."""
+        rows = self._rows()
+        begun = [index for index, row in enumerate(rows) if row["event"] == "start"]
+        return (
+            [row["step"] for row in rows[begun[start - 1] :] if row["event"] == "step"] if len(begun) >= start else []
+        )
 
-    def _rows(self, event: str) -> list[dict[str, Any]]:
+    def _rows(self, event: str = "") -> list[dict[str, Any]]:
         path = self.folder / "run" / "steps.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [row for row in rows if row["event"] == event]
+        return [row for row in rows if event in ("", row["event"])]
 
     def starts(self) -> int:
         """Return how often ranks have begun to train."""
         return len(self._rows("start"))
 
-    def until_step(self, step: int, *, starts: int = 1) -> float:
+    def until_step(self, step: int, *, start: int = 1) -> float:
         """Return the time, by `time.perf_counter`, at which the run has made that step in that start of its ranks."""
-        while not (self.starts() >= starts and (made := self.steps()) and made[-1] >= step):
+        while not ((made := self.steps(start=start)) and made[-1] >= step):
             if time.perf_counter() - self.begun_s > LIMIT_S or self.process.poll() is not None:
                 raise RuntimeError(f"no step {step}: {self.process.poll()}")
             time.sleep(_LOOK_S)

@@ -104,7 +104,7 @@ def killed(start: Start, whole: dict[str, bytes], found: Found) -> None:
         run.until_step(AT_STEP)
         run.ranks[1].kill()
         begin_s = time.perf_counter()
-        found.restart.append((run.until_step(1, starts=2) - begin_s) / cold_s)
+        found.restart.append((run.until_step(1, start=2) - begin_s) / cold_s)
         found.lost.append(AT_STEP - run.begun_at()[-1])
         run.process.communicate(timeout=LIMIT_S)
         found.bits.append(run.weights() == whole)

@@ -95,7 +95,7 @@ def restarted() -> tuple[float, float]:
         run.until_step(20)
         run.ranks[1].kill()
         begin_s = time.perf_counter()
-        return cold_s, run.until_step(1, starts=2) - begin_s
+        return cold_s, run.until_step(1, start=2) - begin_s
 
 
 def sentence_s(rank: int) -> tuple[float, bool]:
