@@ -124,6 +124,17 @@ def debugged() -> tuple[Dataset[Pair], Dataset[Pair]]:
     return _Eventful(breakpoint), _Drawn()
 
 
+def _talk() -> None:
+    print("by print")
+    os.write(2, b"by C code\n")
+    os.system("echo by a program")
+
+
+def talking() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data of which one sample makes its process talk."""
+    return _Eventful(_talk), _Drawn()
+
+
 def crashing() -> tuple[Dataset[Pair], Dataset[Pair]]:
     """Return data of which one sample ends its process in C code."""
     return _Eventful(partial(ctypes.string_at, 0)), _Drawn()

@@ -12,6 +12,7 @@ from enum import Enum
 from types import FrameType
 from typing import Any
 
+from . import said
 from .errors import RunError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -103,7 +104,8 @@ class StopRequest:
         if heard is Heard.SECOND:
             # Neither an `except` of the user's nor a save that is under way may hold this up. A terminal whose bar
             # has hidden the cursor gets it back.
-            os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}\nlockstep: {KILLED}\n".encode())
+            console = said.consoles.get(2, 2)
+            os.write(console, f"{SHOW_CURSOR if os.isatty(console) else ''}\nlockstep: {KILLED}\n".encode())
             os._exit(RunError.exit_code)
         if heard is Heard.FIRST and not self._quiet:
             with contextlib.suppress(OSError):  # the terminal may be what has gone

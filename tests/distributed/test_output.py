@@ -21,6 +21,23 @@ def test_a_run_on_a_terminal_of_plain_ascii_trains(tmp_path: Path, ranks: int) -
     assert "? 1 micro-batch ?" in ended.out
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_that_ranks_and_their_workers_say_is_in_the_run_folder(tmp_path: Path, ranks: int, workers: int) -> None:
+    words = ("--data", "tests.own_data:talking", "--model", "mlp", "--batch", 8, "--accelerator", "cpu", "--epochs", 1)
+    how = ("--strategy", "ddp", "--devices", ranks, "--workers", workers, "--output", "run")
+    ended = command(tmp_path, "train", *words, *how)
+    assert ended.code == 0, ended.err
+    kept = [(tmp_path / "run" / "output" / f"rank_{rank}.txt").read_text() for rank in range(ranks)]
+    (speaker,) = [rank for rank in range(ranks) if "by print\n" in kept[rank]]
+    assert "by C code\n" in kept[speaker]
+    assert "by a program\n" in kept[speaker]
+    assert ("by print\n" in ended.out, "by a program\n" in ended.out) == (speaker == 0, speaker == 0)
+    assert ("by C code\n" in ended.err) == (speaker == 0)
+    assert "done after 5 steps" in ended.out
+    assert "done after 5 steps" in kept[0]
+
+
 def test_results_that_cannot_be_written_are_told_of_on_stderr(tmp_path: Path) -> None:
     words = ["train", "digits", "--model", "mlp", "--max-steps", "1", "--output", "run"]
     with Path("/dev/full").open("w") as full:

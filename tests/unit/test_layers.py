@@ -37,6 +37,7 @@ LAYERS: list[list[str]] = [
         "interrupts",
         "own",
         "pulse",
+        "relay",
         "said",
         "stacks",
         "notes",

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import pty
+import shlex
+import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -32,12 +40,12 @@ def test_what_a_rank_says_is_kept(shown: bool, tmp_path: Path) -> None:
     assert "by stderr\n" in kept
     assert "after" not in kept
     assert "after\n" in done.stdout
+    assert "by C\n" in kept
     if shown:  # the console has everything, the file no cursor's moves
-        assert kept == "by print\nby stderr\nbold\n"
+        assert kept.replace("by C\n", "") == "by print\nby stderr\nbold\n"
         assert "bar 50%" in done.stdout
         assert done.stderr == "by stderr\nby C\n"
     else:
-        assert "by C\n" in kept
         assert done.stdout == "after\n"
         assert done.stderr == ""
 
@@ -55,3 +63,72 @@ def test_where_nothing_can_be_kept_the_console_has_it(tmp_path: Path) -> None:
     (tmp_path / "output").write_text("a file in the way")
     words = [sys.executable, "-c", SAYS, str(tmp_path / "output" / "rank_1.txt"), "kept"]
     assert "by print" in subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
+CRASHES = """
+import ctypes, os, sys
+from pathlib import Path
+from lockstep import said
+with said.kept(Path(sys.argv[1]), shown=True):
+    os.system("echo by a program")
+    os.write(2, b"by C, and no more\\n")
+    os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGKILL])
+def test_the_last_words_of_a_rank_that_dies_are_on_the_console_and_kept(number: int, tmp_path: Path) -> None:
+    path = tmp_path / "output" / "rank_0.txt"
+    words = [sys.executable, "-c", CRASHES, str(path), str(int(number))]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == -number
+    assert done.stdout == "by a program\n"
+    assert done.stderr == "by C, and no more\n"
+    kept = path.read_text()
+    assert "by a program\n" in kept
+    assert "by C, and no more\n" in kept
+    assert ("Fatal Python error: Aborted" in kept) == (number == signal.SIGABRT)
+
+
+def test_a_closed_console_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "output" / "rank_0.txt"
+    shell = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(SAYS)} {shlex.quote(str(path))} shown 2>&-"
+    says = subprocess.run(
+        ["sh", "-c", shell.replace('os.write(2, b"by C', 'os.write(1, b"by C')],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert says.returncode == 0
+    assert "after\n" in says.stdout
+    assert "by print\n" in path.read_text()
+
+
+TERMINAL = """
+import os, sys
+from pathlib import Path
+from lockstep import said
+with said.kept(Path(sys.argv[1]), shown=True):
+    print(sys.stdout.isatty(), os.get_terminal_size(sys.stdout.fileno()).columns)
+    for number in range(50):
+        os.write(1, f"C {number}\\n".encode())
+        print("Python", number)
+"""
+
+
+def test_a_terminal_stays_one_and_has_all_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "output" / "rank_0.txt"
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 77, 0, 0))
+    with subprocess.Popen([sys.executable, "-c", TERMINAL, str(path)], stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        seen = b""
+        with contextlib.suppress(OSError):  # Linux's word for a terminal that nobody has open any more
+            while more := os.read(ours, 4096):
+                seen += more
+    os.close(ours)
+    assert process.returncode == 0
+    lines = seen.decode().splitlines()
+    assert lines[0] == "True 77"
+    assert sorted(lines[1:]) == sorted([f"C {number}" for number in range(50)] + [f"Python {n}" for n in range(50)])
+    assert len(path.read_text().splitlines()) == 101
