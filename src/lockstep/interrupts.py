@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,6 @@ from enum import Enum
 from types import FrameType
 from typing import Any
 
-from . import said
 from .errors import RunError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -104,9 +104,16 @@ class StopRequest:
         if heard is Heard.SECOND:
             # Neither an `except` of the user's nor a save that is under way may hold this up. A terminal whose bar
             # has hidden the cursor gets it back.
-            console = said.consoles.get(2, 2)
-            os.write(console, f"{SHOW_CURSOR if os.isatty(console) else ''}\nlockstep: {KILLED}\n".encode())
+            stderr = _stderr()
+            os.write(stderr, f"{SHOW_CURSOR if os.isatty(stderr) else ''}\nlockstep: {KILLED}\n".encode())
             os._exit(RunError.exit_code)
         if heard is Heard.FIRST and not self._quiet:
             with contextlib.suppress(OSError):  # the terminal may be what has gone
-                os.write(2, f"\nlockstep: {STOPPING}\n".encode())
+                os.write(_stderr(), f"\nlockstep: {STOPPING}\n".encode())
+
+
+def _stderr() -> int:
+    """Return the descriptor that Python's stderr writes to, which need not be 2 (see `said`)."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return sys.stderr.fileno()
+    return 2

@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +30,7 @@ _REDRAWS = re.compile(r"\x1b\[\??[0-9;]*[ABFGHJKhl]")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PASS_S = 0.02
 _LEAVE_S = 0.5
-
-consoles: dict[int, int] = {}
-"""Where stdout (1) and stderr (2) of this process really lead, while a relay is behind these descriptors."""
+_LOOK_S = 0.0005
 
 
 @contextlib.contextmanager
@@ -90,76 +89,81 @@ def _diverted(file: IO[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _copied(file: IO[str], path: Path) -> Iterator[None]:
     before = sys.stdout, sys.stderr
-    with _relayed(path):
-        shown = [_on_console(stream, number) for number, stream in enumerate(before, start=1)]
-        sys.stdout, sys.stderr = (_Copied(stream, file) if stream is not None else None for stream in shown)
-        try:
-            yield
-        finally:
-            flush()
-            sys.stdout, sys.stderr = before
-
-
-@contextlib.contextmanager
-def _relayed(path: Path) -> Iterator[None]:
-    """Have a relay between the file descriptors 1 and 2 and the console; where none can be, they stay what they are."""
-    if consoles:  # around this block there is one
-        yield
-        return
     flush()
-    process = _start_relay(path)
+    between = _Relay.start(path)
+    shown = [between.on_console(stream, number) for number, stream in enumerate(before, start=1)]
+    sys.stdout, sys.stderr = (_Copied(stream, file, between) if stream is not None else None for stream in shown)
     try:
         yield
     finally:
         flush()
-        for number in list(consoles):
-            _restore(number)
-        if process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # what the rank has started may write on
-                process.wait(_LEAVE_S)
+        sys.stdout, sys.stderr = before
+        flush()
+        between.end()
 
 
-def _start_relay(path: Path) -> subprocess.Popen[bytes] | None:
-    """Put a relay behind the file descriptors 1 and 2; return None where one is closed, or no process starts."""
-    with contextlib.ExitStack() as undone:
-        try:
-            pipes = []
-            for number in (1, 2):
-                consoles[number] = os.dup(number)
-                undone.callback(_restore, number)
-                pipes.append(os.pipe())
-                undone.callback(os.close, pipes[-1][0])
-                undone.callback(os.close, pipes[-1][1])
-            reads = [read for read, _ in pipes]
-            # In a session of its own: what ends the rank's group, or comes from its terminal, leaves its last words.
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", relay.__file__, str(path.absolute()), *map(str, reads)],
-                stdin=subprocess.DEVNULL,
-                cwd="/",
-                pass_fds=reads,
-                start_new_session=True,
-            )
-        except OSError:
-            return None
-        undone.pop_all()
-    for number, (read, write) in enumerate(pipes, start=1):
-        os.dup2(write, number)
-        os.close(write)
-        os.close(read)
-    return process
+class _Relay:
+    """What takes the place of the console behind the file descriptors 1 and 2, and passes on what comes."""
 
+    def __init__(self, consoles: dict[int, int]) -> None:
+        """`consoles` are descriptors of what the console was behind 1 and 2; none where they stay what they are."""
+        self._consoles = consoles
 
-def _restore(number: int) -> None:
-    kept = consoles.pop(number)
-    os.dup2(kept, number)
-    os.close(kept)
+    @classmethod
+    def start(cls, path: Path) -> _Relay:
+        """Start a relay that appends to `path`; where there can be none, nothing changes."""
+        with contextlib.ExitStack() as undone:
+            try:
+                consoles, pipes = {}, []
+                for number in (1, 2):
+                    consoles[number] = os.dup(number)
+                    undone.callback(os.close, consoles[number])
+                    pipes.append(os.pipe())
+                    undone.callback(os.close, pipes[-1][0])
+                    undone.callback(os.close, pipes[-1][1])
+                reads = [read for read, _ in pipes]
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", relay.__file__, str(path.absolute()), *map(str, reads)],
+                    stdin=subprocess.DEVNULL,
+                    cwd="/",
+                    pass_fds=reads,
+                    # In a session of its own: what ends the rank's group, or comes from its terminal, is not for it.
+                    start_new_session=True,
+                )
+            except OSError:  # one of them was closed from the beginning, or there is no room for another process
+                return cls({})
+            undone.pop_all()
+        for number, (read, write) in enumerate(pipes, start=1):
+            os.dup2(write, number)
+            os.close(write)
+            os.close(read)
+        # It ends with the last that can write: a program of the user's may go on, whose words it passes on.
+        threading.Thread(target=process.wait, name="relay", daemon=True).start()
+        return cls(consoles)
 
+    def on_console(self, stream: IO[str] | None, number: int) -> IO[str] | None:
+        """Return a stream to the console in the place of one that writes to a descriptor with the relay behind it."""
+        if number not in self._consoles or not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
+            return stream  # a notebook's, or a test's
+        descriptor = self._consoles[number]
+        return open(descriptor, "w", buffering=1, encoding=stream.encoding, errors=stream.errors, closefd=False)
 
-def _on_console(stream: IO[str] | None, number: int) -> IO[str] | None:
-    """Return a stream to the console in the place of one that writes to a file descriptor with a relay behind it."""
-    if number not in consoles or not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
-        return stream  # a notebook's, or a test's
-    return open(consoles[number], "w", buffering=1, encoding=stream.encoding, errors=stream.errors, closefd=False)
+    def let_pass(self, limit_s: float) -> None:
+        """Return once the relay has taken what came before, or after `limit_s` seconds: so the console has it first."""
+        until_s = time.monotonic() + limit_s
+        waiting = array.array("i", [0])
+        for number in self._consoles:
+            with contextlib.suppress(OSError):  # where this cannot be asked of a pipe
+                while not fcntl.ioctl(number, termios.FIONREAD, waiting) and waiting[0] and time.monotonic() < until_s:
+                    time.sleep(_LOOK_S)
+
+    def end(self) -> None:
+        """Give the descriptors back what was behind them."""
+        self.let_pass(_LEAVE_S)
+        for number, console in self._consoles.items():
+            os.dup2(console, number)
+            os.close(console)
+        self._consoles = {}
 
 
 class _Unfailing:
@@ -186,30 +190,20 @@ class _Unfailing:
 class _Copied:
     """A stream whose text goes to a file as well."""
 
-    def __init__(self, stream: Any, file: IO[str]) -> None:
-        self._stream, self._file = stream, file
+    def __init__(self, stream: Any, file: IO[str], between: _Relay) -> None:
+        self._stream, self._file, self._between = stream, file, between
 
     def write(self, text: str) -> int:
         """Write the text to both."""
         if not _REDRAWS.search(text):
             with contextlib.suppress(OSError, ValueError):  # a full disk is no reason to say nothing
                 self._file.write(_COLOURS.sub("", text))
-        _let_pass()
+        self._between.let_pass(_PASS_S)
         written: int = self._stream.write(text)
         return written
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _let_pass() -> None:
-    """Return once the relay has taken what C code has said before, or after a moment: the console has it in order."""
-    until_s = time.monotonic() + _PASS_S
-    waiting = array.array("i", [0])
-    for number in consoles:
-        with contextlib.suppress(OSError):  # where this cannot be asked of a pipe
-            while not fcntl.ioctl(number, termios.FIONREAD, waiting) and waiting[0] and time.monotonic() < until_s:
-                time.sleep(_PASS_S / 40)
 
 
 def _write_lines(stream: IO[str] | None) -> None:

@@ -33,9 +33,10 @@ def _torchrun(folder: Path, *words: object, **env: str) -> Running:
     )
 
 
-def _rank(agent: Running, rank: int) -> psutil.Process:
-    (found,) = [each for each in processes(agent)[1:] if each.environ().get("RANK") == str(rank)]
-    return found
+def _ranks(*agents: Running) -> dict[int, psutil.Process]:
+    """Return the processes of the agents' ranks, without those that the ranks have started."""
+    found = [each for agent in agents for each in processes(agent)[1:] if "train" in each.cmdline()]
+    return {int(each.environ()["RANK"]): each for each in found}
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +52,9 @@ def test_ranks_that_torchrun_starts_again_come_to_the_same_bits(undisturbed: Pat
     with _torchrun(tmp_path, "--nproc-per-node", 2) as agent:
         for number, step in ((1, 40), (0, 120)):
             until(lambda step=step: bool(made := losses(run)) and made[-1][0] >= step)  # type: ignore[misc]
-            ranks = [_rank(agent, rank) for rank in (0, 1)]
+            ranks = _ranks(agent)
             ranks[number].kill()
-            until(lambda ranks=ranks: gone(ranks))  # type: ignore[misc]
+            until(lambda ranks=ranks: gone(list(ranks.values())))  # type: ignore[misc]
         ended = end(agent)
     assert ended.code == 0, ended.err
     assert len(events(run, "start")) == 3
@@ -84,9 +85,9 @@ def test_ranks_under_two_agents_that_count_apart_meet_again(
 
         for step in steps:
             until(lambda step=step: reached(step))  # type: ignore[misc]
-            ranks = [each for agent in (one, other) for each in processes(agent)[1:] if "RANK" in each.environ()]
+            ranks = _ranks(one, other)
             ranks[0].kill()
-            until(lambda ranks=ranks: gone(ranks))  # type: ignore[misc]
+            until(lambda ranks=ranks: gone(list(ranks.values())))  # type: ignore[misc]
         ended = [end(agent) for agent in (one, other)]
     assert [each.code for each in ended] == [0, 0], ended
     assert len(events(run, "start")) == len(steps) + 1
