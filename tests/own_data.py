@@ -169,6 +169,11 @@ class _Slow(Dataset[Pair]):
         return torch.sin(torch.arange(8.0) * (index + 1)), index % 4
 
 
+def evaluated_slowly() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data whose evaluation takes ten seconds and more."""
+    return _Slow(40), _Slow(3400)
+
+
 def slow() -> tuple[Dataset[Pair], Dataset[Pair]]:
     """Return data that keeps a run going for some seconds."""
     return _Slow(400), _Slow(40)

@@ -218,7 +218,7 @@ class ParallelConfig:
     timeout: float = 60.0
     """Seconds to wait for all ranks to come at the start."""
     stall_timeout: float = 600.0
-    """Seconds that ranks wait for one another in a collective before the run fails."""
+    """Seconds without any rank's entering a new phase (a batch, a step, a save) after which the run fails."""
     batchnorm: str = "auto"
     """Batch statistics: sync (of the global micro-batch) or local (of each replica); auto is sync where it can be."""
     find_unused: bool = False

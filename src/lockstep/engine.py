@@ -81,7 +81,8 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     are not the same bits or an epoch that did not hold each sample once, and `Stopped` after Ctrl-C or SIGTERM, once
     saved.
     """
-    world.pulse.enter("setup")
+    # A download may take its time where nobody waits for it.
+    world.pulse.enter("setup" if world.size > 1 else "")
     loaded = state or resume.load(config, world)
     job = assemble(config, world, accumulation=None if loaded is None else resume.accumulation(loaded.meta, config))
     try:
@@ -103,7 +104,7 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
                 bad.doubt = proofs.explain_loss(progress.step, bad.step)
                 raise
             unsaved = saver.conclude(job, progress)
-        result = _result(job, progress, meter, proofs, recorder)
+            result = _result(job, progress, meter, proofs, recorder)
         world.pulse.enter("")  # not after an error: where it came is told
         if unsaved:  # only now: what it came to is told and written all the same
             raise RunError(unsaved)

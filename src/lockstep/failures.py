@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import sysconfig
 import time
 import traceback
@@ -42,6 +43,10 @@ _WORKER = re.compile(
     r"DataLoader worker \(pid(\(s\))? (?P<who>[\d, ]+)\) (is killed by signal: (?P<signal>[^.]+)|exited unexpectedly"
     r"( with exit code (?P<code>\d+))?)"
 )
+WORKER_HINT = (
+    "if the host ran out of memory, use fewer --workers; with --workers 0 the rank reads by itself, and says more"
+)
+"""What may help where a data worker has died."""
 _CPP_FRAMES = "Exception raised from"
 _WORKER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
@@ -168,15 +173,15 @@ def _loss(error: BaseException, rank: int, again: str) -> str:
 
 
 def _worker_death(found: re.Match[str], rank: int, again: str) -> str:
-    how = "ended"
+    how, hint = "ended", WORKER_HINT
     if found["signal"]:
-        how = f"was killed by a signal ({found['signal'].lower()})"
+        names = {signal.strsignal(number): number.name for number in signal.Signals}
+        how = f"was killed by {names.get(found['signal'].strip(), found['signal'])}"
+        if names.get(found["signal"].strip()) == signal.SIGBUS.name:
+            hint = "/dev/shm is full: give a container more of it (docker run --shm-size), or use fewer --workers"
     elif found["code"]:
         how = f"ended with exit code {found['code']}"
-    return (
-        f"Rank {rank}: a data worker (process {found['who'].strip()}) {how}: if the host ran out of memory, use fewer "
-        f"--workers; with --workers 0 the rank reads by itself, and says more; {again}."
-    )
+    return f"Rank {rank}: a data worker (process {found['who'].strip()}) {how}: {hint}; {again}."
 
 
 def _first_words(error: BaseException) -> str:

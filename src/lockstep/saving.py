@@ -22,6 +22,8 @@ from .state import State, load_model, model_tensors
 from .verify import finite
 from .world import World
 
+_MEND = "mend what the warnings tell of"
+
 
 @dataclass
 class Progress:
@@ -74,6 +76,9 @@ class Saver:
             checkpoints = Checkpoints(folder / "checkpoints", warn=self._warn, saved=self._saved)
         except OSError as error:
             raise unwritable(folder / "checkpoints", error) from error
+        last = None if self._taken_up_at is None else find(checkpoints.folder)
+        if self._taken_up_at is not None and last is not None and (meta := peek(last)) is not None:
+            self._on_disk = min(meta["step"], self._taken_up_at)
         best = peek(checkpoints.folder / "best")
         if best is not None and best["scores"] is not None and best["step"] <= (self._taken_up_at or 0):
             self._best_top1 = best["scores"]["top1"]
@@ -111,15 +116,14 @@ class Saver:
 
     def finish(self, step: int) -> str:
         """Wait until what was saved is on the disk; return, on every rank, a clause that says so (*collective*)."""
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
+        self._wait()
         on_disk = self._world.gather(self._on_disk)[0]
         if self._folder is None:
             return "; nothing was saved, since no output folder was given."
         again = f"continue with the same command and --resume {self._folder}"
         if on_disk == step:
             return f" and saved; {again}."
-        last = "none before it was" if on_disk is None else f"the last one is of step {on_disk}: make room and {again}"
+        last = "none before it was" if on_disk is None else f"the last one is of step {on_disk}: {_MEND} and {again}"
         return f", but its checkpoint could not be written; {last}."
 
     def conclude(self, job: Job, progress: Progress) -> str:
@@ -131,18 +135,23 @@ class Saver:
         nothing_done = progress.step == self._taken_up_at
         if nothing_done and not self._world.gather(there)[0]:
             self.save(job, progress, evaluated=True)
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
+        self._wait()
         is_there = self._checkpoints is None or self._on_disk == progress.step or (nothing_done and there)
         told: str = self._world.gather("" if is_there else self._unsaved(progress.step))[0]
         return told
 
     def _unsaved(self, step: int) -> str:
-        newest = "there is no checkpoint" if self._on_disk is None else f"the last one is of step {self._on_disk}"
-        return (
-            f"The weights of the last step, {step}, are not on the disk: {newest}; make room and continue with the "
-            f"same command and --resume {self._folder}."
-        )
+        newest, again = "there is no checkpoint", "start the same command again"
+        if self._on_disk is not None:
+            newest = f"the last one is of step {self._on_disk}"
+            again = f"continue with the same command and --resume {self._folder}"
+        return f"The weights of the last step, {step}, are not on the disk: {newest}; {_MEND} and {again}."
+
+    def _wait(self) -> None:
+        """Wait until what was saved is on the disk, or could not be written."""
+        if self._checkpoints is not None:
+            with self._world.pulse.during("save"):
+                self._checkpoints.wait()
 
     def __enter__(self) -> Saver:
         return self

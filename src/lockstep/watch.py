@@ -5,7 +5,8 @@ is. The other waits for neither network nor disk: it looks whether its own rank 
 new phase for --stall-timeout looks at all beats, finds out for whom the others wait, and leaves one sentence at the
 store, with which all of them end:
 
-    Rank 3 (node b) stopped 41 s ago in data at folder.py:88; ranks 0–2 wait in all-reduce at step 512.
+    Rank 3 (node b) stopped 41 s ago in data loading at folder.py:88 (step 512); ranks 0–2 wait in all-reduce at step
+    512.
 
 Whoever hangs is known because every rank enters the same phases in the same order: the rank that has entered the fewest
 is waited for. A process that was stopped, or that the network has lost, is known by beats that no longer change. The

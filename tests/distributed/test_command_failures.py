@@ -152,8 +152,8 @@ def test_a_full_disk_stops_no_training_but_is_no_success(folder: Path, small_dis
     assert "No space left" in ended.err
     assert "training goes on" in ended.err
     assert told == (
-        "The weights of the last step, 12, are not on the disk: the last one is of step 5; make room and continue with "
-        f"the same command and --resume {run}."
+        "The weights of the last step, 12, are not on the disk: the last one is of step 5; mend what the warnings "
+        f"tell of and continue with the same command and --resume {run}."
     )
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["exit"], summary["steps"]) == (1, 12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from ..command import ROOT, gone, until
 from .ranks import config
 
 _HEARD_S = 30.0  # for a rank to import torch and to be heard of, on a busy machine; what it leaves lives ten minutes
+_PATIENCE_S = 2.0
 _SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 
 
@@ -63,6 +65,11 @@ def done_beside_a_daemon(config: RunConfig, world: World) -> str:
     return "value"
 
 
+def stops(config: RunConfig, world: World) -> None:
+    """Be stopped, for ever."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def waits_beside_a_program(config: RunConfig, world: World) -> None:
     """Wait with a program that it has started."""
     _note(config.data.dir, subprocess.Popen(_SLEEP).pid)
@@ -91,7 +98,7 @@ def _began(rank: Rank, entry: Callable[..., Any], folder: Path) -> tuple[threadi
 
     def run() -> None:
         topology = Topology(address=address, port=port)
-        given.append(rank.run(topology, payload, str(ROOT), [str(ROOT)]))
+        given.append(rank.run(topology, payload, str(ROOT), [str(ROOT)], _PATIENCE_S, "start again"))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -111,6 +118,12 @@ def test_a_killed_rank_is_heard_of_and_what_it_started_ends(
 ) -> None:
     assert _last_word(Rank(), entry, tmp_path) == -signal.SIGKILL
     until(lambda: _ended(left), 5)
+
+
+def test_a_rank_that_was_stopped_is_heard_of(tmp_path: Path) -> None:
+    report = _last_word(Rank(), stops, tmp_path)
+    told = r"Rank 0, all that live here, was stopped \(SIGSTOP\) \d s ago; start again\."
+    assert re.fullmatch(told, report.failure.sentence)
 
 
 @pytest.mark.parametrize("entry", [done_beside_a_thread, done_beside_a_daemon])

@@ -90,7 +90,7 @@ def test_a_spawned_rank_that_stalls_is_named_and_ended() -> None:
 
 def test_a_rank_that_aborts_since_another_one_hangs_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     def supervisor(again: str, **_: object) -> Supervisor:
-        return Supervisor(again, patience_s=60, aborts_when_alone=True)
+        return Supervisor(again, stall_timeout_s=60, aborts_when_alone=True)
 
     monkeypatch.setattr(spawn, "Supervisor", supervisor)
     with pytest.raises(RunError, match=r"^Rank 1 did not come to a collective in which the others waited"):

@@ -83,9 +83,16 @@ def test_a_rank_alone_that_hangs_is_named_as_well(tmp_path: Path) -> None:
     assert "in __getitem__" in (tmp_path / "run" / "failures" / "rank_0.txt").read_text()
 
 
+def test_a_long_evaluation_of_a_rank_alone_is_no_stall(tmp_path: Path) -> None:
+    run = "train --data tests.own_data:evaluated_slowly --model mlp --batch 8 --accelerator cpu --devices 1 --workers 0"
+    ended = command(tmp_path, *run.split(), "--epochs", 1, "--stall-timeout", STALL_S)
+    assert ended.code == 0, ended
+    assert ended.err == ""
+
+
 def test_a_rank_in_the_debugger_is_left_alone(tmp_path: Path) -> None:
     run = "train --data tests.own_data:debugged --model mlp --batch 8 --accelerator cpu --devices 1 --workers 0"
-    words = [*run.split(), "--epochs", 1, "--stall-timeout", 1]
+    words = [*run.split(), "--epochs", 1, "--stall-timeout", STALL_S]
     with start(tmp_path, *words) as running:
         assert running.stdin is not None
         assert running.stdout is not None
@@ -93,7 +100,7 @@ def test_a_rank_in_the_debugger_is_left_alone(tmp_path: Path) -> None:
         while not said.endswith("(Pdb) "):
             said += (letter := running.stdout.read(1))
             assert letter, f"it ended without a prompt: {said}"
-        time.sleep(4)
+        time.sleep(STALL_S + 3)
         assert running.poll() is None
         running.stdin.write("continue\n")
         running.stdin.flush()

@@ -225,6 +225,16 @@ def test_a_process_that_is_alone_may_be_so(env: dict[str, str]) -> None:
     assert table.choose(_config(devices=2), env).name == "spawn"
 
 
+def test_where_the_ranks_of_a_host_are_not_counted_the_roll_call_finds_them() -> None:
+    """What scripts for srun often export: no LOCAL_WORLD_SIZE."""
+    env = {key: value for key, value in TORCHRUN.items() if key != "LOCAL_WORLD_SIZE"} | {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+    }
+    place = dialects.read(env)
+    assert (place.topology.rank, place.topology.size, place.knows_node) == (1, 2, False)
+
+
 def test_an_agents_own_ranks_need_not_be_those_of_who_has_started_it() -> None:
     """torchrun numbers its ranks as the agents come."""
     env = {**TORCHRUN, **OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}

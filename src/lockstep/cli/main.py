@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         if _lost_another(stop):
             # torchrun ends the ranks that are left with SIGTERM, while they find out which one they have lost.
             return _say(RunError("ended by a signal after another rank was lost, whose own message says why."))
-        return _say(Stopped("stopped before training began."))
+        return _say(Stopped("Stopped outside of training; there was nothing to save."))
     except BrokenPipeError:
         return 1  # whoever read what we say, such as `head`, has seen enough
     finally:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from .. import hardware
 from ..errors import RequestError, RunError
-from ..failures import one_line
+from ..failures import WORKER_HINT, one_line
 from ..interrupts import SIGNALS
 from .source import Fetched, Indices, Pair, Wish
 
@@ -164,10 +164,7 @@ class Streamed:
             except StopIteration:
                 return
             except (OSError, EOFError) as error:  # it died in the midst of sending; else torch says that it has died
-                raise RunError(
-                    f"A data worker process died ({one_line(error)}); if the host ran out of memory, use fewer "
-                    "--workers; with --workers 0 the rank reads by itself, and says more."
-                ) from error
+                raise RunError(f"A data worker died ({one_line(error)}): {WORKER_HINT}.") from error
             if isinstance(answer, _Failure):
                 if answer.deliberate:
                     raise RequestError(answer.sentence)

@@ -30,7 +30,7 @@ from ..interrupts import Heard, Interrupts
 from . import lifeline, reasons
 from .frozen import Frozen
 from .members import Members
-from .reports import GRACE_S, left_behind, obituary, unsaved
+from .reports import GRACE_S, Laggards, left_behind, obituary, unsaved
 
 _FINAL = {RequestError.__name__, ProofError.__name__}
 """What would be the same again."""
@@ -55,9 +55,10 @@ class Agent(LocalElasticAgent):
         self._aborts_when_alone = config.parallel.accelerator == "cuda"
         self._folder, self._again, self._say = folder, failures.again(config), say
         self._begun_s = 0.0
-        self._done_s: float | None = None
         self._patience_s = config.parallel.stall_timeout + GRACE_S
-        self._frozen = Frozen(self._patience_s, self._again)
+        self._laggards = Laggards(config.parallel.stall_timeout)
+        # Ranks of other nodes say it better, and first.
+        self._frozen = Frozen(config.parallel.stall_timeout + GRACE_S * (config.parallel.most_nodes > 1), self._again)
         self._interrupts = Interrupts()
         self._is_starting = False
         self.is_over = False
@@ -121,7 +122,7 @@ class Agent(LocalElasticAgent):
         living = {worker_group.workers[local].global_rank: pid for local, pid in self._pids().items() if pid in alive}
         if frozen := self._frozen.look(living):
             return self._failed(frozen)
-        if self._lags():
+        if self._laggards.are_late(some_are_done=bool(self._told())):
             late = [worker_group.workers[local].global_rank for local in self._pids() if local not in self._told()]
             return self._failed(left_behind(sorted(late), self._again))
         if alive and (lost := self._members.lost()):
@@ -136,14 +137,6 @@ class Agent(LocalElasticAgent):
         self._wait_for_end(_KILLED_S)
         self._decide(cause)
         return RunResult(state=WorkerState.FAILED)
-
-    def _lags(self) -> bool:
-        """Return whether ranks are still not done long after others were."""
-        if not self._told():
-            self._done_s = None
-            return False
-        self._done_s = self._done_s or time.monotonic()
-        return time.monotonic() - self._done_s > self._patience_s
 
     def _decide(self, cause: Failure) -> None:
         """Let torch start the ranks again, or not."""

@@ -42,13 +42,12 @@ class EnvironmentLauncher:
                 time.sleep(_ECHO_WAITS_S)
             reasons.leave(failure, place.error_file)
 
-        say = rank.teller()
+        with rank.teller() as say, rank.accounted(topology.rank, config, leave_word):
 
-        def tell(failure: Failure) -> None:
-            say(failure)
-            leave_word(failure)
+            def tell(failure: Failure) -> None:
+                say(failure)
+                leave_word(failure)
 
-        with rank.accounted(topology.rank, config, leave_word):
             _check_agrees(config.parallel, place)
             _check_node(config.parallel, place, env)
             return rank.run_met(

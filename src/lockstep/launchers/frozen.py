@@ -10,7 +10,8 @@ import psutil
 from ..errors import ranks_in_short
 from ..failures import Failure
 
-_LOOK_S = 1.0
+_LOOK_S = 0.2
+_GAP_S = 2.0  # that a busy machine may leave between two looks
 
 
 class Frozen:
@@ -28,7 +29,7 @@ class Frozen:
         if now_s < self._next_s:
             return None
         # Time for which this process was stopped itself is none for which it saw the others stopped.
-        if now_s > self._next_s + 2 * _LOOK_S or not ranks or not all(map(_is_stopped, ranks.values())):
+        if now_s > self._next_s + _GAP_S or not ranks or not all(map(_is_stopped, ranks.values())):
             self._since_s = None
         elif self._since_s is None:
             self._since_s = now_s

@@ -9,9 +9,11 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import bounded, failures, said, stacks
 from ..config import RunConfig
@@ -21,6 +23,9 @@ from ..pulse import Pulse
 from ..watch import Watch, waits_in, whereabouts
 from .claims import Claim
 from .peers import Peers
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _BEATS_S = (0.1, 1.0)
 _BEATS_KEPT_S = (1.0, 60.0)  # where each one makes a file longer
@@ -36,17 +41,11 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
 
     Raises `RankLostError` where the store has gone.
     """
-    least_s, most_s = _BEATS_KEPT_S if peers.keeps_all else _BEATS_S
+    hosts = [claim.host for claim in peers.claims]
+    between_s = _BEATS_KEPT_S if peers.keeps_all else _BEATS_S
     try:
-        return Watch(
-            pulse,
-            peers.watch_store,
-            rank=peers.mine.rank,
-            nodes=[claim.host for claim in peers.claims],
-            server=peers.server,
-            stall_timeout_s=config.parallel.stall_timeout,
-            beat_s=min(max(config.parallel.stall_timeout / 10, least_s), most_s),
-            ends=_ends(config, pulse, tell),
+        return _watch(
+            config, pulse, tell, peers.watch_store, peers.mine.rank, hosts, server=peers.server, between_s=between_s
         )
     except RuntimeError as error:  # the store's own: its server has gone
         raise peers.server_lost() from error
@@ -55,21 +54,13 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
 @contextlib.contextmanager
 def watched_alone(config: RunConfig, pulse: Pulse, tell: Callable[[Failure], None]) -> Iterator[None]:
     """Watch over the one rank of a world of one while the block runs; `tell` is as in `watch`."""
-    if hasattr(sys, "ps1"):  # in an interactive session this process is the user's, who sees that nothing moves
+    # An interactive session's process is the user's, who sees that nothing moves; so is that of other threads.
+    if hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread():
         yield
         return
     from torch._C._distributed_c10d import HashStore
 
-    watch = Watch(
-        pulse,
-        HashStore,
-        rank=0,
-        nodes=[socket.gethostname()],
-        server=None,
-        stall_timeout_s=config.parallel.stall_timeout,
-        beat_s=min(max(config.parallel.stall_timeout / 10, _BEATS_S[0]), _BEATS_S[1]),
-        ends=_ends(config, pulse, tell),
-    )
+    watch = _watch(config, pulse, tell, HashStore, 0, [socket.gethostname()])
     try:
         yield
     except BaseException:
@@ -77,6 +68,31 @@ def watched_alone(config: RunConfig, pulse: Pulse, tell: Callable[[Failure], Non
         raise
     finally:
         watch.close()
+
+
+def _watch(
+    config: RunConfig,
+    pulse: Pulse,
+    tell: Callable[[Failure], None],
+    opens: Callable[[], Store],
+    rank: int,
+    hosts: list[str],
+    *,
+    server: int | None = None,
+    between_s: tuple[float, float] = _BEATS_S,
+) -> Watch:
+    """Return a watch over the ranks on `hosts`, with at least and at most `between_s` seconds between its beats."""
+    stall_timeout_s = config.parallel.stall_timeout
+    return Watch(
+        pulse,
+        opens,
+        rank=rank,
+        nodes=hosts,
+        server=server,
+        stall_timeout_s=stall_timeout_s,
+        beat_s=min(max(stall_timeout_s / 10, between_s[0]), between_s[1]),
+        ends=_ends(config, pulse, tell),
+    )
 
 
 def _ends(config: RunConfig, pulse: Pulse, tell: Callable[[Failure], None]) -> Callable[[Watch, Failure], None]:

@@ -33,5 +33,5 @@ class InlineLauncher:
                 f"--launcher inline is one process, but --strategy {config.parallel.strategy} needs {wanted} on each "
                 f"of {counted(config.parallel.nodes, 'node')}; take --launcher auto, or --devices 1."
             )
-        with rank.accounted(0, config):
-            return rank.run_alone(entry, config, env, tell=rank.teller())
+        with rank.teller() as tell, rank.accounted(0, config):
+            return rank.run_alone(entry, config, env, tell=tell)

@@ -43,9 +43,9 @@ class ManualLauncher:
         """Run the entry as --rank of --world-size; return its value on rank 0, else None."""
         index, size = _who(config.parallel, env)
         url = _url(config.parallel, env)
-        with rank.accounted(index, config):
+        with rank.teller() as tell, rank.accounted(index, config):
             opens = _door(url, index, size, config.parallel)
-            return rank.run_met(entry, config, env, opens, index=index, size=size, tell=rank.teller())
+            return rank.run_met(entry, config, env, opens, index=index, size=size, tell=tell)
 
 
 def _who(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from .. import bounded, failures, hardware, said
 from ..config import RunConfig
 from ..errors import LockstepError, RequestError, RunError
 from ..failures import RankLostError
+from ..interrupts import SHOW_CURSOR
 from ..kinds import kind
 from ..notes import Notes
 from ..pulse import Pulse
@@ -165,6 +166,7 @@ def run_joined(
     with pulse.during("forming the process group"):  # where a store may be waited for that answers no more
         world = _join(config, topology, device, store, pulse, notes)
     try:
+        world.barrier()  # a rank that was done at once would leave before another one had found it
         value = entry(config, world)
     except BaseException:
         close_soon(world)
@@ -182,21 +184,27 @@ def vanish(error: BaseException) -> NoReturn:
     os._exit(RunError.exit_code)
 
 
-def teller() -> Callable[[failures.Failure], None]:
-    """Return what says why this rank ends, where no command is left to say it, on the stderr that there is now.
+@contextlib.contextmanager
+def teller() -> Iterator[Callable[[failures.Failure], None]]:
+    """Give what says why this rank ends, where no command is left to say it, on the stderr that there is now.
 
     By then what the rank says may go to a file.
     """
     try:
         console = os.dup(2)
     except OSError:  # the command was started with `2>&-`
-        return lambda failure: None
+        yield lambda failure: None
+        return
 
     def say(failure: failures.Failure) -> None:
         with contextlib.suppress(OSError):
-            os.write(console, f"lockstep: {failure.sentence}\n".encode())
+            cursor = SHOW_CURSOR if os.isatty(console) else ""  # which a bar may have hidden
+            os.write(console, f"{cursor}lockstep: {failure.sentence}\n".encode())
 
-    return say
+    try:
+        yield say
+    finally:
+        os.close(console)
 
 
 def _join(
@@ -208,9 +216,7 @@ def _join(
     try:
         patience_s = parallel.stall_timeout + _BACKSTOP_S
         form_s = parallel.timeout / _DIALS
-        world = World.join(topology, device, store, timeout_s=patience_s, form_s=form_s, pulse=pulse, notes=notes)
-        world.barrier()  # a rank that was done at once would leave before another one had found it
-        return world
+        return World.join(topology, device, store, timeout_s=patience_s, form_s=form_s, pulse=pulse, notes=notes)
     except RuntimeError as error:
         if not failures.is_echo(error):
             raise

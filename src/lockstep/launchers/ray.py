@@ -23,7 +23,6 @@ from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError, counted
 from ..kinds import auto, kind, with_ranks
 from ..topology import Topology
-from . import reports
 from .base import Entry
 
 _SEVERAL_HOSTS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -57,10 +56,12 @@ class RayLauncher:
             from .ray_driver import Ranks  # late: it imports ray
 
             on_gpus, again = parallel.accelerator == "cuda", failures.again(config)
-            patience_s = parallel.stall_timeout + reports.GRACE_S
+            stall_timeout_s = parallel.stall_timeout
             with (
                 _bundles(parallel) as group,
-                Ranks(group, _layout(parallel), again, patience_s=patience_s, aborts_when_alone=on_gpus) as ranks,
+                Ranks(
+                    group, _layout(parallel), again, stall_timeout_s=stall_timeout_s, aborts_when_alone=on_gpus
+                ) as ranks,
             ):
                 return ranks.run(_packed(entry, config), str(Path.cwd()), parallel.timeout)
 
@@ -104,9 +105,8 @@ def _cluster(env: Mapping[str, str]) -> Iterator[None]:
                 left.enter_context(_on_loopback())
                 ray.init(address="local", include_dashboard=False, **how)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
             raise RequestError(
-                f"--launcher ray: Ray cannot be joined from here ({first}); is its cluster up?"
+                f"--launcher ray: Ray cannot be joined from here ({failures.one_line(error)}); is its cluster up?"
             ) from error
         left.callback(ray.shutdown)
         yield

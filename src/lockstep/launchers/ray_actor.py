@@ -16,14 +16,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
+from ..failures import Failure
 from ..topology import Topology
 from . import lifeline
+from .frozen import Frozen
 from .reports import GRACE_S, LEAVE_S, Report
 from .spawn import be_rank
 
@@ -55,11 +57,19 @@ class Rank:
         address, port = self._listener.getsockname()[:2]
         return address, port
 
-    def run(self, topology: Topology, payload: bytes, folder: str, paths: Sequence[str]) -> Report | int:
+    def run(
+        self,
+        topology: Topology,
+        payload: bytes,
+        folder: str,
+        paths: Sequence[str],
+        patience_s: float,
+        again: str,
+    ) -> Report | int:
         """Run the rank to its end in `folder`, where this node has it; return its last word, or else its exit code.
 
-        `payload` is the pickled (entry, config), `paths` are the driver's for modules. What the rank has started ends
-        with it, and whatever holds its pipes is not waited for.
+        `payload` is the pickled (entry, config), `paths` are the driver's for modules; `patience_s` and `again` are as
+        `Frozen` has them. What the rank has started ends with it, and whatever holds its pipes is not waited for.
         """
         ours, theirs = Pipe()
         held, keep = Pipe(duplex=False)
@@ -67,7 +77,13 @@ class Rank:
             with theirs, held:
                 child = self._start(topology, folder, theirs, held)
             pumps = [self._pump(1, child.stdout), self._pump(2, child.stderr)]
-            report = _heard(ours, child, pickle.dumps((topology, payload, list(paths))))
+            frozen = Frozen(patience_s, again)
+            report = _heard(
+                ours,
+                child,
+                pickle.dumps((topology, payload, list(paths))),
+                lambda: frozen.look({topology.rank: child.pid}),
+            )
             code = _ended(child, LEAVE_S if report and not report.failure else GRACE_S)
             with self._lock:
                 self._child = None
@@ -127,16 +143,21 @@ class Rank:
         return thread
 
 
-def _heard(ours: Connection, child: subprocess.Popen[bytes], payload: bytes) -> Report | None:
+def _heard(
+    ours: Connection, child: subprocess.Popen[bytes], payload: bytes, failed: Callable[[], Failure | None]
+) -> Report | None:
     """Send the process its work, and return its report; None where it died without one.
 
-    Its death is looked for as well: a process that it has forked holds the pipe too, and may live on.
+    `failed` is asked again and again for what the process cannot tell itself. Its death is looked for as well: a
+    process that it has forked holds the pipe too, and may live on.
     """
     with contextlib.suppress(EOFError, OSError):
         ours.send_bytes(payload)
         while not ours.poll(_LOOK_S):
             if child.poll() is not None and not ours.poll():
                 return None
+            if failure := failed():
+                return Report(failure.rank, failure=failure)
         report: Report = pickle.loads(ours.recv_bytes())  # from our own child, through a pipe that no stranger holds
         return report
     return None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
-from typing import Any
+from typing import IO, Any
 
 import ray
 from ray.exceptions import RayError
@@ -38,14 +39,15 @@ class Ranks:
         layout: Sequence[tuple[Topology, dict[str, int]]],
         again: str,
         *,
-        patience_s: float,
+        stall_timeout_s: float,
         aborts_when_alone: bool = False,
     ) -> None:
         """`layout` is each rank's place, and the resources it takes of the bundle of its node.
 
-        `again`, `patience_s` and `aborts_when_alone` are as `Supervisor` has them.
+        `again`, `stall_timeout_s` and `aborts_when_alone` are as `Supervisor` has them.
         """
-        self._again, self._patience_s = again, patience_s
+        self._again, self._stall_timeout_s = again, stall_timeout_s
+        self._laggards = reports.Laggards(stall_timeout_s)
         self._aborts_when_alone = aborts_when_alone
         self._places = [place for place, _ in layout]
         self._interrupts = Interrupts()
@@ -86,15 +88,15 @@ class Ranks:
         """
         address, port = self._meeting_place(timeout_s)
         paths = module_paths()
+        # Of several ranks, those that were not stopped say it better, and first.
+        patience_s = self._stall_timeout_s + reports.GRACE_S * (len(self._places) > 1)
         waiting: dict[Any, int] = {}
         for actor, place in zip(self._actors, self._places, strict=True):
             met = Topology(**vars(place) | {"address": address, "port": port})
-            waiting[actor.run.remote(met, payload, folder, paths)] = place.rank
-        done_s = time.monotonic()
+            waiting[actor.run.remote(met, payload, folder, paths, patience_s, self._again)] = place.rank
         while waiting and not reports.failures(self._reports):
             self._look(waiting)
-            done_s = done_s if self._reports else time.monotonic()
-            if waiting and time.monotonic() - done_s > self._patience_s:
+            if waiting and self._laggards.are_late(some_are_done=bool(self._reports)):
                 raise reports.left_behind(sorted(waiting.values()), self._again).error()
         if reports.failures(self._reports):
             reports.listen(self._reports, len(self._actors), lambda: self._look(waiting))
@@ -151,10 +153,7 @@ class Ranks:
         """Write what rank 0 has said since."""
         with contextlib.suppress(TimeoutError):
             for number, data in ray.get(self._control(self._actors[0], "read"), timeout=_ANSWER_S):
-                stream = sys.stdout if number == 1 else sys.stderr
-                stream.flush()
-                stream.buffer.write(data)
-                stream.flush()
+                _write(sys.stdout if number == 1 else sys.stderr, data)
 
     def _error(self, silent: Sequence[int]) -> LockstepError:
         """Return the first cause; `silent` are the ranks that have told nothing."""
@@ -191,6 +190,17 @@ class Ranks:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._interrupts.hear()  # and the next look sees it: nothing is raised amid the end
+
+
+def _write(stream: IO[str] | None, data: bytes) -> None:
+    if stream is None:
+        return
+    stream.flush()
+    if isinstance(stream, io.TextIOWrapper):
+        stream.buffer.write(data)
+    else:  # a notebook's
+        stream.write(data.decode(errors="replace"))
+    stream.flush()
 
 
 def _lives(answer: Any) -> bool:

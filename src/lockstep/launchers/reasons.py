@@ -21,8 +21,9 @@ def leave(failure: Failure, path: Path | None) -> None:
     if trace := getattr(failure.error(), "trace", ""):  # without one, torchrun shows the sentence
         about["py_callstack"] = trace
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"message": {"message": failure.sentence, "extraInfo": about}}), encoding="utf-8")
-    part.replace(path)
+    with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
+        part.write_text(json.dumps({"message": {"message": failure.sentence, "extraInfo": about}}), encoding="utf-8")
+        part.replace(path)
 
 
 def leave_value(value: bytes, path: Path | None) -> None:

@@ -82,6 +82,22 @@ def error(reports: Mapping[int, Report], silent: Sequence[int], again: str, wher
     )
 
 
+class Laggards:
+    """Ranks that are still not done --stall-timeout after others were."""
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        self._patience_s = stall_timeout_s + GRACE_S
+        self._since_s: float | None = None
+
+    def are_late(self, *, some_are_done: bool) -> bool:
+        """Return whether those that are not done are given up; called again and again."""
+        if not some_are_done:
+            self._since_s = None
+            return False
+        self._since_s = self._since_s or time.monotonic()
+        return time.monotonic() - self._since_s > self._patience_s
+
+
 def left_behind(ranks: Sequence[int], again: str) -> Failure:
     """Return the failure of ranks that have not ended long after the others were done."""
     who = ranks_named(ranks)

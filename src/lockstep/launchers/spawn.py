@@ -21,7 +21,7 @@ from .. import failures
 from ..config import RunConfig
 from ..errors import RequestError
 from ..topology import Topology
-from . import lifeline, rank, reports, stores
+from . import lifeline, rank, stores
 from .base import Entry
 from .devices import processes
 from .reports import UNGUARDED, Report
@@ -53,10 +53,12 @@ class SpawnLauncher:
             )
         payload = packed(entry, config)
         size = processes(config, env)
-        patience_s = config.parallel.stall_timeout + reports.GRACE_S
+        stall_timeout_s = config.parallel.stall_timeout
         on_gpus = config.parallel.accelerator == "cuda"
         with (
-            Supervisor(failures.again(config), patience_s=patience_s, aborts_when_alone=on_gpus) as supervisor,
+            Supervisor(
+                failures.again(config), stall_timeout_s=stall_timeout_s, aborts_when_alone=on_gpus
+            ) as supervisor,
             stores.listening_on_loopback() as listener,
         ):
             _say(f"starting {size} {'process' if size == 1 else 'processes'} …")

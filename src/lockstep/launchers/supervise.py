@@ -44,15 +44,15 @@ class Worker:
 class Supervisor:
     """Owns the ranks' processes: on leaving the `with` block none of them is left, nor anything they started."""
 
-    def __init__(self, again: str, *, patience_s: float, aborts_when_alone: bool = False) -> None:
+    def __init__(self, again: str, *, stall_timeout_s: float, aborts_when_alone: bool = False) -> None:
         """`again` says how to go on after a rank was killed, such as "continue with --resume auto".
 
-        Ranks that are not done `patience_s` seconds after the first one has been are given up.
+        Ranks that are not done about `stall_timeout_s` after the first one has been are given up.
 
         `aborts_when_alone` says that a rank which waits in vain for another one ends by SIGABRT, as NCCL has it.
         """
-        self._again, self._patience_s = again, patience_s
-        self._frozen = Frozen(patience_s, again)
+        self._again = again
+        self._laggards, self._frozen = reports.Laggards(stall_timeout_s), Frozen(stall_timeout_s, again)
         self._aborts_when_alone = aborts_when_alone
         self._workers: list[Worker] = []
         self._reports: dict[int, Report] = {}
@@ -77,14 +77,12 @@ class Supervisor:
 
     def wait(self) -> Any:
         """Return rank 0's value once all ranks are done; raise the first cause once one has failed."""
-        done_s = time.monotonic()
         while not reports.failures(self._reports) and len(self._reports) < len(self._workers):
             self._look(_LOOK_S)
-            done_s = time.monotonic() if not self._reports else done_s
             living = {worker.rank: worker.process.pid or 0 for worker in self._silent()}
             if frozen := self._frozen.look(living):
                 raise frozen.error()
-            if time.monotonic() - done_s > self._patience_s:
+            if self._laggards.are_late(some_are_done=bool(self._reports)):
                 raise reports.left_behind([worker.rank for worker in self._silent()], self._again).error()
         if reports.failures(self._reports):
             reports.listen(self._reports, len(self._workers), lambda: self._look(_LOOK_S))
