@@ -50,9 +50,11 @@ def read(env: Mapping[str, str]) -> Place:
     node = _number(env, "GROUP_RANK", str(index // max(1, local_size)))
     nodes = _number(env, "GROUP_WORLD_SIZE", str(max(node + 1, -(-size // max(1, local_size)))))
     check_below("RANK", index, "WORLD_SIZE", size, _START)
-    if "LOCAL_WORLD_SIZE" in env:  # without it, the roll call finds out who shares a host
+    if "LOCAL_WORLD_SIZE" in env:
         check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size, _START)
         check_below("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", size, _START, or_same=True)
+    else:
+        local_rank = 0  # the roll call finds out who shares a host
     check_below("GROUP_RANK", node, "GROUP_WORLD_SIZE", nodes, _START)
     if local_size == size and local_rank != index:
         raise RequestError(
