@@ -88,17 +88,23 @@ def _diverted(file: IO[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _copied(file: IO[str], path: Path) -> Iterator[None]:
-    before = sys.stdout, sys.stderr
+    before: list[IO[str] | None] = [sys.stdout, sys.stderr]
     flush()
     between = _Relay.start(path)
-    shown = [between.on_console(stream, number) for number, stream in enumerate(before, start=1)]
-    sys.stdout, sys.stderr = (_Copied(stream, file, between) if stream is not None else None for stream in shown)
+    copied = [
+        None if stream is None else _Copied(between.on_console(stream, number), file, between)
+        for number, stream in enumerate(before, start=1)
+    ]
+    sys.stdout, sys.stderr = copied
     try:
         yield
     finally:
         flush()
         sys.stdout, sys.stderr = before
         flush()
+        for stream, copy in zip(before, copied, strict=True):
+            if copy is not None:
+                copy.end(stream)
         between.end()
 
 
@@ -141,7 +147,7 @@ class _Relay:
         threading.Thread(target=process.wait, name="relay", daemon=True).start()
         return cls(consoles)
 
-    def on_console(self, stream: IO[str] | None, number: int) -> IO[str] | None:
+    def on_console(self, stream: IO[str], number: int) -> IO[str]:
         """Return a stream to the console in the place of one that writes to a descriptor with the relay behind it."""
         if number not in self._consoles or not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
             return stream  # a notebook's, or a test's
@@ -191,11 +197,16 @@ class _Copied:
     """A stream whose text goes to a file as well."""
 
     def __init__(self, stream: Any, file: IO[str], between: _Relay) -> None:
-        self._stream, self._file, self._between = stream, file, between
+        self._stream, self._between = stream, between
+        self._file: IO[str] | None = file
+
+    def end(self, stream: Any) -> None:
+        """Be `stream`, and no more: a logger that was set up within the block may hold on to this one."""
+        self._stream, self._file = stream, None
 
     def write(self, text: str) -> int:
         """Write the text to both."""
-        if not _REDRAWS.search(text):
+        if self._file is not None and not _REDRAWS.search(text):
             with contextlib.suppress(OSError, ValueError):  # a full disk is no reason to say nothing
                 self._file.write(_COLOURS.sub("", text))
         self._between.let_pass(_PASS_S)

@@ -132,3 +132,25 @@ def test_a_terminal_stays_one_and_has_all_in_order(tmp_path: Path) -> None:
     assert lines[0] == "True 77"
     assert sorted(lines[1:]) == sorted([f"C {number}" for number in range(50)] + [f"Python {n}" for n in range(50)])
     assert len(path.read_text().splitlines()) == 101
+
+
+HOLDS_ON = """
+import logging, sys
+from pathlib import Path
+from lockstep import said
+with said.kept(Path(sys.argv[1]), shown=True):
+    handler = logging.StreamHandler()
+    logging.getLogger().addHandler(handler)
+    logging.warning("within")
+other = open(sys.argv[2], "w")  # may get the descriptor that led to the console
+logging.warning("after")
+"""
+
+
+def test_who_holds_on_to_a_stream_writes_to_the_console(tmp_path: Path) -> None:
+    path, other = tmp_path / "output" / "rank_0.txt", tmp_path / "other"
+    words = [sys.executable, "-c", HOLDS_ON, str(path), str(other)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stderr == "within\nafter\n"
+    assert path.read_text() == "within\n"
+    assert other.read_text() == ""
