@@ -57,8 +57,8 @@ def measure() -> Report:
     return Report(
         title="What becomes of a run that loses one of its three nodes",
         finding=f"All {len(every)} runs went on with two nodes and came to their end; at most {steps} steps were made "
-        f"again (goal {EVERY}, {verdict(steps <= EVERY)}), and losses and weights differ from those of a run that "
-        f"nothing happened to by {difference:.0e} at most (goal {GOAL_APART:.0e}, {verdict(difference <= GOAL_APART)})",
+        f"again (goal {EVERY}, {verdict(steps <= EVERY)}), and losses and weights are those of a run that nothing "
+        f"happened to, but for {difference:.0e} (goal {GOAL_APART:.0e}, {verdict(difference <= GOAL_APART)}).",
         columns=("the node that is lost", "runs", "cut → next step, s", "steps made again", "relative difference"),
         rows=tuple(
             (

@@ -6,7 +6,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ from .faults import EVERY, LIMIT_S, Run, running, started
 from .harness import Report, Series
 from .peer.work import TIMEOUT_S
 
-ROUNDS = 5
+ROUNDS = 3
 RANKS = 3
 AT_STEP = 22
 """At which the fault comes: two steps after a checkpoint."""
@@ -73,7 +73,7 @@ def measure() -> Report:
                 name,
                 _text(each.restart),
                 f"{sum(each.bits)} of {ROUNDS}",
-                f"≤ {max(each.lost)}",
+                f"≤ {max(each.lost)}" if each.lost else "–",
                 _text(each.ends_s),
                 _text(each.stopped_s),
                 f"{sum(each.named)} of {ROUNDS}",
@@ -104,10 +104,11 @@ def killed(start: Start, whole: dict[str, bytes], found: Found) -> None:
         run.until_step(AT_STEP)
         run.ranks[1].kill()
         begin_s = time.perf_counter()
-        found.restart.append((run.until_step(1, start=2) - begin_s) / cold_s)
-        found.lost.append(AT_STEP - run.begun_at()[-1])
+        with suppress(RuntimeError):  # it ended instead
+            found.restart.append((run.until_step(1, start=2) - begin_s) / cold_s)
+            found.lost.append(AT_STEP - run.begun_at()[-1])
         run.process.communicate(timeout=LIMIT_S)
-        found.bits.append(run.weights() == whole)
+        found.bits.append(run.process.returncode == 0 and run.weights() == whole)
 
 
 def ended(start: Start, found: Found) -> None:
@@ -151,4 +152,4 @@ def _torchrun(script: str) -> Start:
 
 
 def _text(values: list[float]) -> str:
-    return Series(tuple(values)).text()
+    return Series(tuple(values)).text() if values else "–"

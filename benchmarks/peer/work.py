@@ -16,8 +16,8 @@ from ..faults import Slow
 DATA = Slow(240)
 BATCH = 24
 STEPS = 80
-TIMEOUT_S = 3.0
-"""For a collective: what --stall-timeout is to ours."""
+TIMEOUT_S = 10.0
+"""For a collective: what --stall-timeout is to ours. With much less, ranks give up on those that still import torch."""
 _RECORD = Path("run", "steps.jsonl")
 _FINAL = Path("run", "checkpoints", "last", "model.safetensors")
 
