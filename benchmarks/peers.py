@@ -42,7 +42,11 @@ class Found:
 
 def measure() -> Report:
     """Return what each did, fault by fault."""
-    starts: dict[str, Start] = {"lockstep": _ours, "a script of one's own, torchrun": _torchrun("own")}
+    starts: dict[str, Start] = {
+        "lockstep": _ours,
+        "a script of one's own, torchrun as it comes": _torchrun("own", shares=True),
+        "a script of one's own, torchrun": _torchrun("own"),
+    }
     for package in ("accelerate", "lightning"):
         if find_spec(package) is not None:
             starts[f"{package} {version_of(package)}, torchrun"] = _torchrun(f"with_{package}")
@@ -83,6 +87,8 @@ def measure() -> Report:
         method=f"{RANKS} ranks, the same slow samples, a small net, a checkpoint every {EVERY} steps; the fault comes "
         f"at step {AT_STEP}: SIGKILL with one restart allowed, SIGKILL without, SIGSTOP with {TIMEOUT_S:g} s as the "
         "limit of a collective (ours: --stall-timeout). A cold start is that of the same command, to its first step. "
+        "Ranks that torchrun starts again share the store of those before them, and may read their addresses: all "
+        "peers but the one as it comes are given TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which parts them. "
         "The scripts are in `benchmarks/peer`; what is not installed is left out (`pip install accelerate lightning`).",
         n=f"{ROUNDS} rounds of each fault, in turn",
     )
@@ -143,10 +149,11 @@ def _ours(folder: Path, restarts: int) -> AbstractContextManager[Run]:
     return running(folder, "--devices", RANKS, "--stall-timeout", f"{TIMEOUT_S:g}", *again)
 
 
-def _torchrun(script: str) -> Start:
+def _torchrun(script: str, *, shares: bool = False) -> Start:
     def start(folder: Path, restarts: int) -> AbstractContextManager[Run]:
         command = [*_TORCHRUN, "--max-restarts", f"{restarts}", "-m", f"benchmarks.peer.{script}"]
-        return started(folder, command, known_by=f"benchmarks.peer.{script}")
+        apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not shares))}
+        return started(folder, command, known_by=f"benchmarks.peer.{script}", **apart)
 
     return start
 
