@@ -149,7 +149,7 @@ class _Relay:
 
     def on_console(self, stream: IO[str], number: int) -> IO[str]:
         """Return a stream to the console in the place of one that writes to a descriptor with the relay behind it."""
-        if number not in self._consoles or not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
+        if number not in self._consoles or not isinstance(stream, io.TextIOWrapper) or _descriptor(stream) != number:
             return stream  # a notebook's, or a test's
         descriptor = self._consoles[number]
         return open(descriptor, "w", buffering=1, encoding=stream.encoding, errors=stream.errors, closefd=False)
@@ -215,6 +215,12 @@ class _Copied:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _descriptor(stream: IO[str]) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return stream.fileno()
+    return None
 
 
 def _write_lines(stream: IO[str] | None) -> None:
