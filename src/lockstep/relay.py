@@ -15,15 +15,14 @@ from contextlib import suppress
 _AT_ONCE = 65_536
 
 
-def main(path: str, *pipes: str) -> None:
-    """Pass on what comes through two pipes, given by their descriptors, to stdout and stderr, and append it to `path`.
+def main(file: int, *pipes: int) -> None:
+    """Pass on what comes through two pipes to stdout and stderr, and write it to `file`; all are descriptors.
 
     What a console or a disk does not take is lost there alone.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # whoever is signalled may have something to say about it
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    consoles = dict(zip(map(int, pipes), (1, 2), strict=True))
+    consoles = dict(zip(pipes, (1, 2), strict=True))
     while consoles:
         for pipe in select.select(list(consoles), [], [])[0]:
             said = os.read(pipe, _AT_ONCE)
@@ -41,4 +40,4 @@ def _write(where: int, said: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*map(int, sys.argv[1:]))

@@ -47,7 +47,7 @@ def kept(path: Path, *, shown: bool) -> Iterator[None]:
         yield
         return
     try:
-        with _with_crashes(file), _copied(file, path) if shown else _diverted(file):
+        with _with_crashes(file), _copied(file) if shown else _diverted(file):
             yield
     finally:
         with contextlib.suppress(OSError):  # what a full disk has not taken until now
@@ -87,10 +87,10 @@ def _diverted(file: IO[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _copied(file: IO[str], path: Path) -> Iterator[None]:
+def _copied(file: IO[str]) -> Iterator[None]:
     before: list[IO[str] | None] = [sys.stdout, sys.stderr]
     flush()
-    between = _Relay.start(path)
+    between = _Relay.start(file.fileno())
     copied = [
         None if stream is None else _Copied(between.on_console(stream, number), file, between)
         for number, stream in enumerate(before, start=1)
@@ -116,8 +116,8 @@ class _Relay:
         self._consoles = consoles
 
     @classmethod
-    def start(cls, path: Path) -> _Relay:
-        """Start a relay that appends to `path`; where there can be none, nothing changes."""
+    def start(cls, file: int) -> _Relay:
+        """Start a relay that writes to the descriptor `file` as well; where there can be none, nothing changes."""
         with contextlib.ExitStack() as undone:
             try:
                 consoles, pipes = {}, []
@@ -127,12 +127,12 @@ class _Relay:
                     pipes.append(os.pipe())
                     undone.callback(os.close, pipes[-1][0])
                     undone.callback(os.close, pipes[-1][1])
-                reads = [read for read, _ in pipes]
+                passed = [file, *(read for read, _ in pipes)]
                 process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", relay.__file__, str(path.absolute()), *map(str, reads)],
+                    [sys.executable, "-I", "-S", relay.__file__, *map(str, passed)],
                     stdin=subprocess.DEVNULL,
                     cwd="/",
-                    pass_fds=reads,
+                    pass_fds=passed,
                     # In a session of its own: what ends the rank's group, or comes from its terminal, is not for it.
                     start_new_session=True,
                 )
