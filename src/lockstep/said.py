@@ -27,6 +27,7 @@ from . import relay
 
 _REDRAWS = re.compile(r"\x1b\[\??[0-9;]*[ABFGHJKhl]")
 """What moves a terminal's cursor: part of a bar that is drawn over and over."""
+_BAR = "━"  # of which rich makes the bars that it draws without moving the cursor first
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PASS_S = 0.02
 _LEAVE_S = 0.5
@@ -206,15 +207,24 @@ class _Copied:
 
     def write(self, text: str) -> int:
         """Write the text to both."""
-        if self._file is not None and not _REDRAWS.search(text):
+        if self._file is not None:
             with contextlib.suppress(OSError, ValueError):  # a full disk is no reason to say nothing
-                self._file.write(_COLOURS.sub("", text))
+                self._file.write(_lasting(text))
         self._between.let_pass(_PASS_S)
         written: int = self._stream.write(text)
         return written
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _lasting(text: str) -> str:
+    """Return what of a text for a terminal stays there: without colours, and without a bar, which ends no line."""
+    plain = _COLOURS.sub("", text)
+    if not _REDRAWS.search(plain) and _BAR not in plain:
+        return plain
+    lines = _REDRAWS.sub("", plain).replace("\r", "").splitlines(keepends=True)
+    return "".join(line for line in lines if line.endswith("\n") and line.strip())
 
 
 def _descriptor(stream: IO[str]) -> int | None:

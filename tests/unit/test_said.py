@@ -30,6 +30,7 @@ with said.kept(Path(sys.argv[1]), shown=sys.argv[2] == "shown"):
     os.write(2, b"by C\\n")
     sys.stdout.write("\\x1b[1mbold\\x1b[0m\\n")
     sys.stdout.write("\\x1b[2K\\rbar 50%")
+    sys.stdout.write("\\r\\x1b[2Kan event above the bar\\n\\x1b[1mbar\\x1b[0m 60%")
 print("after")
 """
 
@@ -46,7 +47,7 @@ def test_what_a_rank_says_is_kept(shown: bool, tmp_path: Path) -> None:
     assert "after\n" in done.stdout
     assert "by C\n" in kept
     if shown:  # the console has everything, the file no cursor's moves
-        assert kept.replace("by C\n", "") == "by print\nby stderr\nbold\n"
+        assert kept.replace("by C\n", "") == "by print\nby stderr\nbold\nan event above the bar\n"
         assert "bar 50%" in done.stdout
         assert done.stderr == "by stderr\nby C\n"
     else:
