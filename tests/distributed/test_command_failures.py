@@ -207,7 +207,10 @@ def test_two_runs_do_not_write_to_one_folder(folder: Path, capsys: pytest.Captur
 def test_a_data_worker_that_dies_is_named(folder: Path) -> None:
     words = ("--data", "tests.own_data:exiting", "--model", "mlp", "--batch", 8, "--accelerator", "cpu", *DDP)
     told = sentence(command(folder, "train", *words, "--workers", 1), code=1)
-    assert re.match(r"Rank \d: a data worker \(process \d+\) ended with exit code 7: if the host ran out of mem", told)
+    # torch has the code where it hears of the end by a signal, before it misses the worker's answer.
+    assert re.match(
+        r"Rank \d: a data worker \(process \d+\) ended( with exit code 7)?: if the host ran out of mem", told
+    )
 
 
 # ---- before training
