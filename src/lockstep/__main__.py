@@ -1,5 +1,7 @@
 """`lockstep`, or `python -m lockstep`, which is also what torchrun starts: `torchrun -m lockstep train …`."""
 
+import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -7,19 +9,34 @@ from typing import NoReturn
 
 from . import bounded, said
 from .cli.main import main as run
+from .errors import Stopped
 from .interrupts import SIGNALS
 
 
 def main() -> NoReturn:
     """Run the command and end the process with its exit code."""
+    _open_all()
+    atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)  # the first to be registered is the last to run
     code = run()
     said.flush()
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # too late to change how it ended, and soon enough to end it
             signal.signal(number, lambda *_: os._exit(code))
-    if bounded.any_left():  # after a failure: what it waits for may come at any moment
+    # A call that is left may come back at any moment, and Python remembers a KeyboardInterrupt that came as it ran the
+    # text of a program, as libraries have it do, and ends by a signal.
+    if bounded.any_left() or code == Stopped.exit_code:
         bounded.leave(code)
     sys.exit(code)
+
+
+def _open_all() -> None:
+    """Have something behind stdin, stdout and stderr that were closed, lest another file takes their place."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
 if __name__ == "__main__":

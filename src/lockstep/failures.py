@@ -181,7 +181,9 @@ def _worker_death(found: re.Match[str], rank: int, again: str) -> str:
             hint = "/dev/shm is full: give a container more of it (docker run --shm-size), or use fewer --workers"
     elif found["code"]:
         how = f"ended with exit code {found['code']}"
-    return f"Rank {rank}: a data worker (process {found['who'].strip()}) {how}: {hint}; {again}."
+    who = found["who"].strip()
+    what = f"data workers (processes {who})" if "," in who else f"a data worker (process {who})"
+    return f"Rank {rank}: {what} {how}: {hint}; {again}."
 
 
 def _first_words(error: BaseException) -> str:

@@ -211,8 +211,14 @@ class _Copied:
             with contextlib.suppress(OSError, ValueError):  # a full disk is no reason to say nothing
                 self._file.write(_lasting(text))
         self._between.let_pass(_PASS_S)
-        written: int = self._stream.write(text)
-        return written
+        with contextlib.suppress(BrokenPipeError):  # a reader who has seen enough ends nobody who prints
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is held back."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -35,6 +35,7 @@ _BELOW = tuple(str(Path(__file__).with_name(name)) for name in ("watch.py", "bea
 _WORDS = {"": "its own code", "data": "data loading", "step": "the optimizer step", "save": "saving"}
 _LEAVE_S = 2.0
 _LOOK_S = 1.0
+_LEAST_DUMP_S = 1.0  # the stacks of threads that run are not safe to write: a pause of Python's is no hang
 _DUMP = 0.75
 """Share of --stall-timeout after which a rank that says nothing more has its stacks written: before the others end."""
 
@@ -66,7 +67,7 @@ class Watch:
         self._closed, self._hurried = threading.Event(), False
         self._speaks = threading.Lock()  # taken once, by who says why this process ends
         self._idle_s = 0.0
-        self._switch = stacks.DeadMansSwitch(rank, _DUMP * stall_timeout_s)
+        self._switch = stacks.DeadMansSwitch(rank, max(_DUMP * stall_timeout_s, _LEAST_DUMP_S))
         self._beats = Beats(opens, self._own, rank=rank, size=len(nodes), server=server, beat_s=beat_s)
         self.seen, self.sentence = self._beats.seen, self._beats.sentence
         self._threads = [

@@ -185,3 +185,8 @@ def test_gpus_that_torch_cannot_use_are_refused_in_words_that_hold_for_auto_too(
 def test_what_cannot_be_called_is_refused_at_once(entry: Any) -> None:
     with pytest.raises(RequestError, match=r"launch takes a function of .* found "):
         launch(entry, config(devices=2, strategy="ddp"), {})
+
+
+def test_a_value_that_cannot_be_sent_is_said_to_be_that() -> None:
+    with pytest.raises(RequestError, match=r"^The ranks are done, but what rank 0 returned cannot be sent to the proc"):
+        launch(entries.unpicklable, config(devices=2), {})

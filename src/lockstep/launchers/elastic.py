@@ -32,6 +32,7 @@ from ..options import flatten_common
 from . import dialects, lifeline, manual, rank, reasons, stores
 from .base import Entry
 from .devices import processes
+from .reports import pickled
 from .spawn import packed
 
 
@@ -121,7 +122,7 @@ def serve(payload: bytes, host: str, port: int, job: str, start: str) -> NoRetur
     config = RunConfig()
     try:
         entry, config = pickle.loads(payload)  # from our own parent
-        value = pickle.dumps(
+        value = pickled(
             rank.run_met(
                 entry,
                 config,

@@ -37,6 +37,17 @@ class Report:
     failure: Failure | None = None
 
 
+def pickled(value: Any) -> bytes:
+    """Return the pickle of what rank 0 came to. Raises `RequestError` where it has none: nor would it the next time."""
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise RequestError(
+            f"The ranks are done, but what rank 0 returned cannot be sent to the process that started it "
+            f"({one_line(error)}); return plain values, or objects of a class that this process can import."
+        ) from error
+
+
 def value_of(pickled: bytes) -> Any:
     """Return what rank 0 came to, from its pickle, which has to be that of a rank of our own.
 

@@ -24,7 +24,7 @@ from ..topology import Topology
 from . import lifeline, rank, stores
 from .base import Entry
 from .devices import processes
-from .reports import UNGUARDED, Report
+from .reports import UNGUARDED, Report, pickled
 from .supervise import Supervisor, Worker
 
 
@@ -151,7 +151,7 @@ def be_rank(topology: Topology, payload: bytes, tell: Connection, listener: sock
             known=topology,
             tell=lambda failure: tell.send(Report(topology.rank, failure=failure)),
         )
-        report = Report(topology.rank, value=pickle.dumps(value))
+        report = Report(topology.rank, value=pickled(value))
     except BaseException as error:
         tell.send(Report(topology.rank, failure=failures.account(error, topology.rank, config)))
         rank.vanish(error)
