@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import multiprocessing
+import os
+import signal
 import sys
 import threading
 import time
@@ -22,6 +25,16 @@ _NAME = ".rank_{rank}.stacks"
 _PUT_OFF = 0.1
 """Share of the time to the dump after which it is put off."""
 _NEVER = float("inf")
+_ASKED = signal.SIGUSR2
+_MEMORY = "lockstep-stack"
+_OUTERMOST = " in _worker_loop"  # of a DataLoader's workers
+_LOOK_S = 0.02
+
+
+def of_all() -> str:
+    """Return the stacks of all threads of this process, the main thread's first, and of its workers."""
+    workers = [f"Data worker, process {each}, innermost call first:\n{text}\n" for each, text in of_workers().items()]
+    return "".join([of_threads(), *workers])
 
 
 def of_threads() -> str:
@@ -34,6 +47,40 @@ def of_threads() -> str:
         f"Thread {names.get(ident, ident)}, innermost call last:\n{''.join(traceback.format_stack(frames[ident]))}\n"
         for ident in order
     )
+
+
+def answer() -> None:
+    """Have this process, a worker of a rank's, write its stack whenever the rank asks for it; on Linux alone.
+
+    C code writes it, wherever Python may hang, into memory that the rank can read while this process lives.
+    """
+    if hasattr(os, "memfd_create"):
+        faulthandler.register(_ASKED, file=os.memfd_create(_MEMORY), all_threads=False)
+
+
+def of_workers(limit_s: float = 0.5) -> dict[int, str]:
+    """Return the stacks, innermost call first, of those children of this process that `answer`, by their id."""
+    found, until_s = {}, time.monotonic() + limit_s
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError, StopIteration):  # it has ended meanwhile, or does not answer at all
+            assert child.pid is not None
+            found[child.pid] = _asked(child.pid, until_s)
+    return found
+
+
+def _asked(process: int, until_s: float) -> str:
+    links = Path(f"/proc/{process}/fd").iterdir()
+    memory = next(link for link in links if str(link.readlink()).startswith(f"/memfd:{_MEMORY}"))
+    before = memory.stat().st_size
+    os.kill(process, _ASKED)
+    said = b""
+    while not said and time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+        said = memory.read_bytes()[before:]
+    lines = said.decode(errors="replace").splitlines(keepends=True)
+    # A process that was forked has its parent's calls below its own.
+    own = next((number for number, line in enumerate(lines, 1) if line.rstrip().endswith(_OUTERMOST)), len(lines))
+    return "".join(lines[:own])
 
 
 def left_by(rank: int, folder: Path) -> str:

@@ -15,6 +15,7 @@ rank that serves the store ends last, when the others have read the sentence.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -120,11 +121,19 @@ class Watch:
     def _end(self, sentence: str) -> None:
         if self._speaks.acquire(blocking=False):
             self._switch.call_off()
-            self._ends(self, Failure(self._rank, RunError.__name__, sentence, stacks.of_threads()))
+            self._ends(self, Failure(self._rank, RunError.__name__, sentence, stacks.of_all()))
 
     def _own(self, number: int) -> Beat:
         pulse = self._pulse
-        return Beat(number, pulse.count, pulse.step, pulse.phase, place(self._main), round(self._idle_s, 1))
+        return Beat(number, pulse.count, pulse.step, pulse.phase, self._place(), round(self._idle_s, 1))
+
+    def _place(self) -> str:
+        """Return where the main thread is, or the data worker that it waits for."""
+        if self._pulse.phase == "data" and self._idle_s > _DUMP * self._stall_s:  # no sooner: a signal asks for it
+            for text in stacks.of_workers().values():
+                if found := _innermost(text):
+                    return found
+        return place(self._main)
 
 
 def explain(seen: dict[int, Seen], nodes: Sequence[str], silence_s: float) -> str:
@@ -143,10 +152,10 @@ def explain(seen: dict[int, Seen], nodes: Sequence[str], silence_s: float) -> st
     # A process that was stopped or killed, or whose host is cut off, all look alike from here.
     how = "was stopped, died or was cut off" if silent else "stopped"
     idle_s = max(each.silent_s if silent else each.beat.idle_s for each in behind.values())
-    waits = ""
+    waits = "" if silent else "; give more --stall-timeout where it was only slow"
     if waiting:
         verb = "waits" if len(waiting) == 1 else "wait"
-        waits = f"; {ranks_in_short(waiting)} {verb} in {waits_in(next(iter(waiting.values())))}"
+        waits = f"; {ranks_in_short(waiting)} {verb} in {waits_in(next(iter(waiting.values())))}{waits}"
     heard = ", last heard of" if silent else ""
     return f"{who[0].upper()}{who[1:]}{at} {how} {idle_s:.0f} s ago{heard} in {where}{waits}"
 
@@ -178,6 +187,14 @@ def place(thread: int | None) -> str:
     while frame is not None and _is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
+
+
+def _innermost(stack: str) -> str:
+    """Return FILE:LINE of the innermost frame in faulthandler's words that is the user's code or ours, "" for none."""
+    for file, line in re.findall(r'File "(.+)", line (\d+)', stack):
+        if not _is_machinery(file):
+            return f"{Path(file).name}:{line}"
+    return ""
 
 
 def _in_debugger(thread: int | None) -> bool:

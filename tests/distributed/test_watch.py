@@ -27,7 +27,8 @@ def test_a_rank_that_hangs_in_data_loading_is_named_with_its_line(tmp_path: Path
     assert ended.code == 1
     found = re.search(
         r"^lockstep: Rank (\d) stopped (\d+) s ago in data loading at own_data\.py:\d+ \(step \d\); "
-        r"rank (\d) waits in all-reduce at step \d; continue with --resume auto\.$",
+        r"rank (\d) waits in all-reduce at step \d; give more --stall-timeout where it was only slow; "
+        r"continue with --resume auto\.$",
         ended.err,
         re.MULTILINE,
     )
@@ -70,13 +71,15 @@ def test_a_rank_that_crashes_in_c_code_leaves_its_stacks(launcher: str, tmp_path
     assert re.search(r'File ".*own_data\.py", line \d+ in __getitem__', kept), kept
 
 
-def test_a_rank_alone_that_hangs_is_named_as_well(tmp_path: Path) -> None:
-    run = "train --data tests.own_data:hanging --model mlp --batch 8 --accelerator cpu --devices 1 --workers 0"
-    ended = end(start(tmp_path, *run.split(), "--stall-timeout", STALL_S, "--output", "run"))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_rank_alone_that_hangs_is_named_as_well(workers: int, tmp_path: Path) -> None:
+    run = "train --data tests.own_data:hanging --model mlp --batch 8 --accelerator cpu --devices 1"
+    words = ("--workers", workers, "--stall-timeout", STALL_S, "--output", "run")
+    ended = end(start(tmp_path, *run.split(), *words))
     assert ended.code == 1
     assert re.search(
         r"^lockstep: Rank 0 stopped \d s ago in data loading at own_data\.py:\d+ \(step \d\); "
-        r"continue with --resume auto\.$",
+        r"give more --stall-timeout where it was only slow; continue with --resume auto\.$",
         ended.err,
         re.MULTILINE,
     ), ended.err

@@ -33,6 +33,7 @@ def _seen(*told: tuple[int, str, int, str, float, float]) -> dict[int, Seen]:
     }
 
 
+SLOW = "give more --stall-timeout where it was only slow"
 WAITS = (40, "backward", 512, "engine.py:50", 41.0, 0.3)
 
 
@@ -43,7 +44,7 @@ WAITS = (40, "backward", 512, "engine.py:50", 41.0, 0.3)
             _seen(WAITS, WAITS, WAITS, (38, "data", 512, "folder.py:88", 41.2, 0.3)),
             NODES,
             "Rank 3 (node b) stopped 41 s ago in data loading at folder.py:88 (step 512); "
-            "ranks 0–2 wait in all-reduce at step 512",
+            "ranks 0–2 wait in all-reduce at step 512; " + SLOW,
         ),
         (
             _seen(WAITS, (40, "backward", 512, "", 0.2, 41.0)),
@@ -55,17 +56,17 @@ WAITS = (40, "backward", 512, "engine.py:50", 41.0, 0.3)
             _seen((7, "save", 3, "write.py:9", 60.0, 0.1), (9, "barrier", 3, "", 59.0, 0.0), (7, "save", 3, "", 5, 0)),
             ("a", "b", "c"),
             "Ranks 0, 2 (nodes a, c) stopped 60 s ago in saving at write.py:9 (step 3); rank 1 waits in barrier at "
-            "step 3",
+            "step 3; " + SLOW,
         ),
         (
             _seen((7, "all-reduce", 3, "", 60.0, 0.1), (7, "all-reduce", 3, "", 59.0, 0.0)),
             ("a", "a"),
-            "Ranks 0–1 stopped 60 s ago in all-reduce (step 3)",
+            "Ranks 0–1 stopped 60 s ago in all-reduce (step 3); " + SLOW,
         ),
         (
             _seen((7, "all-reduce", 3, "", 60.0, 0.1), (2, "", 0, "", 59.0, 0.0)),
             ("a", "a"),
-            "Rank 1 stopped 59 s ago in its own code (step 0); rank 0 waits in all-reduce at step 3",
+            "Rank 1 stopped 59 s ago in its own code (step 0); rank 0 waits in all-reduce at step 3; " + SLOW,
         ),
     ],
 )
@@ -118,7 +119,7 @@ def test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all(tmp_pa
     assert told[0].sentence == told[1].sentence
     for failure in told:
         assert failure.sentence.startswith("Rank 1 (node b) stopped ")
-        assert failure.sentence.endswith("rank 0 waits in all-reduce at step 14")
+        assert failure.sentence.endswith(f"rank 0 waits in all-reduce at step 14; {SLOW}")
         assert threading.current_thread().name in failure.trace
         assert "test_watch.py" in failure.trace
 

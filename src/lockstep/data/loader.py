@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .. import hardware
+from .. import hardware, stacks
 from ..errors import RequestError, RunError
 from ..failures import WORKER_HINT, one_line
 from ..interrupts import SIGNALS
@@ -191,6 +191,7 @@ def _begin_worker(worker: int) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    stacks.answer()
     # torch's workers look for their parent between two tasks; one that is stuck in a sample would outlive it.
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="rank watch").start()
 
