@@ -92,19 +92,19 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
         world.together(lambda: announce(job, progress, recorder))
         job.strategy.settle(job.model, lambda: _rehearse(job))
         meter = _meter(job, recorder)
-        with (
-            StopRequest(quiet=not world.is_main) as stop,
-            _saver(config, world, recorder, loaded) as saver,  # which makes the folder, if nobody has
-            Proofs(job, meter, recorder, step=progress.step) as proofs,
-        ):
-            try:
-                while progress.step < job.total_steps or progress.evaluated < progress.step:
-                    _train_epoch(job, progress, meter, proofs, stop, saver)
-                    _evaluate_epoch(job, progress, recorder, proofs, stop, saver)
-            except NonFiniteLossError as bad:
-                bad.doubt = proofs.explain_loss(progress.step, bad.step)
-                raise
-            unsaved = saver.conclude(job, progress)
+        with StopRequest(quiet=not world.is_main) as stop:
+            with (
+                _saver(config, world, recorder, loaded) as saver,  # which makes the folder, if nobody has
+                Proofs(job, meter, recorder, step=progress.step) as proofs,
+            ):
+                try:
+                    while progress.step < job.total_steps or progress.evaluated < progress.step:
+                        _train_epoch(job, progress, meter, proofs, stop, saver)
+                        _evaluate_epoch(job, progress, recorder, proofs, stop, saver)
+                except NonFiniteLossError as bad:
+                    bad.doubt = proofs.explain_loss(progress.step, bad.step)
+                    raise
+                unsaved = saver.conclude(job, progress)
             result = _result(job, progress, meter, proofs, recorder)
         world.pulse.enter("")  # not after an error: where it came is told
         if unsaved:  # only now: what it came to is told and written all the same
