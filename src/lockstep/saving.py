@@ -76,8 +76,7 @@ class Saver:
             checkpoints = Checkpoints(folder / "checkpoints", warn=self._warn, saved=self._saved)
         except OSError as error:
             raise unwritable(folder / "checkpoints", error) from error
-        last = None if self._taken_up_at is None else find(checkpoints.folder)
-        if self._taken_up_at is not None and last is not None and (meta := peek(last)) is not None:
+        if self._taken_up_at is not None and (last := find(checkpoints.folder)) and (meta := peek(last)):
             self._on_disk = min(meta["step"], self._taken_up_at)
         best = peek(checkpoints.folder / "best")
         if best is not None and best["scores"] is not None and best["step"] <= (self._taken_up_at or 0):
@@ -148,9 +147,9 @@ class Saver:
         return f"The weights of the last step, {step}, are not on the disk: {newest}; {_MEND} and {again}."
 
     def _wait(self) -> None:
-        """Wait until what was saved is on the disk, or could not be written."""
-        if self._checkpoints is not None:
-            with self._world.pulse.during("save"):
+        """Wait until what was saved is on the disk, or could not be written; the others wait for rank 0."""
+        with self._world.pulse.during("save"):  # on every rank, since all enter the same phases
+            if self._checkpoints is not None:
                 self._checkpoints.wait()
 
     def __enter__(self) -> Saver:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ..command import command
+from ..command import LIMIT_S, ROOT, command, start
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -54,3 +54,27 @@ def test_results_that_cannot_be_written_are_told_of_on_stderr(tmp_path: Path) ->
     assert told.startswith("warning: results cannot be written to the output (No space left on device)")
     assert done.returncode == 0
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+TALKING = (
+    "train --data tests.own_data:talking --model mlp --batch 8 --accelerator cpu --epochs 1 --workers 0 --output run"
+)
+
+
+def test_a_reader_who_has_seen_enough_ends_no_run(tmp_path: Path) -> None:
+    with start(tmp_path, *TALKING.split(), "--devices", 1) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline().startswith("global batch")
+        run.stdout.close()
+        assert run.wait(LIMIT_S) == 0
+    assert "by print\n" in (tmp_path / "run" / "output" / "rank_0.txt").read_text()
+
+
+def test_no_other_file_takes_the_place_of_a_closed_stderr(tmp_path: Path) -> None:
+    closed = ("-c", "import os, sys; os.close(2); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])")
+    words = [sys.executable, *closed, "-m", "lockstep", *TALKING.split(), "--strategy", "ddp", "--devices", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0
+    kept = [path.read_text() for path in sorted((tmp_path / "run" / "output").glob("rank_*.txt"))]
+    assert sum("by C code\n" in text for text in kept) == 1

@@ -48,13 +48,13 @@ def pickled(value: Any) -> bytes:
         ) from error
 
 
-def value_of(pickled: bytes) -> Any:
+def value_of(value: bytes) -> Any:
     """Return what rank 0 came to, from its pickle, which has to be that of a rank of our own.
 
     Raises `RunError` where it cannot be read in this process: it is of a class that only the rank knows.
     """
     try:
-        return pickle.loads(pickled)
+        return pickle.loads(value)  # our own rank's
     except Exception as error:
         raise RunError(
             f"The ranks are done, but what rank 0 returned cannot be read here ({one_line(error)}); return plain "
