@@ -122,7 +122,7 @@ def _with_fault(folder: Path, draw: random.Random, moment: str, kind: str, ranks
         if "(restart 1 of 2)" not in said:
             was_over = run.process.returncode == 0 and run.starts() == 1
             return None if was_over else Outcome(moment, kind, ranks, "failed", 0)
-        lost = max(0, made - max(run.begun_at()))
+        lost = max(0, made - max(run.begun_at(), default=0))
         if _left_in(folder):
             end = "orphans"
         elif run.process.returncode != 0:

@@ -36,7 +36,8 @@ def _open_all() -> None:
             os.fstat(number)
         except OSError:
             with contextlib.suppress(OSError):
-                os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+                # Takes the lowest number that is free; a rank is to find something there as well.
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 if __name__ == "__main__":

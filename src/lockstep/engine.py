@@ -122,7 +122,7 @@ def _meter(job: Job, recorder: Recorder) -> Meter:
 
 
 def _saver(config: RunConfig, world: World, recorder: Recorder, loaded: State | None) -> Saver:
-    return Saver(config.record.output, world, recorder, taken_up_at=loaded.meta["step"] if loaded else None)
+    return Saver(config.record.output, world, recorder, taken_up=loaded)
 
 
 def evaluate_checkpoint(config: RunConfig, world: World) -> tuple[int, Scores]:

@@ -104,11 +104,13 @@ class StopRequest:
         if heard is Heard.SECOND:
             # Neither an `except` of the user's nor a save that is under way may hold this up. A terminal whose bar
             # has hidden the cursor gets it back.
-            stderr = _stderr()
-            os.write(stderr, f"{SHOW_CURSOR if os.isatty(stderr) else ''}\nlockstep: {KILLED}\n".encode())
-            os._exit(RunError.exit_code)
+            try:
+                stderr = _stderr()
+                os.write(stderr, f"{SHOW_CURSOR if os.isatty(stderr) else ''}\nlockstep: {KILLED}\n".encode())
+            finally:  # the terminal may be what has gone
+                os._exit(RunError.exit_code)
         if heard is Heard.FIRST and not self._quiet:
-            with contextlib.suppress(OSError):  # the terminal may be what has gone
+            with contextlib.suppress(OSError):
                 os.write(_stderr(), f"\nlockstep: {STOPPING}\n".encode())
 
 

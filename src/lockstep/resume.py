@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ _IDENTITY = (
 )
 
 
+_SEEN_S = 10.0  # for another host's checkpoint to be seen here
+_LOOK_S = 0.2
 EVALUATED = ("model", "classes", "data", "image-size", "ema")
 """The options that an evaluation has to share with the run whose weights it takes."""
 
@@ -66,18 +70,45 @@ def source(config: RunConfig) -> Path | None:
 def load(config: RunConfig, world: World, *, keys: Collection[str] = _IDENTITY) -> State | None:
     """Return the state to continue from, None for a fresh start (*collective*); `keys` are the options it must share.
 
+    A rank that does not see the newest one yet, over a network that is slow to tell, waits for it for some seconds.
+
     Raises `RequestError`, on every rank, for a checkpoint that one cannot use or that is another run's, and where
     the ranks see different ones: a node without the run's folder would begin anew beside others that go on.
     """
     state = world.together(lambda: _load(config, keys))
-    path = None if state is None else state.origin
-    seen = world.gather(None if path is None else checkpoint.fingerprint(path))
+    seen: list[str | None] = world.gather(_fingerprint(state))
+    if config.checkpoint.resume == "auto" and len(set(seen)) > 1:
+        steps: list[int] = world.gather(-1 if state is None else state.meta["step"])
+        newest = seen[max(range(world.size), key=lambda rank: steps[rank])]
+        state = world.together(lambda: _patiently(state, newest, config, keys))
+        seen = world.gather(_fingerprint(state))
     for rank, theirs in enumerate(seen):
         if theirs != seen[0]:
             raise RequestError(
                 f"The ranks see different checkpoints, rank 0 {seen[0] or 'none'} and rank {rank} {theirs or 'none'}: "
                 "put the run's folder where all nodes see it, or copy it to each of them."
             )
+    return state
+
+
+def _fingerprint(state: State | None) -> str | None:
+    return None if state is None or state.origin is None else checkpoint.fingerprint(state.origin)
+
+
+def _patiently(state: State | None, newest: str | None, config: RunConfig, keys: Collection[str]) -> State | None:
+    """Return the state of the checkpoint with that fingerprint, or `state` where it does not come to be seen here."""
+    assert newest is not None, "one rank has another one than the others"
+    folder = config.record.output
+    until_s = time.monotonic() + _SEEN_S
+    while _fingerprint(state) != newest and folder is not None and folder.is_dir() and time.monotonic() < until_s:
+        # By its own name, which makes a host ask for it anew: what it remembers is where `last` pointed.
+        path = folder / "checkpoints" / newest.partition(" ")[0]
+        with contextlib.suppress(RequestError):  # it may be there in part
+            found = checkpoint.load(path)
+            _check_same_run(found.meta, config, path, keys)
+            if _fingerprint(found) == newest:
+                return found
+        time.sleep(_LOOK_S)
     return state
 
 

@@ -52,14 +52,13 @@ class Progress:
 class Saver:
     """Saves the run's state in one format; on ranks other than 0 it takes part in the collectives alone."""
 
-    def __init__(
-        self, folder: Path | None, world: World, recorder: Recorder, *, taken_up_at: int | None = None
-    ) -> None:
+    def __init__(self, folder: Path | None, world: World, recorder: Recorder, *, taken_up: State | None = None) -> None:
         """`folder` is the run's, None to save nothing; warnings and what was saved go to the recorder.
 
-        `taken_up_at` is the step of the checkpoint that the run goes on from, None where it begins.
+        `taken_up` is the checkpoint that the run goes on from, None where it begins.
         """
-        self._taken_up_at = taken_up_at
+        self._taken_up_at: int | None = taken_up.meta["step"] if taken_up else None
+        self._origin = find(taken_up.origin) if taken_up and taken_up.origin else None
         self._folder = folder
         self._world = world
         self._recorder = recorder
@@ -73,7 +72,7 @@ class Saver:
 
     def _open(self, folder: Path) -> Checkpoints:
         try:
-            checkpoints = Checkpoints(folder / "checkpoints", warn=self._warn, saved=self._saved)
+            checkpoints = Checkpoints(folder / "checkpoints", warn=self._warn, saved=self._saved, origin=self._origin)
         except OSError as error:
             raise unwritable(folder / "checkpoints", error) from error
         if self._taken_up_at is not None and (last := find(checkpoints.folder)) and (meta := peek(last)):

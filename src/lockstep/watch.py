@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ _BELOW = tuple(str(Path(__file__).with_name(name)) for name in ("watch.py", "bea
 _WORDS = {"": "its own code", "data": "data loading", "step": "the optimizer step", "save": "saving"}
 _LEAVE_S = 2.0
 _LOOK_S = 1.0
+_DEAD_S = 3.0  # for which nothing has moved, before it is asked whether somebody has died: as a rule an error says so
 _LEAST_DUMP_S = 1.0  # the stacks of threads that run are not safe to write: a pause of Python's is no hang
 _DUMP = 0.75
 """Share of --stall-timeout after which a rank that says nothing more has its stacks written: before the others end."""
@@ -55,15 +56,17 @@ class Watch:
         stall_timeout_s: float,
         beat_s: float,
         ends: Callable[[Watch, Failure], None],
+        dead: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         """Send the first beat and begin to watch.
 
         `opens()` connects to the store (see `Beats`); `nodes` names each rank's host, in the order of the ranks;
         `beat_s` are the seconds between beats. `ends` is called from a thread of the watch's with what is to be told,
-        once nothing moves here or on another rank, and has to end this process.
+        once nothing moves here or on another rank, and has to end this process. `dead` returns the processes, in words
+        by their rank, that are seen to have ended before they were done; it may wait for the store.
         """
         self._pulse, self._rank, self._nodes, self.beat_s = pulse, rank, tuple(nodes), beat_s
-        self._stall_s, self._ends = stall_timeout_s, ends
+        self._stall_s, self._ends, self._dead = stall_timeout_s, ends, dead
         self._main = threading.main_thread().ident
         self._closed, self._hurried = threading.Event(), False
         self._speaks = threading.Lock()  # taken once, by who says why this process ends
@@ -99,7 +102,11 @@ class Watch:
 
     def _exchange(self) -> None:
         while not self._closed.wait(self.beat_s):
-            if told := self._beats.exchange(urgent=self._hurried or self._idle_s > self._stall_s / 4):
+            told = self._beats.exchange(urgent=self._hurried or self._idle_s > self._stall_s / 4)
+            # NCCL's collectives wait for a rank that is dead, as one does that reads a long batch.
+            if not told and self._pulse.phase and self._idle_s > _DEAD_S and (dead := self._dead()):
+                told = self._beats.agree(obituary(dead, self.seen()))
+            if told:
                 self._end(told)
 
     def _look(self) -> None:
@@ -158,6 +165,13 @@ def explain(seen: dict[int, Seen], nodes: Sequence[str], silence_s: float) -> st
         waits = f"; {ranks_in_short(waiting)} {verb} in {waits_in(next(iter(waiting.values())))}{waits}"
     heard = ", last heard of" if silent else ""
     return f"{who[0].upper()}{who[1:]}{at} {how} {idle_s:.0f} s ago{heard} in {where}{waits}"
+
+
+def obituary(dead: Mapping[int, str], seen: dict[int, Seen]) -> str:
+    """Return one sentence about a rank that has died, the first of `dead`: processes in words by their rank."""
+    rank, who = min(dead.items())
+    where = f", last heard of in {whereabouts(seen[rank])}" if rank in seen else ""
+    return f"Rank {rank} ({who}) died{where}: its own message, if it could leave one, says why"
 
 
 def whereabouts(seen: Seen) -> str:

@@ -132,6 +132,16 @@ def lose(config: RunConfig, world: World) -> None:
     world.sum(torch.ones(1))
 
 
+def read_long(config: RunConfig, world: World) -> None:
+    """Kill rank 1; the others are in a long read of data, and in no collective."""
+    world.pulse.folder = config.record.output
+    world.barrier()
+    world.pulse.enter("data")
+    if world.rank == 1:
+        _killed()
+    time.sleep(600)
+
+
 def abort(config: RunConfig, world: World) -> None:
     """End rank 0 as NCCL's watchdog does where it has waited in vain; rank 1 hangs."""
     world.barrier()

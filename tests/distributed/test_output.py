@@ -70,8 +70,18 @@ def test_a_reader_who_has_seen_enough_ends_no_run(tmp_path: Path) -> None:
     assert "by print\n" in (tmp_path / "run" / "output" / "rank_0.txt").read_text()
 
 
-def test_no_other_file_takes_the_place_of_a_closed_stderr(tmp_path: Path) -> None:
-    closed = ("-c", "import os, sys; os.close(2); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])")
+def test_ranks_find_something_in_the_place_of_what_was_closed() -> None:
+    asked = (
+        "import os; os.closerange(0, 3); from lockstep.__main__ import _open_all; _open_all()\n"
+        "os._exit(all(map(os.get_inheritable, range(3))))"
+    )
+    assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 1
+
+
+@pytest.mark.parametrize("numbers", [(2,), (1, 2)])
+def test_no_other_file_takes_the_place_of_a_closed_one(numbers: tuple[int, ...], tmp_path: Path) -> None:
+    closes = "; ".join(f"os.close({number})" for number in numbers)
+    closed = ("-c", f"import os, sys; {closes}; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])")
     words = [sys.executable, *closed, "-m", "lockstep", *TALKING.split(), "--strategy", "ddp", "--devices", "2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, check=False)

@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import re
+import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,42 @@ def test_ranks_that_see_different_checkpoints_are_refused(pool: RankPool, tmp_pa
     assert "rank 1 none" in sentence
     (sentence,) = set(pool.run(2, _load, [here, damaged]))
     assert "model.safetensors" in sentence
+
+
+def test_a_rank_that_sees_the_newest_checkpoint_later_waits_for_it(pool: RankPool, tmp_path: Path) -> None:
+    here, stale, late = (tmp_path / name for name in ("here", "stale", "late"))
+    for steps in (2, 4):
+        curve(pool, here, 1, model="mlp", data="digits", max_steps=steps, resume="auto", epochs=1, schedule="constant")
+    for folder in (stale, late):  # as a network's file system may show it some time after the save
+        shutil.copytree(here, folder, symlinks=True)
+        link = folder / "checkpoints" / "last"
+        link.unlink()
+        link.symlink_to("step-00000002")
+    newest = Path("checkpoints") / "step-00000004"
+    shutil.rmtree(late / newest)
+    assert pool.run(2, _load, [str(here), str(stale)]) == ["step 4"] * 2
+    assert pool.run(2, _load, [str(stale), str(here)]) == ["step 4"] * 2
+    comes = threading.Timer(1.5, lambda: shutil.copytree(here / newest, late / newest))
+    comes.start()
+    assert pool.run(2, _load, [str(here), str(late)]) == ["step 4"] * 2
+    comes.join()
+
+
+def test_a_run_that_is_taken_up_has_no_end_until_it_ends_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["train", "digits", "--model", "mlp", "--accelerator", "cpu", "--output", str(tmp_path / "run")]
+    summary = tmp_path / "run" / "summary.json"
+    assert main([*words, "--max-steps", "2"]) == 0
+    seen: list[Any] = []
+    trained = engine._train_epoch
+
+    def look(*given: Any) -> None:
+        seen.append(json.loads(summary.read_text()))
+        trained(*given)
+
+    monkeypatch.setattr(engine, "_train_epoch", look)
+    assert main([*words, "--max-steps", "4", "--resume", "auto"]) == 0
+    assert [(each["exit"], each["steps"]) for each in seen] == [(None, 2)]
+    assert json.loads(summary.read_text())["exit"] == 0
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:

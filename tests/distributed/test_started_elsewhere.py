@@ -88,6 +88,21 @@ def test_a_rank_that_is_lost_or_stalls_is_one_sentence_on_the_others(
     assert signal_name == "SIGSTOP" or "Traceback" in (tmp_path / "failures" / f"rank_{survivor}.txt").read_text()
 
 
+def test_a_rank_that_dies_while_the_others_are_in_no_collective_is_noticed(tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    values: dict[str, Any] = {"init_method": url, "world_size": 2, "output": str(tmp_path)}
+    ranks = [start_rank("read_long", rank=rank, **values) for rank in range(2)]
+    code, _, err = outcome(ranks[0])  # which would read for ten minutes
+    ranks[1].communicate()
+    assert code == 1
+    assert re.fullmatch(
+        r"lockstep: Rank 1 \(process \d+ on \S+\) died, last heard of in .*: its own message, if it could leave one, "
+        r"says why; continue with --resume auto\.\n",
+        err,
+    ), err
+    assert "in read_long" in (tmp_path / "failures" / "rank_0.txt").read_text()
+
+
 def test_a_rank_lost_between_the_roll_call_and_the_group_is_noticed(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'meeting'}"
     waiting = start_rank("total", init_method=url, rank=0, world_size=2)

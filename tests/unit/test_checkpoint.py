@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import Checkpoints, find, load, write
+from lockstep.checkpoint import Checkpoints, find, load, load_good, write
 from lockstep.checkpoint.layout import digest
 from lockstep.errors import RequestError
 from lockstep.state import State
@@ -119,6 +119,24 @@ def test_meta_comes_back(tmp_path: Path) -> None:
     saver.save(State({}, meta), step=7, best=False)
     saver.close()
     assert load(tmp_path / "last") == State({}, meta)
+
+
+def test_the_good_one_that_a_run_goes_on_from_stays_until_there_are_two_newer_ones(tmp_path: Path) -> None:
+    folder = save_all(tmp_path, (10, False), (20, False))
+    (folder / "step-00000020" / "model.safetensors").write_bytes(b"")
+    ear = Ear()
+    origin = load_good(folder / "last").origin
+    saver = Checkpoints(folder, warn=ear.warnings.append, origin=origin)
+    kept = []
+    for step in (20, 30):
+        saver.save(state_of(step), step=step, best=False)
+        saver.wait()
+        kept.append(sorted(path.name for path in folder.glob("step-*")))
+    assert ear.warnings == []
+    assert kept == [
+        ["step-00000010", "step-00000020", "step-00000020.2"],
+        ["step-00000020.2", "step-00000030"],
+    ]
 
 
 def test_tied_and_strided_tensors_keep_their_values(tmp_path: Path) -> None:

@@ -375,6 +375,7 @@ def test_rates_of_links() -> None:
         ({"exclusive": True}, YELLOW, "one program at a time"),
         ({"uncorrected": 3}, YELLOW, "3 memory errors"),
         ({"remapping_failed": True}, RED, "rows of its memory"),
+        ({"remapping_pending": True}, YELLOW, "waits to be replaced"),
         ({"pcie_width": 4}, YELLOW, "4 of 16 PCIe lanes"),
         ({"persistence": False}, YELLOW, "persistence mode is off"),
         ({"slowed": True}, YELLOW, "heat"),

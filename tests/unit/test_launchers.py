@@ -328,13 +328,15 @@ def test_a_rank_that_names_its_own_gpu_takes_it() -> None:
 
 def test_traffic_is_kept_on_one_interface_by_its_whole_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", env := {"NCCL_SOCKET_IFNAME": "ib"})
-    rank.bind(None)
+    with rank.bound_to(None):
+        assert env == {"NCCL_SOCKET_IFNAME": "ib"}
+    with rank.bound_to("eth1"):
+        assert env == {"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": "eth1"}
     assert env == {"NCCL_SOCKET_IFNAME": "ib"}
-    rank.bind("eth1")
-    assert env == {"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": "eth1"}
     env.clear()
-    rank.bind("eth1")
-    assert env == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    with rank.bound_to("eth1"):
+        assert env == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert env == {}
 
 
 def _claim(rank: int, size: int, host: str, **values: Any) -> claims.Claim:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
@@ -82,7 +84,9 @@ def test_many_ranks_in_short(ranks: list[int], words: str) -> None:
     assert ranks_in_short(ranks) == words
 
 
-def _watches(store: Store, pulses: list[Pulse], told: list[Failure], stall_timeout_s: float) -> list[Watch]:
+def _watches(
+    store: Store, pulses: list[Pulse], told: list[Failure], stall_timeout_s: float, **options: Any
+) -> list[Watch]:
     return [
         Watch(
             pulse,
@@ -93,6 +97,7 @@ def _watches(store: Store, pulses: list[Pulse], told: list[Failure], stall_timeo
             stall_timeout_s=stall_timeout_s,
             beat_s=0.05,
             ends=lambda _, failure: told.append(failure),
+            **options,
         )
         for rank, pulse in enumerate(pulses)
     ]
@@ -134,6 +139,26 @@ def test_who_reports_nothing_is_not_judged(tmp_path: Path) -> None:
     for watch in watches:
         watch.close()
     assert told == []
+
+
+def test_a_rank_that_has_died_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.watch._DEAD_S", 0.3)
+    store, told = FileStore(str(tmp_path / "store"), 2), list[Failure]()
+    dead: dict[int, str] = {}
+    watches = _watches(store, [_waiting(), Pulse()], told, 3600.0, dead=lambda: dead)
+    time.sleep(1.0)
+    assert told == []
+    dead[1] = "process 7 on b"
+    until_s = time.monotonic() + 20
+    while not told and time.monotonic() < until_s:
+        time.sleep(0.02)
+    for watch in watches:
+        watch.close()
+    assert re.fullmatch(
+        r"Rank 1 \(process 7 on b\) died, last heard of in its own code at test_watch.py:\d+ \(step 0\): its own message, "
+        "if it could leave one, says why",
+        told[0].sentence,
+    )
 
 
 def _waiting() -> Pulse:

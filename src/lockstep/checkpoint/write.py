@@ -32,9 +32,16 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, *, warn: Callable[[str], None], saved: Callable[[int, Path], None] | None = None
+        self,
+        folder: Path,
+        *,
+        warn: Callable[[str], None],
+        saved: Callable[[int, Path], None] | None = None,
+        origin: Path | None = None,
     ) -> None:
+        """`origin` is the checkpoint that the run was taken up from: it stays until there are two newer ones."""
         self.folder = folder
+        self._origin = origin
         self._warn = warn
         self._saved = saved
         self._writer: threading.Thread | None = None
@@ -89,7 +96,8 @@ class Checkpoints:
 
     def _write(self, groups: dict[str, dict[str, Tensor]], text: bytes, best: bool) -> None:
         try:
-            self._outcome = _publish(self.folder, groups, text, step=self._step, best=best)
+            self._outcome = _publish(self.folder, groups, text, step=self._step, best=best, origin=self._origin)
+            self._origin = None
         except BaseException as error:  # handed to the thread that trains, by `wait`
             self._outcome = error
 
@@ -124,8 +132,13 @@ def _snapshot(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return groups
 
 
-def _publish(folder: Path, groups: dict[str, dict[str, Tensor]], text: bytes, *, step: int, best: bool) -> Path:
-    """Write a checkpoint, move the links to it and return its folder. An OSError leaves the old ones as they were."""
+def _publish(
+    folder: Path, groups: dict[str, dict[str, Tensor]], text: bytes, *, step: int, best: bool, origin: Path | None
+) -> Path:
+    """Write a checkpoint, move the links to it and return its folder. An OSError leaves the old ones as they were.
+
+    Of the older ones stay the last and the best; where the last is damaged, the run comes from `origin`, which is not.
+    """
     part = folder / f".saving-{step:08d}-{os.getpid()}"
     final = free_name(folder, step)
     try:
@@ -140,7 +153,7 @@ def _publish(folder: Path, groups: dict[str, dict[str, Tensor]], text: bytes, *,
         _point(folder / "best", final)
     _point(folder / "last", final)
     sync_folder(folder)
-    kept = {final, before, _target(folder / "best")}
+    kept = {final, before, _target(folder / "best"), folder / origin.resolve().name if origin else None}
     for _, old in steps(folder):
         if old not in kept:
             with contextlib.suppress(OSError):  # one that somebody reads over a network; the next save tries again

@@ -88,6 +88,12 @@ def _wrong(gpu: GpuState) -> Iterator[tuple[str, str, str]]:
     if gpu.remapping_failed:
         fix = "reset it (nvidia-smi --gpu-reset), and have it replaced if that does not help"
         yield RED, "broken rows of its memory could not be replaced", fix
+    if gpu.remapping_pending:
+        yield (
+            YELLOW,
+            "a broken row of its memory waits to be replaced",
+            "reset it once it is idle (nvidia-smi --gpu-reset)",
+        )
     if gpu.uncorrected:
         words = f"{gpu.uncorrected} memory errors that ECC could not correct since the driver was loaded"
         yield (

@@ -28,16 +28,16 @@ class GpuState:
     name: str
     memory_bytes: int
     free_bytes: int | None = None
-    own_bytes: int = 0
-    """What processes of this job hold already, at the time of asking."""
     exclusive: bool = False
     prohibited: bool = False
     """Whether its compute mode keeps every program away."""
     persistence: bool | None = None
     uncorrected: int | None = None
     """Memory errors that ECC found and could not correct since the driver was loaded."""
+    remapping_pending: bool = False
+    """Whether a broken row of memory waits for a reset to be replaced."""
     remapping_failed: bool = False
-    """Whether a broken row of memory could not be replaced, or waits for a reset to be."""
+    """Whether one could not be replaced."""
     slowed: bool = False
     """Whether it is held back now by heat or by its power supply."""
     pcie_generation: int | None = None
@@ -142,7 +142,8 @@ def _state(index: int, gpu: hardware.Gpu, handle: Any) -> GpuState:
         uncorrected=_asked(
             nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         ),
-        remapping_failed=bool(remapped and (remapped[2] or remapped[3])),
+        remapping_pending=bool(remapped and remapped[2]),
+        remapping_failed=bool(remapped and remapped[3]),
         slowed=bool(
             slowed & (nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown)
         ),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from .. import bounded
 from ..failures import is_echo, one_line
 from ..launchers import rank
 from . import collectives, copies, devices, network, ports
@@ -91,12 +92,19 @@ def _in_world(
 
 
 def _form(me: Self, store: Store, limit_s: float) -> World:
+    import torch
     from torch._C._distributed_c10d import PrefixStore
 
     from ..world import World
 
     form_s = min(limit_s, me.config.parallel.timeout)
-    return World.join(me.topology, me.device, PrefixStore("group", store), timeout_s=limit_s, form_s=form_s)
+
+    def join() -> World:
+        if me.device.type == "cuda":
+            torch.cuda.set_device(me.device)  # which each thread has its own of
+        return World.join(me.topology, me.device, PrefixStore("group", store), timeout_s=limit_s, form_s=form_s)
+
+    return bounded.within(limit_s, join, "forming the process group")  # NCCL has no limit of its own for it
 
 
 def _carrier(me: Self, board: Board) -> Carrier | None:

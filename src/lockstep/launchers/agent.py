@@ -61,6 +61,8 @@ class Agent(LocalElasticAgent):
         self._frozen = Frozen(config.parallel.stall_timeout + GRACE_S * (config.parallel.most_nodes > 1), self._again)
         self._interrupts = Interrupts()
         self._is_starting = False
+        self._are_asked = False
+        """Whether the ranks of this start were asked to save and end."""
         self.is_over = False
         """Whether the job has ended: a signal that comes then comes too late."""
         self.cause: Failure | None = None
@@ -95,6 +97,7 @@ class Agent(LocalElasticAgent):
         worker_group.spec.args = (*self._arguments, start)
         self._begun_s = time.time()
         self._members.begin()
+        self._are_asked = False
         self._is_starting = True  # a signal that came between would leave ranks that nobody knows of
         try:
             with lifeline.interrupts_held_back():
@@ -181,7 +184,9 @@ class Agent(LocalElasticAgent):
 
     def _ask_to_stop(self) -> Failure | None:
         """Have the ranks save and end; a second signal of the user's ends the wait. Return why some have not, if so."""
-        self._send(signal.SIGTERM)
+        if not self._are_asked:  # a second time would end them in the midst of it
+            self._are_asked = True
+            self._send(signal.SIGTERM)
         self._wait_for_end(self._patience_s)
         if self.insisted or not (alive := self._alive()):
             return None

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,15 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
     between_s = _BEATS_KEPT_S if peers.keeps_all else _BEATS_S
     try:
         return _watch(
-            config, pulse, tell, peers.watch_store, peers.mine.rank, hosts, server=peers.server, between_s=between_s
+            config,
+            pulse,
+            tell,
+            peers.watch_store,
+            peers.mine.rank,
+            hosts,
+            server=peers.server,
+            between_s=between_s,
+            dead=functools.partial(_dead, peers),
         )
     except RuntimeError as error:  # the store's own: its server has gone
         raise peers.server_lost() from error
@@ -80,6 +88,7 @@ def _watch(
     *,
     server: int | None = None,
     between_s: tuple[float, float] = _BEATS_S,
+    dead: Callable[[], Mapping[int, str]] = dict,
 ) -> Watch:
     """Return a watch over the ranks on `hosts`, with at least and at most `between_s` seconds between its beats."""
     stall_timeout_s = config.parallel.stall_timeout
@@ -92,7 +101,15 @@ def _watch(
         stall_timeout_s=stall_timeout_s,
         beat_s=min(max(stall_timeout_s / 10, between_s[0]), between_s[1]),
         ends=_ends(config, pulse, tell),
+        dead=dead,
     )
+
+
+def _dead(peers: Peers) -> dict[int, str]:
+    """Return the processes, in words by their rank, that have ended on this host without having left."""
+    if not any(claim.is_dead() for claim in peers.claims):  # without the store, as a rule
+        return {}
+    return {claim.rank: claim.who for claim in peers.dead(aside=True)}
 
 
 def _ends(config: RunConfig, pulse: Pulse, tell: Callable[[Failure], None]) -> Callable[[Watch, Failure], None]:

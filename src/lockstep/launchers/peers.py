@@ -54,17 +54,21 @@ class Peers:
         store.set_timeout(_BEAT_LIMIT)
         return PrefixStore(f"watch/{digest(self.claims)}", store)
 
-    def here(self) -> Sequence[Claim]:
-        """Return those that have not taken their claim back; all of them where the store can no longer be asked."""
+    def here(self, *, aside: bool = False) -> Sequence[Claim]:
+        """Return those that have not taken their claim back; all of them where the store can no longer be asked.
+
+        `aside` asks over a connection of its own, since others may wait on theirs.
+        """
         if self.meeting.is_open():
             with contextlib.suppress(RuntimeError):
-                nonces = {claim.nonce for claim in present(self.meeting.store, self.mine.size)}
+                store = self.meeting.store.clone() if aside else self.meeting.store
+                nonces = {claim.nonce for claim in present(store, self.mine.size)}
                 return [claim for claim in self.claims if claim.nonce in nonces]
         return self.claims
 
-    def dead(self) -> list[Claim]:
-        """Return those whose process has ended on this host without having left."""
-        return [claim for claim in self.here() if claim.is_dead()]
+    def dead(self, *, aside: bool = False) -> list[Claim]:
+        """Return those whose process has ended on this host without having left; `aside` is as in `here`."""
+        return [claim for claim in self.here(aside=aside) if claim.is_dead()]
 
     def server_lost(self) -> RankLostError:
         """Return the error of a rank whose store went away before there was a world."""

@@ -103,29 +103,30 @@ def run_met(
     call, peers = _meet(config, env, opens, index=index, size=size)
     came = peers.claims
     topology = known or claims.place(came, peers.mine)
-    try:
-        _check_node(config, topology)
-        bind(claims.interface(came, peers.mine))
-        device = take_device(config, env, topology, sharing=claims.sharing(came, peers.mine))
-        call.stand_by(peers, parallel.timeout)
-        pulse = Pulse()
-        watch = guard.watch(config, peers, pulse, tell)
-    except BaseException:
-        call.abandon()
-        raise
-    try:
-        value = run_joined(entry, config, topology, device, peers.group_store(), pulse, peers.notes)
-    except BaseException as error:
-        watch.give_way()
-        lost = guard.lost(error, config, peers, pulse, watch)
-        call.leave(clean=False)
-        watch.close()
-        if lost is not None:
-            raise lost from error
-        raise
-    watch.close(_BEAT_S)
-    call.leave(clean=True)
-    return value if topology.is_main else None
+    with contextlib.ExitStack() as kept:
+        try:
+            _check_node(config, topology)
+            kept.enter_context(bound_to(claims.interface(came, peers.mine)))
+            device = take_device(config, env, topology, sharing=claims.sharing(came, peers.mine))
+            call.stand_by(peers, parallel.timeout)
+            pulse = Pulse()
+            watch = guard.watch(config, peers, pulse, tell)
+        except BaseException:
+            call.abandon()
+            raise
+        try:
+            value = run_joined(entry, config, topology, device, peers.group_store(), pulse, peers.notes)
+        except BaseException as error:
+            watch.give_way()
+            lost = guard.lost(error, config, peers, pulse, watch)
+            call.leave(clean=False)
+            watch.close()
+            if lost is not None:
+                raise lost from error
+            raise
+        watch.close(_BEAT_S)
+        call.leave(clean=True)
+        return value if topology.is_main else None
 
 
 def _meet(
@@ -227,12 +228,21 @@ def _join(
         ) from error
 
 
-def bind(interface: str | None) -> None:
-    """Keep gloo's and NCCL's traffic on one network interface, unless the user chose another, or none is known."""
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        # NCCL takes every interface whose name begins so, eth10 for eth1, unless told that the name is whole.
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+@contextlib.contextmanager
+def bound_to(interface: str | None) -> Iterator[None]:
+    """Keep gloo's and NCCL's traffic on one network interface, unless the user chose another, or none is known.
+
+    After the block the environment, which may be that of a program of the user's, is as it was.
+    """
+    # NCCL takes every interface whose name begins so, eth10 for eth1, unless told that the name is whole.
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
+    ours = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 def bound() -> str:

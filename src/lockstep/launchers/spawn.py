@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .. import failures
+from .. import bounded, failures
 from ..config import RunConfig
 from ..errors import RequestError
 from ..topology import Topology
@@ -156,6 +156,8 @@ def be_rank(topology: Topology, payload: bytes, tell: Connection, listener: sock
         tell.send(Report(topology.rank, failure=failures.account(error, topology.rank, config)))
         rank.vanish(error)
     tell.send(report)
+    if bounded.any_left():
+        bounded.leave(0)
 
 
 def _open(topology: Topology, listener: socket.socket | None, timeout_s: float) -> stores.Meeting:

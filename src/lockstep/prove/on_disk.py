@@ -248,6 +248,8 @@ def _is_old(summary: Mapping[str, Any], parts: tuple[Part, ...]) -> bool:
     last, steps = parts[-1], summary.get("steps")
     if last.end is not None or (len(parts) == 1 and last.first_step == 0):
         return False
+    if summary["exit"] is None:  # as the last start has marked it
+        return True
     before = [(part.last_step, part.end["exit"]) for part in parts[:-1] if part.end is not None]
     return steps != last.last_step or (steps, summary.get("exit")) in before
 

@@ -77,8 +77,10 @@ class Summary:
         return "summary.json"
 
     def record(self, event: str, **fields: Any) -> None:
-        """Write the summary at `finish` or `failed`, atomically."""
+        """Write the summary at `finish` or `failed`, atomically; at `start`, that an earlier one's end is none."""
         self._note(event, fields)
+        if event == "start" and (before := self._before()):  # a rank that is killed will not say how it ended
+            write_json(self._folder / proof.SUMMARY, before | {"exit": None, "error": None})
         if event in ("finish", "failed"):
             ended = fields if event == "finish" else RunResult.unfinished(self._so_far) | fields
             # What this process did not measure, since it took up a run that others had begun, stays as it was.
