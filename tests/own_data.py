@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -148,6 +149,25 @@ def broken() -> tuple[Dataset[Pair], Dataset[Pair]]:
 def leaving() -> tuple[Dataset[Pair], Dataset[Pair]]:
     """Return data that end their process in the middle of training, as if all were well."""
     return _Eventful(partial(os._exit, 0)), _Drawn()
+
+
+def _start_and_end() -> None:
+    with subprocess.Popen(["sleep", "600"]) as program:
+        program.terminate()
+
+
+def starting() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data of which one sample starts a program, and ends it as programs are ended."""
+    return _Eventful(_start_and_end), _Drawn()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupting() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data of which one sample raises what Ctrl-C does."""
+    return _Eventful(_interrupt), _Drawn()
 
 
 def exiting() -> tuple[Dataset[Pair], Dataset[Pair]]:

@@ -19,7 +19,7 @@ from typing import Annotated
 import tyro
 
 from .errors import RequestError, choose
-from .validity import check_finite, check_wait, check_whole, listed, require
+from .validity import check_finite, check_text, check_wait, check_whole, listed, require
 
 _key = tyro.conf.arg
 
@@ -308,6 +308,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_whole("checkpoint-every", self.checkpoint_every, unit=" steps")
+        check_text("resume", self.resume)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +322,7 @@ class RecordConfig:
 
     def __post_init__(self) -> None:
         check_whole("log-every", self.log_every, unit=" steps")
+        check_text("output", self.output)
 
 
 @dataclass(frozen=True, kw_only=True)

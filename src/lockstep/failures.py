@@ -126,7 +126,7 @@ def write(failure: Failure, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{failure.rank}.txt"
     marked = f"{_ECHO_MARK}\n" if failure.is_echo else ""
-    path.write_text(f"{failure.sentence}\n{marked}\n{failure.trace}", encoding="utf-8")
+    path.write_text(f"{failure.sentence}\n{marked}\n{failure.trace}", encoding="utf-8", errors="backslashreplace")
     return path
 
 

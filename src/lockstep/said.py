@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import faulthandler
 import fcntl
 import io
@@ -211,17 +212,27 @@ class _Copied:
             with contextlib.suppress(OSError, ValueError):  # a full disk is no reason to say nothing
                 self._file.write(_lasting(text))
         self._between.let_pass(_PASS_S)
-        with contextlib.suppress(BrokenPipeError):  # a reader who has seen enough ends nobody who prints
+        with _for_a_reader():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Write what is held back."""
-        with contextlib.suppress(BrokenPipeError):
+        with _for_a_reader():
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _for_a_reader() -> Iterator[None]:
+    """Let it pass that nobody reads any more: who has seen enough, or closed the terminal, ends nobody who prints."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
 
 
 def _lasting(text: str) -> str:

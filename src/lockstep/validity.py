@@ -33,6 +33,14 @@ def check_finite(section: object) -> None:
                 raise RequestError(f"--{item.name.replace('_', '-')} {number}: give a finite number.")
 
 
+def check_text(flag: str, value: object) -> None:
+    """Raise where a text or a path is not UTF-8, which the run's config.toml could not hold."""
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"--{flag} {str(value)!r} is not UTF-8: rename it, or make a link to it.") from None
+
+
 def listed(numbers: tuple[float, ...]) -> str:
     """Return numbers as they are written after a flag."""
     return " ".join(f"{number:g}" for number in numbers) or "none"

@@ -213,6 +213,19 @@ def test_a_data_worker_that_dies_is_named(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_data_set_starts_can_be_ended(folder: Path, workers: int) -> None:
+    words = ("--data", "tests.own_data:starting", "--model", "mlp", "--batch", 8, "--accelerator", "cpu")
+    assert command(folder, "train", *words, "--workers", workers, "--epochs", 1, "--stall-timeout", 30).code == 0
+
+
+def test_an_interrupt_that_a_data_set_raises_itself_is_its_failure(folder: Path) -> None:
+    words = ("--data", "tests.own_data:interrupting", "--model", "mlp", "--batch", 8, "--accelerator", "cpu")
+    told = sentence(command(folder, "train", *words, "--workers", 1), code=1)
+    assert "The data set failed at train sample 23" in told
+    assert "KeyboardInterrupt" in told
+
+
 # ---- before training
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pty
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +71,41 @@ def test_a_reader_who_has_seen_enough_ends_no_run(tmp_path: Path) -> None:
         run.stdout.close()
         assert run.wait(LIMIT_S) == 0
     assert "by print\n" in (tmp_path / "run" / "output" / "rank_0.txt").read_text()
+
+
+_CONTROLLED = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_terminal_that_is_closed_stops_a_run_as_a_signal_does(tmp_path: Path, devices: int) -> None:
+    ours, theirs = pty.openpty()
+    words = ("train", "digits", "--model", "mlp", "--accelerator", "cpu", "--epochs", "1000", "--output", "run")
+    with subprocess.Popen(
+        # What it takes for a terminal to be closed over a process: to be the one that controls it.
+        [sys.executable, "-c", _CONTROLLED, "-m", "lockstep", *words, "--strategy", "ddp", "--devices", str(devices)],
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    ) as run:
+        try:
+            os.close(theirs)
+            steps = tmp_path / "run" / "steps.jsonl"
+            while not (steps.exists() and b'"event": "step"' in steps.read_bytes()):
+                assert run.poll() is None
+                if select.select([ours], [], [], 0.1)[0]:
+                    os.read(ours, 65536)
+            os.close(ours)
+            assert run.wait(LIMIT_S) == 75
+        finally:
+            run.kill()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit"] == 75
+    assert not list((tmp_path / "run").glob("failures/*"))
 
 
 def test_ranks_find_something_in_the_place_of_what_was_closed() -> None:

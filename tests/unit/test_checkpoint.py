@@ -420,12 +420,16 @@ def test_no_flipped_bit_passes(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["cut", "empty", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "gone", "deep", "pipe"])
 def test_damage_names_the_file_and_the_newest_good_checkpoint(tmp_path: Path, name: str, damage: str) -> None:
     folder = save_all(tmp_path, (1, True), (2, False), (3, False))
     path = folder / "step-00000003" / name
-    if damage == "gone":
+    if damage in ("gone", "pipe"):
         path.unlink()
+        if damage == "pipe":
+            os.mkfifo(path)  # which nobody writes to
+    elif damage == "deep":
+        path.write_bytes(b"[" * 100_000)
     else:
         path.write_bytes(path.read_bytes()[:-1] if damage == "cut" else b"")
     with pytest.raises(RequestError, match=name) as refusal:
@@ -447,6 +451,10 @@ def test_a_link_to_nothing_offers_what_is_there(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(RequestError, match="the last good one is"):
         load(folder / "last")
+    (folder / "last").unlink()
+    (folder / "last").symlink_to("last")
+    with pytest.raises(RequestError, match=r"points to last, which is not there; the last good one is .*0001"):
+        load(tmp_path)
 
 
 def test_a_newer_format_is_refused_by_its_version(tmp_path: Path) -> None:

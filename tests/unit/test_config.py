@@ -123,6 +123,8 @@ def test_options_that_check_one_another_are_set_together() -> None:
         ({"image_size": 0}, "--image-size 0: give 1 or more pixels"),
         ({"samples": 2**63}, "give a number below 2"),
         ({"base_batch": 0}, "--base-batch 0: give 1 or more"),
+        ({"output": Path("p\udce9")}, "is not UTF-8: rename it, or make a link to it"),
+        ({"resume": "p\udce9"}, "is not UTF-8"),
         ({"output": ""}, 'output in override is ""; it takes a path'),
         ({"ema": 1.0}, "--ema 1.0"),
         ({"schedule": "multistep", "milestones": [3, 2]}, "rising"),

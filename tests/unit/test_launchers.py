@@ -20,7 +20,7 @@ from lockstep import failures, hardware
 from lockstep.config import RunConfig
 from lockstep.errors import ProofError, RequestError, RunError, Stopped
 from lockstep.hardware import Gpu
-from lockstep.launchers import claims, devices, dialects, rank, reasons, spawn, table
+from lockstep.launchers import claims, devices, dialects, rank, reasons, reports, spawn, table
 from lockstep.options import override
 from lockstep.topology import Topology
 
@@ -40,6 +40,16 @@ TORCHRUN = {
 
 def _config(**values: Any) -> RunConfig:
     return override(RunConfig(), accelerator="cpu", **values)
+
+
+def test_a_rank_that_was_killed_is_told_by_its_signal() -> None:
+    told = [reports.obituary(1, -number, "again").sentence for number in (9, 40)]
+    assert told == ["Rank 1 was killed by SIGKILL (out of memory?); again.", "Rank 1 was killed by signal 40; again."]
+
+
+def test_what_no_file_can_hold_hides_no_failure(tmp_path: Path) -> None:
+    failure = failures.describe(ValueError("bad \udc80"), 1)  # as a file's name may have it
+    assert "bad \\udc80" in failures.write(failure, tmp_path).read_text()
 
 
 def test_a_launcher_is_chosen_without_torch() -> None:

@@ -155,8 +155,8 @@ def test_a_rank_that_has_died_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
     for watch in watches:
         watch.close()
     assert re.fullmatch(
-        r"Rank 1 \(process 7 on b\) died, last heard of in its own code at test_watch.py:\d+ \(step 0\): its own message, "
-        "if it could leave one, says why",
+        r"Rank 1 \(process 7 on b\) died, last heard of in its own code at test_watch.py:\d+ \(step 0\): its own "
+        "message, if it could leave one, says why",
         told[0].sentence,
     )
 

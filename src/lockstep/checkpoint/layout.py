@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,21 @@ def digest(path: Path) -> str:
 def render(value: Any) -> bytes:
     """Return `value` as JSON, byte for byte as it is written, so that a file can be compared as a whole."""
     return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+
+
+def parse(data: bytes) -> Any:
+    """Return what JSON `data` holds; ValueError where it is none, or none that anybody could have meant."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def content(path: Path) -> bytes:
+    """Return what a file holds; OSError where there is none, or what is there, such as a pipe, may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no file")
+    return path.read_bytes()
 
 
 def free_name(folder: Path, step: int) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import RequestError
 from ..state import State
-from .layout import FORMAT, STATE, SUMS, VERSION, digest, render, steps
+from .layout import FORMAT, STATE, SUMS, VERSION, content, digest, parse, render, steps
 
 
 def find(path: Path) -> Path | None:
@@ -40,7 +40,7 @@ def _is_checkpoint(path: Path) -> bool:
     if (path / SUMS).is_file():
         return True
     try:
-        return bool(json.loads((path / STATE).read_bytes())["format"] == FORMAT)
+        return bool(parse(content(path / STATE))["format"] == FORMAT)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -71,7 +71,7 @@ def load(path: Path) -> State:
     try:
         for name, data in _verified(folder):
             if name == STATE:
-                meta = json.loads(data)["meta"]
+                meta = parse(data)["meta"]
             elif name.endswith(".safetensors"):
                 group = name.removesuffix(".safetensors")
                 tensors |= {f"{group}/{key}": tensor for key, tensor in load_tensors(data).items()}
@@ -98,7 +98,7 @@ def load_good(path: Path) -> State:
 def peek(path: Path) -> dict[str, Any] | None:
     """Return the `meta` of the checkpoint in `path` without its tensors; None where it cannot be read."""
     try:
-        meta: dict[str, Any] = json.loads((path / STATE).read_bytes())["meta"]
+        meta: dict[str, Any] = parse(content(path / STATE))["meta"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return meta
@@ -109,7 +109,7 @@ class DamagedError(RequestError):
 
     def __init__(self, path: Path, why: Exception, good: Path | None) -> None:
         offer = (
-            "there is no other good one beside it; leave --resume out to start anew in another --output."
+            "there is no other good one beside it; start a new run in another --output."
             if good is None
             else f"the last good one is {good}: give that one instead."
         )
@@ -127,7 +127,7 @@ def _verified(folder: Path) -> Iterator[tuple[str, bytes]]:
         raise _DamageError(f"{folder.name} points to {folder.readlink()}, which is not there")
     listed = _read(folder / SUMS)
     try:
-        sums = json.loads(listed)
+        sums = parse(listed)
     except ValueError:
         sums = None
     # Compared as a whole, so that there is no byte in the list, either, that could change unseen.
@@ -142,7 +142,7 @@ def _verified(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return content(path)
     except OSError as error:
         raise _DamageError(f"{path.name} cannot be read ({error.strerror})") from error
 
@@ -150,9 +150,9 @@ def _read(path: Path) -> bytes:
 def _newer_version(folder: Path) -> int | None:
     """Return the format's version where it is one that this code does not know, None otherwise."""
     try:
-        state = json.loads((folder / STATE).read_bytes())
+        state = parse(content(folder / STATE))
         version = state["version"] if state["format"] == FORMAT else VERSION
-        listed = json.loads((folder / SUMS).read_bytes()).get(STATE)
+        listed = parse(content(folder / SUMS)).get(STATE)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     # A flipped bit in the version is damage, and told as such.
@@ -163,9 +163,9 @@ def _newer_version(folder: Path) -> int | None:
 def _good_beside(damaged: Path) -> Path | None:
     """Return the newest whole checkpoint beside `damaged`, None where there is none."""
     beside = damaged.parent
-    broken = damaged.resolve()
+    broken = os.path.realpath(damaged)  # not `resolve`, which raises where a link points to itself
     for _, folder in reversed(steps(beside)):
-        if folder.resolve() != broken:
+        if os.path.realpath(folder) != broken:
             with contextlib.suppress(_DamageError):
                 for _ in _verified(folder):
                     pass

@@ -85,10 +85,16 @@ class Checkpoints:
                 f"The checkpoint of step {self._step} could not be written either ({_reason(outcome)})."
                 if again
                 else f"The checkpoint of step {self._step} could not be written to {self.folder} ({_reason(outcome)}); "
-                "training goes on, and the checkpoints before it are untouched."
+                f"training goes on{self._before()}."
             )
         elif outcome is not None:
             raise outcome
+
+    def _before(self) -> str:
+        with contextlib.suppress(OSError):
+            if steps(self.folder):
+                return ", and the checkpoints before it are untouched"
+        return ""
 
     def close(self) -> None:
         """Return once the last checkpoint is on the disk."""

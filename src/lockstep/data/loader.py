@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from .. import hardware, stacks
 from ..errors import RequestError, RunError
@@ -68,7 +68,9 @@ class _Tasks:
             return share, *self.fetch(epoch, share)
         except RequestError as error:
             return _Failure(str(error), "", deliberate=True)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, GeneratorExit, KeyboardInterrupt) as error:
+            if isinstance(error, KeyboardInterrupt) and get_worker_info() is None:
+                raise  # the user's: a worker's can only be the data set's own
             where = "".join(f" at {note}" for note in getattr(error, "__notes__", ()))
             sentence = f"The data set failed{where}: {one_line(error)}"
             return _Failure(sentence, traceback.format_exc(), deliberate=False)
@@ -189,7 +191,10 @@ def _begin_worker(worker: int) -> None:
     # Ctrl-C reaches every process of the terminal, and SIGTERM every process of a group where torchrun or a scheduler
     # sends it; the rank needs its workers to finish the step and save.
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
+            # Not ignored: what the data set starts would ignore them too, and could not be ended.
+            signal.signal(number, lambda *_: None)
+            signal.siginterrupt(number, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     stacks.answer()
     # torch's workers look for their parent between two tasks; one that is stuck in a sample would outlive it.

@@ -6,6 +6,7 @@ failure the others are heard a moment longer, since the loudest is not always th
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import signal
 import time
@@ -123,6 +124,13 @@ def unsaved(ranks: Sequence[int], again: str) -> Failure:
     return Failure(ranks[0], "", f"{told}: what was done since the last checkpoint is lost; {again}.", "")
 
 
+def _name(number: int) -> str:
+    """Return what a signal is called; Linux has some without a name."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
 def obituary(
     rank: int,
     code: int,
@@ -144,7 +152,7 @@ def obituary(
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         if -code in _CRASHES:
             hint = f" (if it trained, its stacks are in the run's output/rank_{rank}.txt)"
-        how = f"Rank {rank}{where} was killed by {signal.Signals(-code).name}{hint}"
+        how = f"Rank {rank}{where} was killed by {_name(-code)}{hint}"
         return Failure(rank, "", f"{how}; {again}.", "", is_echo=aborts_when_alone and code == -signal.SIGABRT)
     if code == UNGUARDED:
         return Failure(

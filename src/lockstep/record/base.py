@@ -94,6 +94,7 @@ class Recorders:
                 recorder.close()
             except OSError as error:
                 self._report(recorder, error)
+            self._reported.add(recorder)  # which hears nothing more
 
     def _report(self, failed: Recorder, error: OSError) -> None:
         if failed in self._reported:
