@@ -89,7 +89,7 @@ class Samples:
                 seed_generators(own_seeds[place])
                 try:
                     sample, label = sample_of(self.module.name, self.split, self.dataset, index, self.classes)
-                except (Exception, SystemExit) as error:
+                except BaseException as error:
                     error.add_note(f"{self.split} sample {index} of --data {self.module.name}")
                     raise
                 if sample.shape != self.shape or sample.dtype != self.dtype:
