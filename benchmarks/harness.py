@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import platform
@@ -38,6 +39,12 @@ class Series:
     def median(self) -> float:
         """The middle of the rounds."""
         return statistics.median(self.values)
+
+    def sure(self) -> tuple[float, float]:
+        """Return bounds between which the median of ever more rounds lies with 95 % confidence, by their order."""
+        count, half = len(self.values), 0.98 * math.sqrt(len(self.values))
+        ordered = sorted(self.values)
+        return ordered[max(0, math.floor(count / 2 - half))], ordered[min(count - 1, math.ceil(count / 2 + half))]
 
     def text(self, form: str = ".2f") -> str:
         """Return `median (least–most)`."""
@@ -119,6 +126,12 @@ class Report:
 def verdict(holds: bool) -> str:
     """Return whether a goal is met, in a word."""
     return "met" if holds else "missed"
+
+
+def verdict_within(bounds: tuple[float, float], goal: float) -> str:
+    """Return whether what lies between `bounds` is at most the `goal`, in a word or two."""
+    least, most = bounds
+    return "not resolved" if least <= goal < most else verdict(most <= goal)
 
 
 class Neighbours:
