@@ -161,6 +161,16 @@ def starting() -> tuple[Dataset[Pair], Dataset[Pair]]:
     return _Eventful(_start_and_end), _Drawn()
 
 
+def _move() -> None:
+    os.chdir("further")
+
+
+def moving() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data that change the working folder, when they are made and when one sample is read."""
+    os.chdir("elsewhere")
+    return _Eventful(_move), _Drawn()
+
+
 def _interrupt() -> None:
     raise KeyboardInterrupt
 

@@ -8,6 +8,7 @@ from typing import Any
 from . import kinds
 from .config import SPANNING_SCHEDULES
 from .errors import counted
+from .files import shown
 from .folders import unwritable
 from .job import Job
 from .meter import COVERS
@@ -33,7 +34,7 @@ def _record(job: Job, progress: Progress, recorder: Recorder) -> None:
         lines=[str(job.plan), *_said(job), *_skipped(job), *_continued(job, progress)],
         plan=dataclasses.asdict(job.plan),
         chosen=_chosen(job),
-        output=str(job.config.record.output or ""),
+        output=shown(job.config.record.output),
         first_step=progress.step,
         epoch_s=list(progress.epoch_s),
         total_steps=job.total_steps,
@@ -71,13 +72,13 @@ def _continued(job: Job, progress: Progress) -> list[str]:
     """Return lines that say whether the run goes on from a checkpoint, if that was asked for, and as what."""
     path, first_step = progress.origin, progress.step
     if path is not None and first_step >= job.total_steps:
-        return [f"nothing is left to train: {path} is complete at step {first_step:,} of {job.total_steps:,}"]
+        return [f"nothing is left to train: {shown(path)} is complete at step {first_step:,} of {job.total_steps:,}"]
     if path is not None:
-        continuing = f"continuing at step {first_step:,} of {job.total_steps:,}, from {path}"
+        continuing = f"continuing at step {first_step:,} of {job.total_steps:,}, from {shown(path)}"
         caution = [progress.caution] if progress.caution else []
         return [*caution, continuing, *_rescheduled(job, progress), *_recut(job, progress)]
     if job.config.checkpoint.resume:
-        return [f"nothing to resume in {job.config.record.output}: a new run"]
+        return [f"nothing to resume in {shown(job.config.record.output)}: a new run"]
     return []
 
 

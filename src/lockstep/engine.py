@@ -22,7 +22,7 @@ from .announce import announce
 from .config import RunConfig
 from .errors import RunError, Stopped, ranks_named
 from .evaluation import evaluate
-from .files import write_json
+from .files import shown, write_json
 from .interrupts import StopRequest
 from .job import Batch, Job, assemble
 from .meter import Meter, NonFiniteLossError
@@ -245,7 +245,7 @@ def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
         with contextlib.suppress(OSError):  # a full disk must not hide why the run failed
             write_json(path, {"step": bad.step, "rank": job.world.rank, "indices": indices})
     if folder is not None:
-        where = f"; the batch's sample indices are in {folder / 'failures'}"
+        where = f"; the batch's sample indices are in {shown(folder / 'failures')}"
     ranks = ranks_named(bad.ranks)
     return RunError(
         f"The loss at step {bad.step} is not a finite number on {ranks}{where}. {remedy(job)} {bad.doubt}".rstrip()
@@ -265,7 +265,7 @@ def _result(job: Job, progress: Progress, meter: Meter, proofs: Proofs, recorder
         steps=progress.step,
         epoch_s=tuple(progress.epoch_s),
         proof=proofs.checks(),
-        output=str(job.config.record.output or ""),
+        output=shown(job.config.record.output),
     )
     if meter.images:
         p50_s, p95_s = meter.clock.percentiles(50, 95)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 from pathlib import Path
 from typing import Any, BinaryIO
+
+
+def shown(path: Path | None) -> str:
+    """Return a path as people write it: below the working folder, from there; "" for none."""
+    if path is None:
+        return ""
+    with contextlib.suppress(ValueError, OSError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
 
 
 def sync_folder(folder: Path) -> None:

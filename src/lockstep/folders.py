@@ -21,6 +21,7 @@ from typing import IO
 
 from .config import RunConfig
 from .errors import RequestError, RunError, Stopped
+from .files import shown
 
 RUNS = Path("runs")
 _LOCK = ".lock"
@@ -130,7 +131,7 @@ def check(config: RunConfig) -> None:
 def unwritable(path: Path | None, error: OSError) -> RequestError:
     """Return the error for a folder that does not take what a run has to write before it can begin."""
     way = "make room there, or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
-    return RequestError(f"{path} cannot be written: {error.strerror}; {way} another --output.")
+    return RequestError(f"{shown(path)} cannot be written: {error.strerror}; {way} another --output.")
 
 
 def reserve(config: RunConfig, *, make: bool) -> tuple[Path, bool]:

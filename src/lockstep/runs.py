@@ -16,6 +16,7 @@ from .checkpoint import find
 from .config import RunConfig
 from .engine import train
 from .errors import RequestError
+from .files import shown
 from .launchers.table import visible_gpus
 from .options import flatten_common, to_toml
 from .record.base import Nothing, Recorder
@@ -36,7 +37,7 @@ def run(config: RunConfig, world: World) -> RunResult:
         config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=folder))
         world.pulse.folder = folder
         if world.is_main:
-            world.notes.write(_FOLDER, str(folder.absolute()))
+            world.notes.write(_FOLDER, str(folder))
         state = state or resume.load(config, world)  # of the folder that --resume auto has found
         begun_s = time.time()
         recorder: Recorder = Nothing()
@@ -90,12 +91,15 @@ def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[P
     held: list[folders.RunFolder] = []
 
     def attempt() -> str:
-        if world.is_main:
-            held.append(folders.claim(config, before=before))
-            stacks.remove("*", held[0].path)  # what ranks that were killed have left
-        return "".join(str(claim.path) for claim in held)
+        if not world.is_main:
+            return ""
+        claimed = folders.claim(config, before=before)
+        # From here on by its whole name: a data set of the user's may change the working folder.
+        held.append(dataclasses.replace(claimed, path=claimed.path.absolute()))
+        stacks.remove("*", claimed.path)  # what ranks that were killed have left
+        return str(claimed.path)
 
-    path = Path(world.gather(world.together(attempt))[0])
+    path = Path(world.gather(world.together(attempt))[0]).absolute()
     try:
         yield path
     except RequestError:
@@ -111,7 +115,8 @@ def _lasting(config: RunConfig) -> RunConfig:
     """Return what makes the run. How its ranks met belongs to this start; the manifest has it."""
     parallel = dataclasses.replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None)
     parallel = dataclasses.replace(parallel, clear_meeting=False, interface="")
-    return dataclasses.replace(config, parallel=parallel)
+    record = dataclasses.replace(config.record, output=Path(shown(config.record.output)))
+    return dataclasses.replace(config, parallel=parallel, record=record)
 
 
 def _check_alike(config: RunConfig, world: World) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import resume
 from .checkpoint import Checkpoints, find, peek
 from .errors import RequestError
+from .files import shown
 from .folders import unwritable
 from .job import Job
 from .nn import sync_batchnorm
@@ -118,7 +119,7 @@ class Saver:
         on_disk = self._world.gather(self._on_disk)[0]
         if self._folder is None:
             return "; nothing was saved, since no output folder was given."
-        again = f"continue with the same command and --resume {self._folder}"
+        again = f"continue with the same command and --resume {shown(self._folder)}"
         if on_disk == step:
             return f" and saved; {again}."
         last = "none before it was" if on_disk is None else f"the last one is of step {on_disk}: {_MEND} and {again}"
@@ -142,7 +143,7 @@ class Saver:
         newest, again = "there is no checkpoint", "start the same command again"
         if self._on_disk is not None:
             newest = f"the last one is of step {self._on_disk}"
-            again = f"continue with the same command and --resume {self._folder}"
+            again = f"continue with the same command and --resume {shown(self._folder)}"
         return f"The weights of the last step, {step}, are not on the disk: {newest}; {_MEND} and {again}."
 
     def _wait(self) -> None:
@@ -179,7 +180,7 @@ def remedy(job: Job) -> str:
     ways += ["add --clip"] * (optim.clip is None) + ["add --warmup"] * (optim.warmup == 0)
     ways += ["use --precision fp32"] * (job.precision.name in ("bf16", "fp16", "tf32"))
     folder = job.config.record.output
-    kept = "" if folder is None or find(folder) is None else f"; the last checkpoint in {folder} is from before"
+    kept = "" if folder is None or find(folder) is None else f"; the last checkpoint in {shown(folder)} is from before"
     text = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
     return f"{text[0].upper()}{text[1:]}{kept}."
 

@@ -59,6 +59,18 @@ def test_results_that_cannot_be_written_are_told_of_on_stderr(tmp_path: Path) ->
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.parametrize("output", [(), ("--output", "run")])
+def test_a_working_folder_that_changes_changes_nothing_else(tmp_path: Path, output: tuple[str, ...]) -> None:
+    (tmp_path / "elsewhere" / "further").mkdir(parents=True)
+    words = ("--data", "tests.own_data:moving", "--model", "mlp", "--batch", 8, "--accelerator", "cpu", "--epochs", 1)
+    ended = command(tmp_path, "train", *words, "--workers", 0, *output)
+    assert (ended.code, ended.err) == (0, "")
+    folder = tmp_path / (output[-1] if output else "runs/tests.own_data.moving-mlp")
+    assert (folder / "checkpoints" / "last" / "state.json").exists()
+    assert f"written to {folder}: summary.json" in ended.out  # from there, by its whole name
+    assert [path.name for path in (tmp_path / "elsewhere").rglob("*")] == ["further"]
+
+
 TALKING = (
     "train --data tests.own_data:talking --model mlp --batch 8 --accelerator cpu --epochs 1 --workers 0 --output run"
 )

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import sync_folder
+from ..files import shown, sync_folder
 from ..state import State
 from .layout import FORMAT, STATE, SUMS, VERSION, digest, free_name, render, steps
 
@@ -81,10 +81,11 @@ class Checkpoints:
             if self._saved is not None:
                 self._saved(self._step, outcome)
         elif isinstance(outcome, OSError | SafetensorError):
+            where, why = shown(self.folder), _reason(outcome)
             self._warn(
-                f"The checkpoint of step {self._step} could not be written either ({_reason(outcome)})."
+                f"The checkpoint of step {self._step} could not be written either ({why})."
                 if again
-                else f"The checkpoint of step {self._step} could not be written to {self.folder} ({_reason(outcome)}); "
+                else f"The checkpoint of step {self._step} could not be written to {where} ({why}); "
                 f"training goes on{self._before()}."
             )
         elif outcome is not None:
