@@ -92,7 +92,7 @@ def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
         return Failure(rank, RunError.__name__, _worker_death(died, rank, again), trace)
     if is_echo(error):
         return Failure(rank, type(error).__name__, _loss(error, rank, again), trace, is_echo=True)
-    return Failure(rank, type(error).__name__, f"Rank {rank} failed{_place(error)}: {one_line(error)}", trace)
+    return Failure(rank, type(error).__name__, f"Rank {rank} failed{place(error)}: {one_line(error)}", trace)
 
 
 def again(config: RunConfig, *, has_folder: bool = True) -> str:
@@ -190,7 +190,8 @@ def _first_words(error: BaseException) -> str:
     return words(error).partition(_CPP_FRAMES)[0]
 
 
-def _place(error: BaseException) -> str:
+def place(error: BaseException) -> str:
+    """Return " at FILE:LINE" of the deepest frame that `error` came through which is no library's, "" for none."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     # A DataLoader's worker sends its traceback as text within the message; those frames are deeper than ours.
     for line in words(error).splitlines():

@@ -448,7 +448,11 @@ def test_own_sets_that_are_split_at_random_are_split_by_the_seed() -> None:
     ("index", "kind", "sentence"),
     [
         (11, RequestError, r"train sample 11 has label 7, but the classes are 0 to 2"),
-        (13, RunError, r"The data set failed at train sample 13 of --data \S+:photos: KeyError: 'no such photo'"),
+        (
+            13,
+            RunError,
+            r"The data set failed at train sample 13 of --data \S+:photos, at \S+\.py:\d+: KeyError: 'no such photo'",
+        ),
         (15, RequestError, r"train sample 15 is torch.uint8 \(3, 8, 7\).*must be alike"),
     ],
 )

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from .. import hardware, stacks
 from ..errors import RequestError, RunError
-from ..failures import WORKER_HINT, one_line
+from ..failures import WORKER_HINT, one_line, place
 from ..interrupts import SIGNALS
 from .source import Fetched, Indices, Pair, Wish
 
@@ -72,7 +72,7 @@ class _Tasks:
             if isinstance(error, KeyboardInterrupt) and get_worker_info() is None:
                 raise  # the user's: a worker's can only be the data set's own
             where = "".join(f" at {note}" for note in getattr(error, "__notes__", ()))
-            sentence = f"The data set failed{where}: {one_line(error)}"
+            sentence = f"The data set failed{where}{',' if where else ''}{place(error)}: {one_line(error)}"
             return _Failure(sentence, traceback.format_exc(), deliberate=False)
 
 
