@@ -188,20 +188,25 @@ def exiting() -> tuple[Dataset[Pair], Dataset[Pair]]:
 class _Slow(Dataset[Pair]):
     classes = 4
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
+    def __init__(self, samples: int, sample_s: float = 0.003) -> None:
+        self.samples, self.sample_s = samples, sample_s
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, index: int) -> Pair:
-        time.sleep(0.003)
+        time.sleep(self.sample_s)
         return torch.sin(torch.arange(8.0) * (index + 1)), index % 4
 
 
 def evaluated_slowly() -> tuple[Dataset[Pair], Dataset[Pair]]:
     """Return data whose evaluation takes ten seconds and more."""
     return _Slow(40), _Slow(3400)
+
+
+def very_slow() -> tuple[Dataset[Pair], Dataset[Pair]]:
+    """Return data of which eight samples take four seconds."""
+    return _Slow(400, 0.5), _Slow(8)
 
 
 def slow() -> tuple[Dataset[Pair], Dataset[Pair]]:

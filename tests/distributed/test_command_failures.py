@@ -153,7 +153,7 @@ def test_a_full_disk_stops_no_training_but_is_no_success(folder: Path, small_dis
     assert "training goes on" in ended.err
     assert told == (
         "The weights of the last step, 12, are not on the disk: the last one is of step 5; mend what the warnings "
-        f"tell of and continue with the same command and --resume {run}."
+        f"tell of and continue with the same command and --resume {run.relative_to(folder)}."
     )
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["exit"], summary["steps"]) == (1, 12)

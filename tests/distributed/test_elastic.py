@@ -176,6 +176,25 @@ def test_a_stop_while_nodes_are_to_come_together_again_is_one(tmp_path: Path) ->
     assert "Stopped while ranks were to start again; continue with --resume auto." in ended.err
 
 
+def test_a_stop_while_ranks_save_for_another_node_lets_them_save(tmp_path: Path) -> None:
+    port = free_port()
+    run = "train --data tests.own_data:very_slow --model mlp --batch 8 --accelerator cpu --strategy ddp --workers 0"
+    words = [*run.split(), "--log-every", 1, "--output", "run", "--nodes", "1:2", "--devices", 1, "--max-restarts", 1]
+    words += ["--init-method", f"tcp://127.0.0.1:{port}"]
+    with start(tmp_path, *words) as first:
+        _at(tmp_path, 1)
+        with start(tmp_path, *words) as second:
+            first.says("Another node has come")  # its rank has heard that it is to save, after a step of four seconds
+            time.sleep(0.8)
+            first.send_signal(signal.SIGTERM)
+            ended = end(first)
+            second.send_signal(signal.SIGTERM)
+            end(second)
+    assert ended.code == 75, ended.err
+    assert "Stopped on request at step " in ended.err
+    assert (tmp_path / "run" / "checkpoints" / "last" / "state.json").exists()
+
+
 def test_nodes_that_need_one_that_was_stopped_are_stopped_too(tmp_path: Path) -> None:
     _, first, second = _two_nodes(tmp_path, "--epochs", 1000)
     with first, second:
