@@ -31,7 +31,7 @@ from .loops import configured, engine_step_s, repeated, stepper
 ROUNDS = 10
 STOPS = 20
 STALL_S = 3
-COST_ROUNDS = 60
+COST_ROUNDS = 40
 COST_STEPS = 51
 GOAL_ENDS_S = 5.0
 GOAL_RESTART = 1.2
