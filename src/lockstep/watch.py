@@ -104,7 +104,8 @@ class Watch:
         while not self._closed.wait(self.beat_s):
             told = self._beats.exchange(urgent=self._hurried or self._idle_s > self._stall_s / 4)
             # NCCL's collectives wait for a rank that is dead, as one does that reads a long batch.
-            if not told and self._pulse.phase and self._idle_s > _DEAD_S and (dead := self._dead()):
+            waits = self._pulse.phase and self._idle_s > _DEAD_S and not _in_debugger(self._main)
+            if not told and waits and (dead := self._dead()):
                 told = self._beats.agree(obituary(dead, self.seen()))
             if told:
                 self._end(told)

@@ -119,8 +119,8 @@ def _reason(error: OSError | SafetensorError) -> str:
 def _snapshot(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return copies in host memory, by group: no storage is shared with the live tensors.
 
-    They keep the order in memory, since training waits for them: to turn channels_last weights takes three times as
-    long, and is left to the thread that writes.
+    They keep the order in memory, since training waits for them: to turn channels_last weights takes more than
+    twice as long, and is left to the thread that writes.
     """
     groups: dict[str, dict[str, Tensor]] = {}
     on_device = set()
