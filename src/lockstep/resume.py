@@ -45,10 +45,10 @@ _IDENTITY = (
 )
 
 
-_SEEN_S = 10.0  # for another host's checkpoint to be seen here
-_LOOK_S = 0.2
 EVALUATED = ("model", "classes", "data", "image-size", "ema")
 """The options that an evaluation has to share with the run whose weights it takes."""
+_SEEN_S = 10.0  # for another host's checkpoint to be seen here
+_LOOK_S = 0.2
 
 
 def identity(config: RunConfig) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Summary:
         """Keep what a run that does not end will have come to."""
         known = self._so_far
         if event == "start":
-            known |= {name: fields[name] for name in ("output",) if name in fields}
+            known["output"] = fields.get("output", known["output"])  # as people write it
             known |= {"steps": fields["first_step"], "epoch_s": list(fields["epoch_s"])}
             self._first_step = fields["first_step"]
         elif event == "steps":
