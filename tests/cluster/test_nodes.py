@@ -96,7 +96,7 @@ def test_nodes_that_are_left_go_on_and_the_lost_one_is_taken_in_again(undisturbe
     assert [each.code for each in ended] == [0, 0, 0], ended
     assert f"{tcp(a)}: the agent there, which all nodes need, has not answered c for 6 s" in told
     assert "Rank 2 (node c) was stopped, died or was cut off 5 s ago, last heard of in " in ended[0].err
-    assert "the ranks start again from the last checkpoint (restart 1 of 3)" in ended[0].err
+    assert "the ranks start again (restart 1 of 3)" in ended[0].err
     assert "Another node has come: the ranks save, and start again with it." in ended[0].err + ended[1].err
     assert ended[2].err == ""
     assert ranks_of_starts(tmp_path) == [3, 2, 3]

@@ -73,7 +73,7 @@ def test_ranks_that_are_killed_come_back_to_the_very_same_bits(undisturbed: Path
         _ranks(agent, 2)[1].suspend()
         ended = end(agent)
     assert ended.code == 0, ended.err
-    assert "Rank 0 was killed by SIGKILL (out of memory?); the ranks start again from the last" in ended.err
+    assert "Rank 0 was killed by SIGKILL (out of memory?); the ranks start again" in ended.err
     assert "Rank 1 was stopped, died or was cut off 4 s ago, last heard of in " in ended.err
     assert "(restart 2 of 2)" in ended.err
     assert weights(tmp_path / "run") == weights(undisturbed)
@@ -145,7 +145,7 @@ def test_the_nodes_that_are_left_go_on_and_one_that_comes_back_is_taken_in(tmp_p
             first.send_signal(signal.SIGTERM)
             ended, other = end(first), end(again)
     assert (ended.code, other.code) == (75, 75), (ended.err, other.err)
-    assert "the ranks start again from the last checkpoint (restart 1 of 2)" in ended.err
+    assert "the ranks start again (restart 1 of 2)" in ended.err
     assert "Another node has come: the ranks save, and start again with it." in ended.err
     found = losses(tmp_path / "run")
     assert [step for step, _ in found] == list(range(1, len(found) + 1))
@@ -168,7 +168,7 @@ def test_a_stop_while_nodes_are_to_come_together_again_is_one(tmp_path: Path) ->
     with first, second:
         second.kill()
         second.communicate()
-        first.says("the ranks start again from the last checkpoint")
+        first.says("the ranks start again (restart")
         time.sleep(1.0)
         first.send_signal(signal.SIGTERM)
         ended = end(first)

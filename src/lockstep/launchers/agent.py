@@ -150,10 +150,7 @@ class Agent(LocalElasticAgent):
         elif self._remaining_restarts > 0:
             number = self._worker_group.spec.max_restarts - self._remaining_restarts + 1
             what = cause.sentence.removesuffix(".").removesuffix(f"; {self._again}")
-            self._say(
-                f"{what}; the ranks start again from the last checkpoint "
-                f"(restart {number} of {self._worker_group.spec.max_restarts})."
-            )
+            self._say(f"{what}; the ranks start again (restart {number} of {self._worker_group.spec.max_restarts}).")
 
     def _find_cause(self, ended: dict[int, int], worker_group: WorkerGroup) -> Failure:
         told = [failure for failure in reasons.find(self._folder) if failure.time >= self._begun_s]
