@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _READ_AT_ONCE = 16
 """Ranks whose beats each rank reads at every beat; where there are more, it reads them less often."""
 _SENTENCE = "sentence"
+_MET = "the roll call"  # the phase of a rank that has said nothing since
 _SOON_S = 0.5  # for a store to answer, whose server may be what was stopped
 _LAST_BEATS = 3  # for living ranks to hear the sentence
 _LOOK_S = 0.02
@@ -69,8 +70,9 @@ class Beats:
         self._others = [other for other in range(size) if other != rank]
         self._every = max(1, size // _READ_AT_ONCE)
         self._number = 0
-        self._heard: dict[int, tuple[Beat, float]] = {}
         self._read_s = time.monotonic()
+        # Who is stopped before the first beat is silent from here on.
+        self._heard = {other: (Beat(0, 0, 0, _MET), self._read_s) for other in self._others}
         self._asked_s: float | None = None
         """Since when the store has not answered; None while it does."""
         self._store: Store | None = opens()
@@ -144,8 +146,11 @@ class Beats:
 
     def _read(self, store: Store) -> None:
         for rank in self._others:
-            beat = Beat(**json.loads(store.get(f"beat/{rank}")))
-            if rank not in self._heard or self._heard[rank][0].number != beat.number:
+            key, last = f"beat/{rank}", self._heard[rank][0].number
+            if last == 0 and not store.check([key]):  # to ask for what is not there is to wait for it
+                continue
+            beat = Beat(**json.loads(store.get(key)))
+            if beat.number != last:
                 self._heard[rank] = (beat, time.monotonic())
         self._read_s = time.monotonic()
 

@@ -76,25 +76,31 @@ class RunFolder:
         return steps.exists() and _STEP in steps.read_bytes()
 
 
-def claim(config: RunConfig, *, before: Path | None = None) -> RunFolder:
+def claim(config: RunConfig, *, before: Path | None = None, holder: str = "") -> RunFolder:
     """Return the folder of the run that `config` asks for, made if it is new, and hold it.
 
-    `before` is the folder of an earlier start of this very run, which may lie in it. Its rank 0 may still hold it, on a
-    node that the others have lost: it is waited for, since it may be writing.
-    Raises `RequestError` where the folder holds another run, is in use by one, or cannot be made; `RunError` where that
-    other is the earlier start of this one, and does not end.
+    `before` is the folder of an earlier start of this very run, which may lie in it. That one's rank 0, in words
+    `holder`, may still hold it, on a node that the others have lost: it is waited for, since it may be writing.
+    Raises `RequestError` where the folder holds another run, is in use by one, cannot be made, or is not here, though
+    an earlier start has made it; `RunError` where that start does not end.
     """
     path = _asked(config)
     if path is None:
         path = fresh(default_name(config))
         return RunFolder(path, True, True, _hold(path))
+    if path == before and not (path / _LOCK).exists():
+        # Ranks of other nodes than rank 0's have written what they said to a folder of that name at most.
+        raise RequestError(
+            f"{shown(path)} on {platform.node()} is not the folder in which this run was begun, on another node: what "
+            "it has done would be lost; put --output where all nodes see it."
+        )
     is_new, was_free = not path.exists(), not _holds_anything_of_ours(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
     patience_s = min(_LATE_S, config.parallel.stall_timeout / 2) if path == before else 0.0
-    claimed = RunFolder(path, is_new, was_free, _hold(path, patience_s))
+    claimed = RunFolder(path, is_new, was_free, _hold(path, patience_s, holder))
     try:
         if path != before:
             _check_free(path, config.checkpoint.resume)
@@ -198,23 +204,28 @@ def _check_free(path: Path, resume: str) -> None:
         )
 
 
-def _hold(path: Path, patience_s: float = 0.0) -> IO[bytes]:
+def this_process() -> str:
+    """Return what the folder's lock file says of this process while it holds the folder."""
+    return f"process {os.getpid()} on {platform.node()}"
+
+
+def _hold(path: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
     """Return the folder's lock file, locked, with this process's name in it; closing it gives it back.
 
-    With `patience_s`, whoever has it now is an earlier start of this run: it may take so long to end.
+    Where the one who has it is the process `before`, of an earlier start, it may take `patience_s` to end.
     """
-    lock = _locked(path, patience_s)
+    lock = _locked(path, patience_s, before)
     with contextlib.suppress(OSError):  # a full disk is told of by what has to be written next
         lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {platform.node()}".encode())
+        lock.write(this_process().encode())
     return lock
 
 
-def _locked(path: Path, patience_s: float = 0.0) -> IO[bytes]:
+def _locked(path: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
     """Return the folder's lock file, locked.
 
-    Raises `RequestError` where another process has it, `RunError` where that is an earlier start of this run, which
-    has had `patience_s` seconds to end.
+    Raises `RequestError` where another process has it, `RunError` where that is still `before`, of an earlier start of
+    this run, after `patience_s` seconds.
     """
     try:
         lock = (path / _LOCK).open("a+b", buffering=0)
@@ -222,19 +233,20 @@ def _locked(path: Path, patience_s: float = 0.0) -> IO[bytes]:
         raise unwritable(path, error) from error
     until_s = time.monotonic() + patience_s
     while not _is_ours(lock):
-        if time.monotonic() < until_s:
+        lock.seek(0)
+        holder = lock.read().decode() or before
+        if holder == before != "" and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
             continue
-        with lock:
-            lock.seek(0)
-            holder = lock.read().decode() or "another process"
-        if patience_s:
+        lock.close()
+        if holder == before != "":
             raise RunError(
                 f"{path} is still held by rank 0 of the start before this one ({holder}), which might write there, and "
                 f"has not ended within {patience_s:g} s: end that process."
             )
+        who = holder or "another process"
         raise RequestError(
-            f"{path} is in use by another run ({holder}): wait until it has ended, or give another --output."
+            f"{path} is in use by another run ({who}): wait until it has ended, or give another --output."
         )
     return lock
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,9 @@ from .record.table import build as build_recorder
 from .result import RunResult
 from .world import World
 
-_FOLDER = "folder"
-"""The note in which the starts of one run tell one another its folder."""
+# Notes in which the starts of one run tell one another its folder, who held it, and the last checkpoint that the first
+# one came upon there.
+_FOLDER, _HOLDER, _CAME_UPON = "folder", "holder", "came upon"
 
 
 def run(config: RunConfig, world: World) -> RunResult:
@@ -37,6 +39,8 @@ def run(config: RunConfig, world: World) -> RunResult:
         config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=folder))
         world.pulse.folder = folder
         if world.is_main:
+            if before is None:
+                world.notes.write(_CAME_UPON, _last(folder))
             world.notes.write(_FOLDER, str(folder))
         state = state or resume.load(config, world)  # of the folder that --resume auto has found
         begun_s = time.time()
@@ -76,10 +80,16 @@ def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
         return config, None
     folder = Path(told)
     # Where it was lost before its first checkpoint, this one begins as it did.
-    again = world.gather(find(folder) is not None if world.is_main else None)[0]
+    again = world.gather(_last(folder) != world.notes.read(_CAME_UPON) if world.is_main else None)[0]
     saving = dataclasses.replace(config.checkpoint, resume="auto") if again else config.checkpoint
     recording = dataclasses.replace(config.record, output=folder)
     return dataclasses.replace(config, checkpoint=saving, record=recording), folder
+
+
+def _last(folder: Path) -> str:
+    """Return the name of a run's last checkpoint, "" where it has none."""
+    found = find(folder)
+    return Path(os.path.realpath(found)).name if found else ""
 
 
 @contextlib.contextmanager
@@ -93,7 +103,8 @@ def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[P
     def attempt() -> str:
         if not world.is_main:
             return ""
-        claimed = folders.claim(config, before=before)
+        claimed = folders.claim(config, before=before, holder=world.notes.read(_HOLDER))
+        world.notes.write(_HOLDER, folders.this_process())
         # From here on by its whole name: a data set of the user's may change the working folder.
         held.append(dataclasses.replace(claimed, path=claimed.path.absolute()))
         stacks.remove("*", claimed.path)  # what ranks that were killed have left

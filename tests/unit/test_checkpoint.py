@@ -139,6 +139,15 @@ def test_the_good_one_that_a_run_goes_on_from_stays_until_there_are_two_newer_on
     ]
 
 
+def test_the_best_one_that_a_run_goes_on_from_stays_where_a_better_one_is_saved(tmp_path: Path) -> None:
+    folder = save_all(tmp_path, (10, True), (20, False))
+    (folder / "step-00000020" / "model.safetensors").write_bytes(b"")
+    saver = Checkpoints(folder, warn=Ear().warnings.append, origin=load(folder / "best").origin)
+    saver.save(state_of(15), step=15, best=True)
+    saver.close()
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000010", "step-00000015", "step-00000020"]
+
+
 def test_tied_and_strided_tensors_keep_their_values(tmp_path: Path) -> None:
     images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     tied = torch.nn.Parameter(torch.randn(3, 3))
@@ -455,6 +464,17 @@ def test_a_link_to_nothing_offers_what_is_there(tmp_path: Path) -> None:
     (folder / "last").symlink_to("last")
     with pytest.raises(RequestError, match=r"points to last, which is not there; the last good one is .*0001"):
         load(tmp_path)
+
+
+def test_a_damaged_one_is_passed_over_for_one_before_it_not_for_what_was_left_behind(tmp_path: Path) -> None:
+    folder = save_all(tmp_path, (10, False), (30, False))
+    saver = Checkpoints(folder, warn=Ear().warnings.append, origin=folder / "step-00000010")
+    saver.save(state_of(20), step=20, best=False)  # taken up at 10
+    saver.close()
+    (folder / "step-00000020" / "state.json").write_bytes(b"{}")
+    assert load_good(folder / "last").meta["step"] == 10
+    shutil.rmtree(folder / "step-00000010")
+    assert load_good(folder / "last").meta["step"] == 30
 
 
 def test_a_newer_format_is_refused_by_its_version(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 import time
@@ -41,11 +42,22 @@ def _config(folder: Path, stall_timeout: float) -> RunConfig:
     return override(RunConfig(), output=folder, stall_timeout=stall_timeout)
 
 
+def _named(process: subprocess.Popen[str]) -> str:
+    return f"process {process.pid} on {platform.node()}"
+
+
+def test_a_run_that_starts_again_where_its_folder_is_not_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "output").mkdir()  # of a rank of this node, in the start before
+    with pytest.raises(RequestError, match="is not the folder in which this run was begun, on another node"):
+        folders.claim(_config(tmp_path, 60), before=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
 def test_a_run_that_starts_again_waits_for_a_rank_0_that_has_not_ended_yet(tmp_path: Path) -> None:
     with _held(tmp_path) as process:
         until_s = time.monotonic() + 1
         ending = subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {process.pid}"])
-        claimed = folders.claim(_config(tmp_path, 60), before=tmp_path)
+        claimed = folders.claim(_config(tmp_path, 60), before=tmp_path, holder=_named(process))
         assert time.monotonic() >= until_s - 0.2
         claimed.release()
         ending.wait()
@@ -54,7 +66,9 @@ def test_a_run_that_starts_again_waits_for_a_rank_0_that_has_not_ended_yet(tmp_p
 def test_a_rank_0_that_does_not_end_keeps_the_next_start_from_writing(tmp_path: Path) -> None:
     with _held(tmp_path) as process:
         with pytest.raises(RunError, match=rf"held by rank 0 of the start before this one \(process {process.pid} on "):
-            folders.claim(_config(tmp_path, 1), before=tmp_path)
+            folders.claim(_config(tmp_path, 1), before=tmp_path, holder=_named(process))
+        with pytest.raises(RequestError, match=rf"is in use by another run \(process {process.pid} on "):
+            folders.claim(_config(tmp_path, 60), before=tmp_path, holder="process 1 on another host")
         begun_s = time.monotonic()
         with pytest.raises(RequestError, match="is in use by another run"):
             folders.claim(_config(tmp_path, 60))

@@ -20,9 +20,11 @@ from lockstep import failures, hardware
 from lockstep.config import RunConfig
 from lockstep.errors import ProofError, RequestError, RunError, Stopped
 from lockstep.hardware import Gpu
-from lockstep.launchers import claims, devices, dialects, rank, reasons, reports, spawn, table
+from lockstep.launchers import claims, devices, dialects, processes, rank, reasons, reports, spawn, table
 from lockstep.options import override
 from lockstep.topology import Topology
+
+from ..command import until
 
 TORCHRUN = {
     "RANK": "3",
@@ -363,6 +365,18 @@ def test_nodes_and_local_ranks_follow_from_the_hosts() -> None:
         (0, 2, 3),
     ]
     assert {place.nodes for place in places} == {2}
+
+
+def test_who_lives_is_not_dead_when_the_clock_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    came = _claim(0, 1, "a", pid=process.pid, begun=processes.begun(process.pid))
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: 1.0)
+    assert came.is_dead() is False
+    assert dataclasses.replace(came, begun="1").is_dead() is True  # another one that has its number now
+    process.kill()
+    until(lambda: came.is_dead() is True)  # a zombie
+    process.wait()
+    assert came.is_dead() is True
 
 
 @pytest.mark.parametrize(

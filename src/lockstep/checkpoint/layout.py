@@ -54,9 +54,12 @@ def free_name(folder: Path, step: int) -> Path:
 
 
 def steps(folder: Path) -> list[tuple[tuple[int, int], Path]]:
-    """Return the checkpoints in `folder`, oldest step first."""
-    found = []
-    for path in folder.iterdir():
-        if (match := _FOLDER.fullmatch(path.name)) and path.is_dir():
-            found.append(((int(match[1]), int(match[2] or 1)), path))
+    """Return the checkpoints in `folder` by their numbers, oldest step first."""
+    found = [(number, path) for path in folder.iterdir() if (number := numbered(path)) and path.is_dir()]
     return sorted(found)
+
+
+def numbered(path: Path) -> tuple[int, int] | None:
+    """Return the step in a checkpoint's name, and the how-manieth of that step it is; None for other names."""
+    match = _FOLDER.fullmatch(path.name)
+    return (int(match[1]), int(match[2] or 1)) if match else None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import RequestError
 from ..state import State
-from .layout import FORMAT, STATE, SUMS, VERSION, content, digest, parse, render, steps
+from .layout import FORMAT, STATE, SUMS, VERSION, content, digest, numbered, parse, render, steps
 
 
 def find(path: Path) -> Path | None:
@@ -81,7 +81,7 @@ def load(path: Path) -> State:
 
 
 def load_good(path: Path) -> State:
-    """Return what `load` does or, where that one is damaged, the newest checkpoint beside it that is whole.
+    """Return what `load` does or, where that one is damaged, the newest one before it that is whole.
 
     Nothing is lost then but the steps between them; the state's `caution` says so. Raises what `load` does.
     """
@@ -91,7 +91,7 @@ def load_good(path: Path) -> State:
         if damaged.good is None:
             raise
         state = load(damaged.good)
-        caution = f"{path} is damaged ({damaged.why}): the run goes on from the one before it, {damaged.good}"
+        caution = f"{path} is damaged ({damaged.why}): the run goes on from {damaged.good}"
         return dataclasses.replace(state, caution=caution)
 
 
@@ -105,7 +105,7 @@ def peek(path: Path) -> dict[str, Any] | None:
 
 
 class DamagedError(RequestError):
-    """A checkpoint that is not what was written; `good` is the newest one beside it that is."""
+    """A checkpoint that is not what was written; `good` is the newest one before it that is."""
 
     def __init__(self, path: Path, why: Exception, good: Path | None) -> None:
         offer = (
@@ -161,11 +161,17 @@ def _newer_version(folder: Path) -> int | None:
 
 
 def _good_beside(damaged: Path) -> Path | None:
-    """Return the newest whole checkpoint beside `damaged`, None where there is none."""
+    """Return the newest whole checkpoint beside `damaged` that came before it; None where there is none at all.
+
+    Later ones are of a branch that the run has left, when it was taken up at an older one: better than nothing.
+    """
     beside = damaged.parent
-    broken = os.path.realpath(damaged)  # not `resolve`, which raises where a link points to itself
-    for _, folder in reversed(steps(beside)):
-        if os.path.realpath(folder) != broken:
+    broken = Path(os.path.realpath(damaged))  # not `resolve`, which raises where a link points to itself
+    there, number = steps(beside), numbered(broken)
+    earlier = [each for each in there if number is None or each[0] <= number]
+    later = [each for each in there if each not in earlier]
+    for _, folder in [*reversed(earlier), *reversed(later)]:
+        if Path(os.path.realpath(folder)) != broken:
             with contextlib.suppress(_DamageError):
                 for _ in _verified(folder):
                     pass

@@ -41,7 +41,7 @@ class Checkpoints:
     ) -> None:
         """`origin` is the checkpoint that the run was taken up from: it stays until there are two newer ones."""
         self.folder = folder
-        self._origin = origin
+        self._origin = origin.resolve() if origin else None  # now: `last` and `best` will point elsewhere
         self._warn = warn
         self._saved = saved
         self._writer: threading.Thread | None = None
@@ -160,7 +160,7 @@ def _publish(
         _point(folder / "best", final)
     _point(folder / "last", final)
     sync_folder(folder)
-    kept = {final, before, _target(folder / "best"), folder / origin.resolve().name if origin else None}
+    kept = {final, before, _target(folder / "best"), folder / origin.name if origin else None}
     for _, old in steps(folder):
         if old not in kept:
             with contextlib.suppress(OSError):  # one that somebody reads over a network; the next save tries again

@@ -54,13 +54,12 @@ class Agent(LocalElasticAgent):
         self._members = members
         self._aborts_when_alone = config.parallel.accelerator == "cuda"
         self._folder, self._again, self._say = folder, failures.again(config), say
-        self._begun_s = 0.0
         self._patience_s = config.parallel.stall_timeout + GRACE_S
         self._laggards = Laggards(config.parallel.stall_timeout)
         # Ranks of other nodes say it better, and first.
         self._frozen = Frozen(config.parallel.stall_timeout + GRACE_S * (config.parallel.most_nodes > 1), self._again)
         self._interrupts = Interrupts()
-        self._is_starting = False
+        self._has_begun = self._is_starting = False
         self._are_asked = False
         """Whether the ranks of this start were asked to save and end."""
         self.is_over = False
@@ -80,7 +79,7 @@ class Agent(LocalElasticAgent):
     @property
     def has_begun(self) -> bool:
         """Whether ranks were ever started."""
-        return self._begun_s > 0
+        return self._has_begun
 
     def values(self) -> dict[int, bytes] | None:
         """Return what the ranks of this node have come to, by their rank, once all are done."""
@@ -95,7 +94,8 @@ class Agent(LocalElasticAgent):
         store: Any = worker_group.store  # torch says None, which it is before the agents have agreed
         start = store.compare_set("lockstep/start", "", secrets.token_hex(8)).decode()
         worker_group.spec.args = (*self._arguments, start)
-        self._begun_s = time.time()
+        self._has_begun = True
+        reasons.clear(self._folder)  # those of an earlier start
         self._members.begin()
         self._are_asked = False
         self._is_starting = True  # a signal that came between would leave ranks that nobody knows of
@@ -153,7 +153,7 @@ class Agent(LocalElasticAgent):
             self._say(f"{what}; the ranks start again (restart {number} of {self._worker_group.spec.max_restarts}).")
 
     def _find_cause(self, ended: dict[int, int], worker_group: WorkerGroup) -> Failure:
-        told = [failure for failure in reasons.find(self._folder) if failure.time >= self._begun_s]
+        told = reasons.find(self._folder)
         known = {failure.rank for failure in told}
         silent = {worker_group.workers[local].global_rank: code for local, code in ended.items()}
         asked, alone = self._interrupts.asked, self._aborts_when_alone

@@ -12,12 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-import psutil
-
 from .. import hardware
 from ..errors import RequestError
 from ..topology import Topology
-from . import hosts
+from . import hosts, processes
 from .devices import of_rank
 
 
@@ -43,7 +41,7 @@ class Claim:
     processes: str = field(default_factory=lambda: hosts.namespace("pid"))
     boot: str = field(default_factory=hosts.boot)
     pid: int = field(default_factory=os.getpid)
-    started: float = field(default_factory=lambda: psutil.Process().create_time())
+    begun: str = field(default_factory=lambda: processes.begun(os.getpid()))
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -60,12 +58,7 @@ class Claim:
         """Return whether the process has ended; None where that cannot be seen from here."""
         if (self.boot, self.processes) != (hosts.boot(), hosts.namespace("pid")):
             return None
-        try:
-            process = psutil.Process(self.pid)
-            # Ticks since the boot, turned into a time of day: another reader may round it differently.
-            return bool(process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - self.started) > 2)
-        except psutil.NoSuchProcess:
-            return True
+        return processes.has_ended(self.pid, self.begun)
 
     def to_json(self) -> str:
         """Return the claim as `from_json` reads it."""

@@ -20,7 +20,7 @@ from ..config import RunConfig
 from ..errors import RunError
 from ..failures import Failure, RankLostError
 from ..pulse import Pulse
-from ..watch import Watch, waits_in, whereabouts
+from ..watch import MISSED_BEATS, Watch, waits_in, whereabouts
 from .claims import Claim
 from .peers import Peers
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _BEATS_S = (0.1, 1.0)
 _BEATS_KEPT_S = (1.0, 60.0)  # where each one makes a file longer
-_MISSED_BEATS = 3
 _LOOK_S = 0.05
 _FLUSH_S = 0.5
 _WRITE_S = 2.0
@@ -144,7 +143,7 @@ def lost(error: BaseException, config: RunConfig, peers: Peers, pulse: Pulse, wa
     if peers.meeting.is_open() and (sentence := watch.sentence()):
         return RankLostError(f"{sentence}; {_again(config, pulse)}.")
     watch.hurry()
-    deadline = time.monotonic() + min((_MISSED_BEATS + 1) * watch.beat_s, _FIND_S)
+    deadline = time.monotonic() + min((MISSED_BEATS + 1) * watch.beat_s, _FIND_S)
     while not (gone := peers.dead() or _silent(peers, watch)):
         left = len(peers.here()) < len(peers.claims)  # of its own accord, with a message of its own
         if left or time.monotonic() > deadline:
@@ -165,7 +164,7 @@ def _again(config: RunConfig, pulse: Pulse) -> str:
 
 
 def _silent(peers: Peers, watch: Watch) -> list[Claim]:
-    silent = [rank for rank, each in watch.seen().items() if each.silent_s > _MISSED_BEATS * watch.beat_s]
+    silent = [rank for rank, each in watch.seen().items() if each.silent_s > MISSED_BEATS * watch.beat_s]
     return [claim for claim in peers.here() if claim.rank in silent]
 
 
@@ -174,5 +173,5 @@ def _keep(watch: Watch, told: Failure, folder: Path) -> None:
     failures.write(told, folder / "failures")
     stacks.remove(told.rank, folder)
     for rank, each in watch.seen().items():
-        if each.silent_s > _MISSED_BEATS * watch.beat_s and (trace := stacks.left_by(rank, folder)):
+        if each.silent_s > MISSED_BEATS * watch.beat_s and (trace := stacks.left_by(rank, folder)):
             failures.write(dataclasses.replace(told, rank=rank, trace=trace), folder / "failures")

@@ -41,6 +41,12 @@ def value(path: Path) -> bytes | None:
     return None
 
 
+def clear(folder: Path) -> None:
+    """Remove the failures that lie anywhere in the folder."""
+    for path in folder.rglob("*.json"):
+        path.unlink()
+
+
 def find(folder: Path) -> list[Failure]:
     """Return the failures of ours that lie anywhere in the folder."""
     found = []

@@ -19,6 +19,7 @@ import psutil
 
 from ...errors import RequestError
 from ...topology import Topology
+from .. import processes
 from .place import Names, Place, check_below, number, port
 
 _START = "start the ranks with mpirun"
@@ -142,18 +143,8 @@ def _meeting(env: Mapping[str, str], rank_variable: str) -> Path:
     folder = Path(tempfile.gettempdir())
     _sweep(folder)
     starter = _starter(rank_variable)
-    name = f"lockstep-mpi-{os.getuid()}-{starter.pid}-{_hashed(_begun(starter))}"
+    name = f"lockstep-mpi-{os.getuid()}-{starter.pid}-{_hashed(processes.begun(starter.pid))}"
     return folder / name
-
-
-def _begun(process: psutil.Process) -> str:
-    """Return what parts a process from others with its number: the same text for whoever asks, whatever the clock does.
-
-    On Linux, ticks since the boot; psutil's time of day moves where the clock is set.
-    """
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return str(process.create_time())
 
 
 def _starter(rank_variable: str) -> psutil.Process:
