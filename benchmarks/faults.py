@@ -25,6 +25,9 @@ from torch.utils.data import Dataset
 LIMIT_S = 120.0
 """After which a run counts as hanging."""
 _LOOK_S = 0.002
+_LEAVE_S = 1.0
+_MARK = "FAULTS_RUN"
+"""The environment variable that all which a run starts has from it, wherever it works and whoever is its parent."""
 EVERY = 5
 """Steps between checkpoints."""
 _SAMPLE_S = 0.003
@@ -98,6 +101,15 @@ class Run:
                         found.append(each)
         return sorted(found, key=lambda each: each.pid)
 
+    def left(self) -> list[psutil.Process]:
+        """Return the processes that the run has started and that are still there a moment after its end."""
+        found = []
+        for each in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if each.environ().get(_MARK) == str(self.folder) and each.status() != psutil.STATUS_ZOMBIE:
+                    found.append(each)
+        return psutil.wait_procs(found, _LEAVE_S)[1]
+
     def until(self, holds: Callable[[], bool]) -> None:
         """Return once something holds, or the run is over."""
         while not holds() and self.process.poll() is None:
@@ -163,7 +175,7 @@ def started(folder: Path, command: Sequence[str], *, known_by: str, **env: str) 
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", **env},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", _MARK: str(folder), **env},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -123,23 +123,13 @@ def _with_fault(folder: Path, draw: random.Random, moment: str, kind: str, ranks
             was_over = run.process.returncode == 0 and run.starts() == 1
             return None if was_over else Outcome(moment, kind, ranks, "failed", 0)
         lost = max(0, made - max(run.begun_at(), default=0))
-        if _left_in(folder):
+        if run.left():
             end = "orphans"
         elif run.process.returncode != 0:
             end = "failed"
         else:
             end = "same bits" if run.weights() == _undisturbed(ranks) else "other bits"
         return Outcome(moment, kind, ranks, end, lost)
-
-
-def _left_in(folder: Path) -> list[psutil.Process]:
-    """Return the processes that work in a folder, whoever has started them."""
-    found = []
-    for each in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if each.cwd() == str(folder.resolve()) and each.status() != psutil.STATUS_ZOMBIE:
-                found.append(each)
-    return found
 
 
 def _wait(run: Run, draw: random.Random, moment: str) -> None:

@@ -1,7 +1,9 @@
 """Whether bytes arrive as they were sent: between a host and its devices, between devices, between ranks.
 
-Some hardware corrupts copies without a word, and the model is then another one on that rank. Random bytes are copied,
-and their checksum is compared with that of what was sent; the receiver knows the seed, so it knows the bytes.
+Some hardware corrupts copies without a word, and the model is then another one on that rank. Random bytes are copied
+and compared with what was sent: by checksum between ranks, where the receiver knows the seed and so the bytes; one by
+one between a host and its devices, and where they arrive between devices. A device whose copies do not come back right
+is told as such, and tried with no other one.
 """
 
 from __future__ import annotations

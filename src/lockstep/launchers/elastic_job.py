@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torch._C import _DistError as DistError
+from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.api import (
@@ -52,6 +53,29 @@ class _Handler(DynamicRendezvousHandler):
         """Return how many nodes wait to be taken in."""
         waiting = int(super().num_nodes_waiting())
         return 0 if self.members.fewer() else waiting
+
+
+def _handler(store: Store, job: str, address: str, config: RunConfig) -> _Handler:
+    """Return this node's part in the meetings of the agents."""
+    parallel, state = config.parallel, PlainState(store, job)
+    handler: _Handler = _Handler.from_backend(
+        job,
+        store,
+        state,
+        parallel.nodes,
+        parallel.most_nodes,
+        address,
+        RendezvousTimeout(timedelta(seconds=_patience_s(config)), timedelta(seconds=_LAST_CALL_S)),
+        KEEP_ALIVE_S,
+        MISSED,
+    )
+    handler.members = Members(state, address)
+    return handler
+
+
+def _patience_s(config: RunConfig) -> float:
+    """Return how long nodes are waited for: enough to find out that one is lost, and to wait for latecomers."""
+    return max(config.parallel.timeout, COUNTED_OUT_S + _LAST_CALL_S + _KEEP_ALIVES_S)
 
 
 _FOR_TORCHS_AGENT = {
@@ -99,22 +123,7 @@ def run(
     address = hosts.own_address(meeting.host) or meeting.host  # this host's, among the agents
     _quieten_torch()
     store = meeting.store if meeting.hosted else BoundedStore(meeting.store, COUNTED_OUT_S)
-    state = PlainState(store, job)
-    members = Members(state, address)
-    # Long enough for the others to find out that a node is lost, and to wait for latecomers.
-    patience_s = max(parallel.timeout, COUNTED_OUT_S + _LAST_CALL_S + _KEEP_ALIVES_S)
-    handler: _Handler = _Handler.from_backend(
-        job,
-        store,
-        state,
-        parallel.nodes,
-        parallel.most_nodes,
-        address,
-        RendezvousTimeout(timedelta(seconds=patience_s), timedelta(seconds=_LAST_CALL_S)),
-        KEEP_ALIVE_S,
-        MISSED,
-    )
-    handler.members = members
+    handler = _handler(store, job, address, config)
     spec = WorkerSpec(
         role="rank",
         local_world_size=processes,
@@ -125,11 +134,7 @@ def run(
         monitor_interval=0.1,
         local_addr=address,
     )
-
-    def cut_off() -> bool:
-        return isinstance(store, BoundedStore) and not store.answers
-
-    agent = Agent(spec, members, folder, config, _say)
+    agent = Agent(spec, handler.members, folder, config, _say)
     stopped = False
     heeding = ExitStack()
     heeding.enter_context(heeded(agent.hear))
@@ -143,35 +148,12 @@ def run(
             raise RunError(KILLED) from error
         raise _cause(agent, Stopped(_unstarted(agent, failures.again(config)))) from error
     except RendezvousTimeoutError as error:
-        _check_stopped(agent, error)
-        if agent.cause is not None:
-            raise RunError(
-                f"{where}: fewer than --nodes {parallel.nodes} are left, and no others came within "
-                f"{patience_s:g} s; {failures.again(config)}."
-            ) from error
-        raise RequestError(
-            f"{where}: fewer than --nodes {parallel.nodes} came within {patience_s:g} s; start the command on every "
-            f"node, or raise --timeout{meeting.caution}."
-        ) from error
+        raise _too_few(agent, meeting, config) from error
     except RendezvousClosedError as error:
         raise _cause(agent, RunError(f"{where}: the agent of another node has ended the job; it says why.")) from error
     except (RendezvousConnectionError, RendezvousStateError, Unanswered, TimeoutError, DistError) as error:
-        if cut_off():
-            raise RunError(
-                f"{where}: the agent there, which all nodes need, has not answered {socket.gethostname()} for "
-                f"{COUNTED_OUT_S} s: this node is cut off, or that one is down. The ranks here were ended, lest they "
-                "disturb those of nodes that go on; give the same command here again, and it is taken in, or, where "
-                "no node goes on, start all of them with --resume auto."
-            ) from error
-        _check_stopped(agent, error)
-        if not agent.has_begun:
-            raise RunError(
-                f"{where}: the agent there has ended, and the job with it, before this node had a part in it."
-            ) from error
-        raise RunError(
-            f"{where}: the agent there, which all nodes need, has ended or cannot be reached any more; "
-            f"{failures.again(config)}."
-        ) from error
+        cut_off = isinstance(store, BoundedStore) and not store.answers
+        raise _cut_off(where) if cut_off else _left_alone(agent, where, failures.again(config)) from error
     finally:
         agent.is_over = True
         if not stopped:  # a node that is stopped leaves; one that is done, or has failed, ends the job
@@ -189,10 +171,42 @@ def _unstarted(agent: Agent, again: str) -> str:
     return f"Stopped while ranks were to start again; {again}." if agent.has_begun else "Stopped before training began."
 
 
-def _check_stopped(agent: Agent, error: Exception) -> None:
-    """Raise where the ranks had saved and stopped: another node was asked to, and does not come back."""
-    if agent.cause is not None and agent.cause.kind == Stopped.__name__:
-        raise agent.cause.error() from error
+def _too_few(agent: Agent, meeting: Meeting, config: RunConfig) -> Exception:
+    """Return the error where nodes did not come, or not again."""
+    nodes, patience_s = config.parallel.nodes, _patience_s(config)
+    if agent.cause is None:
+        return RequestError(
+            f"{meeting.where}: fewer than --nodes {nodes} came within {patience_s:g} s; start the command on every "
+            f"node, or raise --timeout{meeting.caution}."
+        )
+    return _stopped(agent) or RunError(
+        f"{meeting.where}: fewer than --nodes {nodes} are left, and no others came within {patience_s:g} s; "
+        f"{failures.again(config)}."
+    )
+
+
+def _cut_off(where: str) -> Exception:
+    """Return the error of a node that does not reach the agents' store any more."""
+    return RunError(
+        f"{where}: the agent there, which all nodes need, has not answered {socket.gethostname()} for {COUNTED_OUT_S} "
+        "s: this node is cut off, or that one is down. The ranks here were ended, lest they disturb those of nodes "
+        "that go on; give the same command here again, and it is taken in, or, where no node goes on, start all of "
+        "them with --resume auto."
+    )
+
+
+def _left_alone(agent: Agent, where: str, again: str) -> Exception:
+    """Return the error of a node whose agents' store has ended."""
+    if not agent.has_begun:
+        return RunError(f"{where}: the agent there has ended, and the job with it, before this node had a part in it.")
+    return _stopped(agent) or RunError(
+        f"{where}: the agent there, which all nodes need, has ended or cannot be reached any more; {again}."
+    )
+
+
+def _stopped(agent: Agent) -> Exception | None:
+    """Return the ranks' word where they had saved and stopped: another node was asked to, and does not come back."""
+    return agent.cause.error() if agent.cause is not None and agent.cause.kind == Stopped.__name__ else None
 
 
 def _value(values: Mapping[int, bytes]) -> Any | None:
