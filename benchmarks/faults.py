@@ -108,7 +108,8 @@ class Run:
             with contextlib.suppress(psutil.Error):
                 if each.environ().get(_MARK) == str(self.folder) and each.status() != psutil.STATUS_ZOMBIE:
                     found.append(each)
-        return psutil.wait_procs(found, _LEAVE_S)[1]
+        _, alive = psutil.wait_procs(found, _LEAVE_S)
+        return list(alive)
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Return once something holds, or the run is over."""

@@ -53,6 +53,20 @@ class Pair(Dropped):
         return super().forward(x), super().forward(x)
 
 
+class Busy(Dropped):
+    """A net that gives its GPU work for a minute or so at the fifth pass, as one does that hangs."""
+
+    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
+        super().__init__(classes, in_channels, image_size)
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += x.is_cuda
+        if self.passes == 5:
+            torch.cuda._sleep(100_000_000_000)  # cycles of its clock
+        return super().forward(x)
+
+
 class Flipping(Dropped):
     """A net in which a bit of a weight flips on rank 1, at the eighth pass of training."""
 
