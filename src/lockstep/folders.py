@@ -125,6 +125,8 @@ def check(config: RunConfig) -> None:
     Where the ranks are started from here, it is known in a moment what they would find out seconds later.
     """
     path = _asked(config)
+    if path is not None and path.is_symlink() and not path.exists():
+        raise RequestError(f"--output {path} is a link to {path.readlink()}, which is not there; give another folder.")
     if path is None or not path.exists():
         return
     if not path.is_dir():

@@ -20,7 +20,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 schedulers are told to send some time before a job's end."""
 
 KILLED = "Killed by a second signal, without saving; the last checkpoint, if there is one, is whole."
-STOPPING = "stopping: finishes the step under way and saves; a second signal ends it at once"
+OUTSIDE = "Stopped outside of training; there was nothing to save."
+STOPPING = "stopping: finishes the step under way and saves"
+INSIST = "; a second signal ends it at once"
+"""What a person is told besides: SIGUSR1 comes from a scheduler, or from an agent that is to take in another node."""
 SHOW_CURSOR = "\x1b[?25h"
 _ECHO_S = 0.5
 """A closed terminal's kernel and shell both send SIGHUP, torchrun passes on what the terminal has sent already: so
@@ -111,7 +114,8 @@ class StopRequest:
                 os._exit(RunError.exit_code)
         if heard is Heard.FIRST and not self._quiet:
             with contextlib.suppress(OSError):
-                os.write(_stderr(), f"\nlockstep: {STOPPING}\n".encode())
+                told = STOPPING if number == signal.SIGUSR1 else f"{STOPPING}{INSIST}"
+                os.write(_stderr(), f"\nlockstep: {told}\n".encode())
 
 
 def _stderr() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lockstep.interrupts import INSIST, STOPPING
 from lockstep.launchers.table import launch
 
 from ..command import Running, command, end, events, gone, losses, processes, sentence, start, until, weights
@@ -147,6 +148,8 @@ def test_the_nodes_that_are_left_go_on_and_one_that_comes_back_is_taken_in(tmp_p
     assert (ended.code, other.code) == (75, 75), (ended.err, other.err)
     assert "the ranks start again (restart 1 of 2)" in ended.err
     assert "Another node has come: the ranks save, and start again with it." in ended.err
+    assert ended.err.count(STOPPING) == 2  # for that node, and for the signal
+    assert ended.err.count(f"{STOPPING}{INSIST}") == 1
     found = losses(tmp_path / "run")
     assert [step for step, _ in found] == list(range(1, len(found) + 1))
 
@@ -293,6 +296,19 @@ def test_a_stop_while_ranks_start_is_told_as_one(number: signal.Signals, tmp_pat
         "lockstep: Stopped outside of training; there was nothing to save.",
         "lockstep: Stopped before training began.",
     )
+
+
+def test_a_stop_while_ranks_start_again_says_how_to_go_on(tmp_path: Path) -> None:
+    with start(tmp_path, *RUN.split(), "--devices", 2, "--max-restarts", 2, "--epochs", 1000) as agent:
+        _at(tmp_path, 10)
+        first = _ranks(agent, 2)
+        first[1].kill()
+        until(lambda: gone(first) and len(_spawned(agent)) == 2)
+        agent.send_signal(signal.SIGTERM)
+        ended = end(agent)
+    assert ended.code == 75, ended.err
+    last = ended.err.splitlines()[-1]
+    assert last == "lockstep: Stopped while ranks were to start again; continue with --resume auto."
 
 
 def test_a_second_signal_ends_all_at_once_and_says_so(tmp_path: Path) -> None:

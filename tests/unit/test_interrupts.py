@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.interrupts import _ECHO_S, STOPPING, Heard, Interrupts, StopRequest
+from lockstep.interrupts import _ECHO_S, INSIST, STOPPING, Heard, Interrupts, StopRequest
 
 from ..command import until
 
@@ -52,7 +52,7 @@ def test_the_first_signal_asks(name: str) -> None:
         [sys.executable, "-c", _ASKED_TWICE.format(name)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "False True True True\n")
-    assert done.stderr.strip() == f"lockstep: {STOPPING}"
+    assert done.stderr.strip() == f"lockstep: {STOPPING}{'' if name == 'SIGUSR1' else INSIST}"
 
 
 def test_under_nohup_a_terminal_that_goes_changes_nothing() -> None:
@@ -117,5 +117,5 @@ def test_the_second_signal_ends_the_process_at_once(tmp_path: Path, full: bool) 
             process.kill()
     if not full:
         asked, killed = filter(None, told.read_text().splitlines())
-        assert asked == f"lockstep: {STOPPING}"
+        assert asked == f"lockstep: {STOPPING}{INSIST}"
         assert killed.startswith("lockstep: Killed by a second signal, without saving;")

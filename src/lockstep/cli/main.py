@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import LockstepError, RunError, Stopped, unknown
-from ..interrupts import SIGNALS
+from ..interrupts import OUTSIDE, SIGNALS
 from ..versions import version_of
 from . import output
 
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         if _lost_another(stop):
             # torchrun ends the ranks that are left with SIGTERM, while they find out which one they have lost.
             return _say(RunError("ended by a signal after another rank was lost, whose own message says why."))
-        return _say(Stopped("Stopped outside of training; there was nothing to save."))
+        return _say(Stopped(OUTSIDE))
     except BrokenPipeError:
         return 1  # whoever read what we say, such as `head`, has seen enough
     finally:

@@ -26,7 +26,7 @@ from .. import failures
 from ..config import RunConfig
 from ..errors import ProofError, RequestError, Stopped
 from ..failures import Failure
-from ..interrupts import Heard, Interrupts
+from ..interrupts import OUTSIDE, Heard, Interrupts
 from . import lifeline, reasons
 from .frozen import Frozen
 from .members import Members
@@ -59,7 +59,8 @@ class Agent(LocalElasticAgent):
         # Ranks of other nodes say it better, and first.
         self._frozen = Frozen(config.parallel.stall_timeout + GRACE_S * (config.parallel.most_nodes > 1), self._again)
         self._interrupts = Interrupts()
-        self._has_begun = self._is_starting = False
+        self._starts = 0
+        self._is_starting = False
         self._are_asked = False
         """Whether the ranks of this start were asked to save and end."""
         self.is_over = False
@@ -79,7 +80,7 @@ class Agent(LocalElasticAgent):
     @property
     def has_begun(self) -> bool:
         """Whether ranks were ever started."""
-        return self._has_begun
+        return self._starts > 0
 
     def values(self) -> dict[int, bytes] | None:
         """Return what the ranks of this node have come to, by their rank, once all are done."""
@@ -94,7 +95,7 @@ class Agent(LocalElasticAgent):
         store: Any = worker_group.store  # torch says None, which it is before the agents have agreed
         start = store.compare_set("lockstep/start", "", secrets.token_hex(8)).decode()
         worker_group.spec.args = (*self._arguments, start)
-        self._has_begun = True
+        self._starts += 1
         reasons.clear(self._folder)  # those of an earlier start
         self._members.begin()
         self._are_asked = False
@@ -146,7 +147,12 @@ class Agent(LocalElasticAgent):
         if cause.kind in _FINAL:
             self._remaining_restarts = 0
         elif cause.kind == Stopped.__name__:
-            self._remaining_restarts += 1  # not asked for here: a node comes, or leaves, which is no failure
+            self._remaining_restarts += 1  # it is no failure
+            if not self._interrupts.asked:
+                self._say(
+                    "The ranks were asked to stop, as another node leaves or comes, or by a signal of a rank's own; "
+                    "where the job goes on, they start again."
+                )
         elif self._remaining_restarts > 0:
             number = self._worker_group.spec.max_restarts - self._remaining_restarts + 1
             what = cause.sentence.removesuffix(".").removesuffix(f"; {self._again}")
@@ -156,7 +162,8 @@ class Agent(LocalElasticAgent):
         told = reasons.find(self._folder)
         known = {failure.rank for failure in told}
         silent = {worker_group.workers[local].global_rank: code for local, code in ended.items()}
-        asked, alone = self._interrupts.asked, self._aborts_when_alone
+        stopped = f"Stopped while ranks were to start again; {self._again}." if self._starts > 1 else OUTSIDE
+        asked, alone = stopped if self._interrupts.asked else "", self._aborts_when_alone
         died = [
             obituary(rank, code, self._again, asked=asked, aborts_when_alone=alone)
             for rank, code in silent.items()
@@ -167,7 +174,7 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup, *arguments: Any, **options: Any) -> None:
         if worker_group.state == WorkerState.HEALTHY:
             self._say("Another node has come: the ranks save, and start again with it.")
-            self._ask_to_stop()
+            self._ask_to_stop(signal.SIGUSR1)
         self._kill()
         super()._stop_workers(worker_group, *arguments, **options)
         self._pcontext = None  # they are gone: their ids may soon be others'
@@ -179,11 +186,11 @@ class Agent(LocalElasticAgent):
         self._kill()
         super()._shutdown(signal.SIGKILL)
 
-    def _ask_to_stop(self) -> Failure | None:
+    def _ask_to_stop(self, number: signal.Signals = signal.SIGTERM) -> Failure | None:
         """Have the ranks save and end; a second signal of the user's ends the wait. Return why some have not, if so."""
         if not self._are_asked:  # a second time would end them in the midst of it
             self._are_asked = True
-            self._send(signal.SIGTERM)
+            self._send(number)
         self._wait_for_end(self._patience_s)
         if self.insisted or not (alive := self._alive()):
             return None

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..errors import LockstepError, RequestError, RunError, ranks_named
 from ..failures import Failure, first_cause
-from ..interrupts import KILLED, Interrupts, heeded
+from ..interrupts import KILLED, OUTSIDE, Interrupts, heeded
 from ..topology import Topology
 from . import reports
 from .ray import module_paths
@@ -176,7 +176,7 @@ class Ranks:
             self._again,
             where=self._where([rank]),
             said="printed above" if rank == 0 else "printed, which is in Ray's logs there,",
-            asked=self._interrupts.asked,
+            asked=OUTSIDE if self._interrupts.asked else "",
             aborts_when_alone=self._aborts_when_alone,
         )
         return Report(rank, failure=failure)

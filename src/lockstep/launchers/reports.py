@@ -138,16 +138,17 @@ def obituary(
     *,
     where: str = "",
     said: str = "printed above",
-    asked: bool = False,
+    asked: str = "",
     aborts_when_alone: bool = False,
 ) -> Failure:
     """Return the failure of a rank that ended without a word; `code` is its exit code, or minus the signal's number.
 
-    `where` is what is told of it besides, `said` where its output is. `asked` says that it was asked to stop,
-    `aborts_when_alone` that a rank which waits in vain for another one ends by SIGABRT, as NCCL has it.
+    `where` is what is told of it besides, `said` where its output is. `asked` is what is told of a rank that ended as
+    it was asked to, before it could heed that; empty where it was not. `aborts_when_alone` says that a rank which waits
+    in vain for another one ends by SIGABRT, as NCCL has it.
     """
     if asked and code == -signal.SIGTERM:
-        return Failure(rank, Stopped.__name__, "Stopped outside of training; there was nothing to save.", "")
+        return Failure(rank, Stopped.__name__, asked, "")
     if code < 0:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         if -code in _CRASHES:

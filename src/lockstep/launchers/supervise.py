@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from ..errors import RunError
-from ..interrupts import KILLED, Heard, Interrupts, heeded
+from ..interrupts import KILLED, OUTSIDE, Heard, Interrupts, heeded
 from . import lifeline, reports
 from .frozen import Frozen
 from .reports import GRACE_S, Report, obituary
@@ -107,7 +107,7 @@ class Supervisor:
 
     def _obituary(self, worker: Worker) -> Report:
         """Return what is reported of a rank that died without a word."""
-        code, asked = worker.process.exitcode or 0, self._interrupts.asked
+        code, asked = worker.process.exitcode or 0, OUTSIDE if self._interrupts.asked else ""
         alone = self._aborts_when_alone
         return Report(
             worker.rank, failure=obituary(worker.rank, code, self._again, asked=asked, aborts_when_alone=alone)
