@@ -117,7 +117,7 @@ def test_a_node_with_rank_0_is_lost_while_ranks_wait_in_a_collective(undisturbed
         ended = [end(agent, PATIENT_S) for agent in left]
     assert [each.code for each in ended] == [0, 0], ended
     for each in ended:
-        assert re.search(r"Nodes? 10\.77\.0\.1\b.* died, left or cannot be reached .* again from the last", each.err)
+        assert re.search(r"Nodes? 10\.77\.0\.1\b.* died, left or cannot be reached .* start again \(restart", each.err)
     assert alike(tmp_path / "run", undisturbed)
 
 
