@@ -174,8 +174,12 @@ def explain(seen: dict[int, Seen], nodes: Sequence[str], silence_s: float) -> st
 def obituary(dead: Mapping[int, str], seen: dict[int, Seen]) -> str:
     """Return one sentence about a rank that has died, the first of `dead`: processes in words by their rank."""
     rank, who = min(dead.items())
-    where = f", last heard of in {whereabouts(seen[rank])}" if rank in seen else ""
-    return f"Rank {rank} ({who}) died{where}: its own message, if it could leave one, says why"
+    return f"Rank {rank} ({who}) died{last_heard(rank, seen)}: its own message, if it could leave one, says why"
+
+
+def last_heard(rank: int, seen: dict[int, Seen]) -> str:
+    """Return ", last heard of in …"; "" where nothing was heard of the rank since the ranks met."""
+    return f", last heard of in {whereabouts(seen[rank])}" if rank in seen and seen[rank].beat.number > 0 else ""
 
 
 def whereabouts(seen: Seen) -> str:

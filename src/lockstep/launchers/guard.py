@@ -20,7 +20,7 @@ from ..config import RunConfig
 from ..errors import RunError
 from ..failures import Failure, RankLostError
 from ..pulse import Pulse
-from ..watch import MISSED_BEATS, Watch, waits_in, whereabouts
+from ..watch import MISSED_BEATS, Watch, last_heard, waits_in
 from .claims import Claim
 from .peers import Peers
 
@@ -151,7 +151,7 @@ def lost(error: BaseException, config: RunConfig, peers: Peers, pulse: Pulse, wa
         time.sleep(_LOOK_S)
     seen, rank = watch.seen(), peers.mine.rank
     claim = gone[0]
-    where = f", last heard of in {whereabouts(seen[claim.rank])}" if claim.rank in seen else ""
+    where = last_heard(claim.rank, seen)
     return RankLostError(
         f"Rank {claim.rank} ({claim.who}) died or was cut off{where}, and rank {rank} waited for it in "
         f"{waits_in(seen[rank])}: its own message, if it could leave one, says why; {_again(config, pulse)}."
