@@ -21,6 +21,9 @@ from lockstep.models.resnet import resnet8
 class Dropped(nn.Module):
     """A small net with dropout: randomness of the model's own."""
 
+    passes = 0
+    """Of training, in those that count them."""
+
     def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
@@ -56,10 +59,6 @@ class Pair(Dropped):
 class Busy(Dropped):
     """A net that gives its GPU work for a minute or so at the fifth pass, as one does that hangs."""
 
-    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
-        super().__init__(classes, in_channels, image_size)
-        self.passes = 0
-
     def forward(self, x: Tensor) -> Tensor:
         self.passes += x.is_cuda
         if self.passes == 5:
@@ -69,10 +68,6 @@ class Busy(Dropped):
 
 class Flipping(Dropped):
     """A net in which a bit of a weight flips on rank 1, at the eighth pass of training."""
-
-    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
-        super().__init__(classes, in_channels, image_size)
-        self.passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += self.training
@@ -84,10 +79,6 @@ class Flipping(Dropped):
 
 class Exploding(Dropped):
     """A net whose outputs are not numbers from the fourth training step on."""
-
-    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
-        super().__init__(classes, in_channels, image_size)
-        self.passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += self.training
@@ -112,10 +103,6 @@ class Wide(nn.Module):
 
 class Failing(Dropped):
     """A net that raises on rank 1, in the fifth training step."""
-
-    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
-        super().__init__(classes, in_channels, image_size)
-        self.passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += self.training
@@ -144,10 +131,6 @@ class SlowToEvaluate(Dropped):
 
 class Interrupting(Dropped):
     """A net that asks its own process to stop in the 23rd training step: the last one of an epoch of the recipe."""
-
-    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
-        super().__init__(classes, in_channels, image_size)
-        self.passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += self.training

@@ -200,8 +200,8 @@ class _Slow(Dataset[Pair]):
 
 
 def evaluated_slowly() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data whose evaluation takes ten seconds and more."""
-    return _Slow(40), _Slow(3400)
+    """Return data whose evaluation takes ten seconds and more, and a batch of it one, and two on a busy machine."""
+    return _Slow(40), _Slow(10_000, 0.001)
 
 
 def very_slow() -> tuple[Dataset[Pair], Dataset[Pair]]:

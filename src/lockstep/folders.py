@@ -125,9 +125,11 @@ def check(config: RunConfig) -> None:
     Where the ranks are started from here, it is known in a moment what they would find out seconds later.
     """
     path = _asked(config)
-    if path is not None and path.is_symlink() and not path.exists():
-        raise RequestError(f"--output {path} is a link to {path.readlink()}, which is not there; give another folder.")
-    if path is None or not path.exists():
+    if path is None:
+        return
+    if not path.exists():
+        if path.is_symlink():
+            raise RequestError(f"--output {path} is a link to {path.readlink()}, which is not there; give another one.")
         return
     if not path.is_dir():
         raise RequestError(f"--output {path} is a file; give a folder.")
@@ -236,20 +238,19 @@ def _locked(path: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
     until_s = time.monotonic() + patience_s
     while not _is_ours(lock):
         lock.seek(0)
-        holder = lock.read().decode() or before
-        if holder == before != "" and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
-            continue
-        lock.close()
-        if holder == before != "":
+        holder = lock.read().decode() or before or "another process"  # a full disk may have left it empty
+        if holder != before:
+            lock.close()
+            raise RequestError(
+                f"{path} is in use by another run ({holder}): wait until it has ended, or give another --output."
+            )
+        if time.monotonic() >= until_s:
+            lock.close()
             raise RunError(
                 f"{path} is still held by rank 0 of the start before this one ({holder}), which might write there, and "
                 f"has not ended within {patience_s:g} s: end that process."
             )
-        who = holder or "another process"
-        raise RequestError(
-            f"{path} is in use by another run ({who}): wait until it has ended, or give another --output."
-        )
+        time.sleep(_LOOK_S)
     return lock
 
 

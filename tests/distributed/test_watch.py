@@ -88,8 +88,7 @@ def test_a_rank_alone_that_hangs_is_named_as_well(workers: int, tmp_path: Path) 
 
 def test_a_long_evaluation_of_a_rank_alone_is_no_stall(tmp_path: Path) -> None:
     run = "train --data tests.own_data:evaluated_slowly --model mlp --batch 8 --accelerator cpu --devices 1 --workers 0"
-    # Less than the evaluation takes, and twice what one of its batches does, which a busy machine draws out.
-    ended = command(tmp_path, *run.split(), "--epochs", 1, "--stall-timeout", 7)
+    ended = command(tmp_path, *run.split(), "--epochs", 1, "--stall-timeout", STALL_S)
     assert ended.code == 0, ended
     assert ended.err == ""
 

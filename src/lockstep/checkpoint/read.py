@@ -167,10 +167,12 @@ def _good_beside(damaged: Path) -> Path | None:
     """
     beside = damaged.parent
     broken = Path(os.path.realpath(damaged))  # not `resolve`, which raises where a link points to itself
-    there, number = steps(beside), numbered(broken)
-    earlier = [each for each in there if number is None or each[0] <= number]
-    later = [each for each in there if each not in earlier]
-    for _, folder in [*reversed(earlier), *reversed(later)]:
+    number = numbered(broken)
+
+    def rank(found: tuple[tuple[int, int], Path]) -> tuple[bool, tuple[int, int]]:
+        return number is None or found[0] <= number, found[0]
+
+    for _, folder in sorted(steps(beside), key=rank, reverse=True):
         if Path(os.path.realpath(folder)) != broken:
             with contextlib.suppress(_DamageError):
                 for _ in _verified(folder):

@@ -82,6 +82,11 @@ class Agent(LocalElasticAgent):
         """Whether ranks were ever started."""
         return self._starts > 0
 
+    @property
+    def between(self) -> str:
+        """What is told of a stop that came between two starts of ranks."""
+        return f"Stopped while ranks were to start again; {self._again}."
+
     def values(self) -> dict[int, bytes] | None:
         """Return what the ranks of this node have come to, by their rank, once all are done."""
         workers = self._worker_group.workers
@@ -162,7 +167,7 @@ class Agent(LocalElasticAgent):
         told = reasons.find(self._folder)
         known = {failure.rank for failure in told}
         silent = {worker_group.workers[local].global_rank: code for local, code in ended.items()}
-        stopped = f"Stopped while ranks were to start again; {self._again}." if self._starts > 1 else OUTSIDE
+        stopped = self.between if self._starts > 1 else OUTSIDE
         asked, alone = stopped if self._interrupts.asked else "", self._aborts_when_alone
         died = [
             obituary(rank, code, self._again, asked=asked, aborts_when_alone=alone)

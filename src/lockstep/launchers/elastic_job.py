@@ -40,6 +40,7 @@ from .plain_state import PlainState
 from .reports import value_of
 from .stores import Meeting
 
+_UNBEGUN = "Stopped before training began."
 _LAST_CALL_S = 5
 _KEEP_ALIVES_S = 2 * KEEP_ALIVE_S
 
@@ -146,7 +147,7 @@ def run(
         stopped = True
         if agent.insisted:
             raise RunError(KILLED) from error
-        raise _cause(agent, Stopped(_unstarted(agent, failures.again(config)))) from error
+        raise _cause(agent, Stopped(agent.between if agent.has_begun else _UNBEGUN)) from error
     except RendezvousTimeoutError as error:
         raise _too_few(agent, meeting, config) from error
     except RendezvousClosedError as error:
@@ -165,10 +166,6 @@ def run(
     if result.is_failed():
         raise _cause(agent, RunError("The ranks ended without a reason."))
     return _value(result.return_values)
-
-
-def _unstarted(agent: Agent, again: str) -> str:
-    return f"Stopped while ranks were to start again; {again}." if agent.has_begun else "Stopped before training began."
 
 
 def _too_few(agent: Agent, meeting: Meeting, config: RunConfig) -> Exception:
