@@ -244,6 +244,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(undisturbed: Pat
         for rank in ranks:
             rank.suspend()  # nothing is saved meanwhile
         last = (tmp_path / "run" / "checkpoints" / "last").resolve()
+        saved = sorted(last.parent.glob("step-*"))
         flipped = bytearray((last / "model.safetensors").read_bytes())
         flipped[-1] ^= 1
         (last / "model.safetensors").write_bytes(flipped)
@@ -251,8 +252,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(undisturbed: Pat
         ended = end(agent)
     assert ended.code == 0, ended.err
     assert "is damaged (model.safetensors does not match its checksum" in ended.out
-    before = int(last.name.removeprefix("step-")) - 30
-    assert f"the run goes on from {tmp_path / 'run' / 'checkpoints' / f'step-{before:08d}'}" in ended.out
+    assert f"the run goes on from {saved[saved.index(last) - 1]}\n" in ended.out
     assert weights(tmp_path / "run") == weights(undisturbed)
     assert losses(tmp_path / "run") == losses(undisturbed)
 
