@@ -1,35 +1,27 @@
-"""The folder of a run: which one it is, and that it is this run's alone for as long as the run lasts.
-
-While a run holds its folder, `.lock` in it is locked by rank 0's process: the system gives the lock back however
-that process ends, so that a killed run never blocks the next one.
-"""
+"""The folder of a run: which one it is, and that it is this run's alone for as long as the run lasts."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import errno
-import fcntl
-import os
 import platform
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from . import locks
 from .config import RunConfig
-from .errors import RequestError, RunError, Stopped
+from .errors import RequestError, Stopped
 from .files import shown
 
 RUNS = Path("runs")
-_LOCK = ".lock"
 _LATE_S = 120.0  # for the lock of a node that is no more: NFS gives it back when its lease has run out, after 90 s
-_LOOK_S = 0.2
 _WRITTEN = (
     *("config.toml", "manifest.json", "steps.jsonl", "ledger.bin", "summary.json", "proof.md"),
-    *("events.out.tfevents.*", _LOCK),
+    *("events.out.tfevents.*", locks.LOCK),
 )
 """What a run may have written before its first step."""
 _BEGUN = "manifest.json"
@@ -88,7 +80,7 @@ def claim(config: RunConfig, *, before: Path | None = None, holder: str = "") ->
     if path is None:
         path = fresh(default_name(config))
         return RunFolder(path, True, True, _hold(path))
-    if path == before and not (path / _LOCK).exists():
+    if path == before and not (path / locks.LOCK).exists():
         # Ranks of other nodes than rank 0's have written what they said to a folder of that name at most.
         raise RequestError(
             f"{shown(path)} on {platform.node()} is not the folder in which this run was begun, on another node: what "
@@ -115,7 +107,7 @@ def _holds_anything_of_ours(path: Path) -> bool:
     return any(
         next(path.glob(pattern), None)
         for pattern in (*_WRITTEN, "checkpoints", "failures", "output")
-        if pattern != _LOCK
+        if pattern != locks.LOCK
     )
 
 
@@ -133,8 +125,10 @@ def check(config: RunConfig) -> None:
         return
     if not path.is_dir():
         raise RequestError(f"--output {path} is a file; give a folder.")
-    if (path / _LOCK).exists():
-        _locked(path).close()
+    try:
+        locks.look(path)
+    except OSError as error:
+        raise unwritable(path, error) from error
     _check_free(path, config.checkpoint.resume)
 
 
@@ -208,62 +202,12 @@ def _check_free(path: Path, resume: str) -> None:
         )
 
 
-def this_process() -> str:
-    """Return what the folder's lock file says of this process while it holds the folder."""
-    return f"process {os.getpid()} on {platform.node()}"
-
-
 def _hold(path: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
-    """Return the folder's lock file, locked, with this process's name in it; closing it gives it back.
-
-    Where the one who has it is the process `before`, of an earlier start, it may take `patience_s` to end.
-    """
-    lock = _locked(path, patience_s, before)
-    with contextlib.suppress(OSError):  # a full disk is told of by what has to be written next
-        lock.truncate(0)
-        lock.write(this_process().encode())
-    return lock
-
-
-def _locked(path: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
-    """Return the folder's lock file, locked.
-
-    Raises `RequestError` where another process has it, `RunError` where that is still `before`, of an earlier start of
-    this run, after `patience_s` seconds.
-    """
+    """Return what `locks.hold` does, and raise what it does; `RequestError` where the folder cannot be written."""
     try:
-        lock = (path / _LOCK).open("a+b", buffering=0)
+        return locks.hold(path, patience_s, before)
     except OSError as error:
         raise unwritable(path, error) from error
-    until_s = time.monotonic() + patience_s
-    while not _is_ours(lock):
-        lock.seek(0)
-        holder = lock.read().decode() or before or "another process"  # a full disk may have left it empty
-        if holder != before:
-            lock.close()
-            raise RequestError(
-                f"{path} is in use by another run ({holder}): wait until it has ended, or give another --output."
-            )
-        if time.monotonic() >= until_s:
-            lock.close()
-            raise RunError(
-                f"{path} is still held by rank 0 of the start before this one ({holder}), which might write there, and "
-                f"has not ended within {patience_s:g} s: end that process."
-            )
-        time.sleep(_LOOK_S)
-    return lock
-
-
-def _is_ours(lock: IO[bytes]) -> bool:
-    """Lock the file; return False where another process has it."""
-    try:
-        # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        pass  # a file system without locks, as on some clusters: runs go on there without this guard
-    return True
 
 
 def default_name(config: RunConfig) -> str:

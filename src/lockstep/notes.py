@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+FOLDER = "folder"
+"""The name under which a run's folder is noted."""
+
 
 class Notes(Protocol):
     """Short texts by name, which outlive the ranks that write them."""

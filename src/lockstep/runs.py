@@ -12,22 +12,23 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import failures, folders, hardware, resume, said, stacks
+from . import failures, folders, hardware, locks, resume, said, stacks
 from .checkpoint import find
 from .config import RunConfig
 from .engine import train
 from .errors import RequestError
 from .files import shown
 from .launchers.table import visible_gpus
+from .notes import FOLDER
 from .options import flatten_common, to_toml
 from .record.base import Nothing, Recorder
 from .record.table import build as build_recorder
 from .result import RunResult
 from .world import World
 
-# Notes in which the starts of one run tell one another its folder, who held it, and the last checkpoint that the first
-# one came upon there.
-_FOLDER, _HOLDER, _CAME_UPON = "folder", "holder", "came upon"
+# Notes in which the starts of one run tell one another who held its folder, and the last checkpoint that the first one
+# came upon there.
+_HOLDER, _CAME_UPON = "holder", "came upon"
 
 
 def run(config: RunConfig, world: World) -> RunResult:
@@ -41,7 +42,7 @@ def run(config: RunConfig, world: World) -> RunResult:
         if world.is_main:
             if before is None:
                 world.notes.write(_CAME_UPON, _last(folder))
-            world.notes.write(_FOLDER, str(folder))
+            world.notes.write(FOLDER, str(folder))
         state = state or resume.load(config, world)  # of the folder that --resume auto has found
         begun_s = time.time()
         recorder: Recorder = Nothing()
@@ -75,7 +76,7 @@ def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
 
     None and the config as it is where there was no earlier one, or it was lost before it had a folder.
     """
-    told = world.gather(world.notes.read(_FOLDER) if world.is_main else "")[0]
+    told = world.gather(world.notes.read(FOLDER) if world.is_main else "")[0]
     if not told:
         return config, None
     folder = Path(told)
@@ -104,7 +105,7 @@ def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[P
         if not world.is_main:
             return ""
         claimed = folders.claim(config, before=before, holder=world.notes.read(_HOLDER))
-        world.notes.write(_HOLDER, folders.this_process())
+        world.notes.write(_HOLDER, locks.this_process())
         # From here on by its whole name: a data set of the user's may change the working folder.
         held.append(dataclasses.replace(claimed, path=claimed.path.absolute()))
         stacks.remove("*", claimed.path)  # what ranks that were killed have left

@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lockstep import locks
+from lockstep.errors import RequestError
 from lockstep.interrupts import INSIST, STOPPING
 from lockstep.launchers.table import launch
 
@@ -32,6 +34,13 @@ RUN = (
 def _at(folder: Path, step: int) -> None:
     """Return once the run has made so many steps."""
     until(lambda: bool(rows := losses(folder / "run")) and rows[-1][0] >= step)
+
+
+def _is_taken(folder: Path) -> bool:
+    """Return True; it fails where another run could have the folder."""
+    with pytest.raises(RequestError, match="is in use by another run"):
+        locks.look(folder)
+    return True
 
 
 def _ranks(agent: Running, size: int) -> list[psutil.Process]:
@@ -69,7 +78,7 @@ def test_ranks_that_are_killed_come_back_to_the_very_same_bits(undisturbed: Path
         _at(tmp_path, 40)
         first = _ranks(agent, 2)
         first[0].kill()
-        until(lambda: len(events(tmp_path / "run", "start")) == 2 and gone(first))
+        until(lambda: _is_taken(tmp_path / "run") and len(events(tmp_path / "run", "start")) == 2 and gone(first))
         _at(tmp_path, 120)
         _ranks(agent, 2)[1].suspend()
         ended = end(agent)
@@ -79,6 +88,7 @@ def test_ranks_that_are_killed_come_back_to_the_very_same_bits(undisturbed: Path
     assert "(restart 2 of 2)" in ended.err
     assert weights(tmp_path / "run") == weights(undisturbed)
     assert losses(tmp_path / "run") == losses(undisturbed)
+    locks.look(tmp_path / "run")  # nobody has it any more
 
 
 def test_a_failure_that_comes_back_is_told_once_the_restarts_are_spent(tmp_path: Path) -> None:

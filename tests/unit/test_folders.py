@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import folders
+from lockstep import folders, locks
 from lockstep.config import RunConfig
 from lockstep.errors import RequestError, RunError
 from lockstep.options import override
@@ -20,17 +20,18 @@ from lockstep.options import override
 _HOLDER = """
 import sys
 from pathlib import Path
-from lockstep import folders
-held = folders._hold(Path(sys.argv[1]))
+from lockstep import locks
+held = getattr(locks, sys.argv[2])(Path(sys.argv[1]))
+assert held
 print("held", flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Have another process hold the folder, until its input ends."""
-    words = [sys.executable, "-c", _HOLDER, str(folder)]
+def _held(folder: Path, how: str = "hold") -> Iterator[subprocess.Popen[str]]:
+    """Have another process hold or keep the folder, until its input ends."""
+    words = [sys.executable, "-c", _HOLDER, str(folder), how]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -67,6 +68,18 @@ def test_a_run_that_starts_again_waits_for_a_rank_0_that_has_not_ended_yet(tmp_p
         assert time.monotonic() >= until_s - 0.2
         claimed.release()
         ending.wait()
+
+
+def test_a_folder_is_its_runs_also_while_no_rank_holds_it(tmp_path: Path) -> None:
+    folders.claim(_config(tmp_path, 60)).release()
+    with _held(tmp_path, "keep"):  # by the agent that starts the ranks again
+        with pytest.raises(RequestError, match=r"is in use by another run \(its ranks are being started again\)"):
+            folders.claim(_config(tmp_path, 60))
+        with pytest.raises(RequestError, match=r"is in use by another run \(its ranks are being started again\)"):
+            folders.check(_config(tmp_path, 60))
+        folders.claim(_config(tmp_path, 60), before=tmp_path, holder="process 1 on a host").release()
+        assert locks.keep(tmp_path) is None  # another agent of the same run
+    folders.check(_config(tmp_path, 60))
 
 
 def test_a_rank_0_that_does_not_end_keeps_the_next_start_from_writing(tmp_path: Path) -> None:

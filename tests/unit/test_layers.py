@@ -28,6 +28,7 @@ LAYERS: list[list[str]] = [
         "options",
         "topology",
         "kinds",
+        "locks",
         "batching",
         "result",
         "proof",

@@ -16,17 +16,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
-from .. import failures
+from .. import failures, locks
 from ..config import RunConfig
 from ..errors import ProofError, RequestError, Stopped
 from ..failures import Failure
 from ..interrupts import OUTSIDE, Heard, Interrupts
+from ..notes import FOLDER, Notes
 from . import lifeline, reasons
 from .frozen import Frozen
 from .members import Members
@@ -45,13 +46,19 @@ class Agent(LocalElasticAgent):
     """Keeps the ranks of one node; `cause` is why they ended last, where they did not end well."""
 
     def __init__(
-        self, spec: WorkerSpec, members: Members, folder: Path, config: RunConfig, say: Callable[[str], None]
+        self,
+        spec: WorkerSpec,
+        members: Members,
+        folder: Path,
+        config: RunConfig,
+        notes: Notes,
+        say: Callable[[str], None],
     ) -> None:
-        """`folder` is for the reasons that ranks leave; `say` tells the user of a restart."""
+        """`folder` is for the reasons that ranks leave, `notes` are theirs; `say` tells the user of a restart."""
         logs = DefaultLogsSpecs(log_dir=str(folder))
         super().__init__(spec, logs, start_method="spawn", exit_barrier_timeout=_OTHERS_S)
         self._arguments = spec.args
-        self._members = members
+        self._members, self._notes = members, notes
         self._aborts_when_alone = config.parallel.accelerator == "cuda"
         self._folder, self._again, self._say = folder, failures.again(config), say
         self._patience_s = config.parallel.stall_timeout + GRACE_S
@@ -60,6 +67,9 @@ class Agent(LocalElasticAgent):
         self._frozen = Frozen(config.parallel.stall_timeout + GRACE_S * (config.parallel.most_nodes > 1), self._again)
         self._interrupts = Interrupts()
         self._starts = 0
+        self._has_kept = False
+        """Whether this start's ranks have a folder, and other jobs are kept out of it."""
+        self._kept: IO[bytes] | None = None
         self._is_starting = False
         self._are_asked = False
         """Whether the ranks of this start were asked to save and end."""
@@ -103,7 +113,7 @@ class Agent(LocalElasticAgent):
         self._starts += 1
         reasons.clear(self._folder)  # those of an earlier start
         self._members.begin()
-        self._are_asked = False
+        self._are_asked = self._has_kept = False  # the agent that kept the folder may have left
         self._is_starting = True  # a signal that came between would leave ranks that nobody knows of
         try:
             with lifeline.interrupts_held_back():
@@ -136,6 +146,7 @@ class Agent(LocalElasticAgent):
             return self._failed(left_behind(sorted(late), self._again))
         if alive and (lost := self._members.lost()):
             return self._failed(Failure(worker_group.workers[0].global_rank, "", f"{lost}; {self._again}.", ""))
+        self._keep_folder()
         # Not torch's own look, which would come upon a rank that has died since, and end the others without a cause.
         return RunResult(state=WorkerState.HEALTHY)
 
@@ -146,6 +157,17 @@ class Agent(LocalElasticAgent):
         self._wait_for_end(_KILLED_S)
         self._decide(cause)
         return RunResult(state=WorkerState.FAILED)
+
+    def _keep_folder(self) -> None:
+        """Keep other jobs out of the run's folder from here on, also while no rank is there to hold it."""
+        if not self._has_kept and (folder := self._notes.read(FOLDER)):
+            self._has_kept = True
+            self._kept = self._kept or locks.keep(Path(folder))
+
+    def let_go(self) -> None:
+        """Let others have the run's folder."""
+        if self._kept:
+            self._kept.close()
 
     def _decide(self, cause: Failure) -> None:
         """Let torch start the ranks again, or not."""

@@ -38,7 +38,7 @@ from .bounded_store import BoundedStore, Unanswered
 from .members import COUNTED_OUT_S, KEEP_ALIVE_S, MISSED, Members
 from .plain_state import PlainState
 from .reports import value_of
-from .stores import Meeting
+from .stores import Meeting, StoredNotes, of_all_starts
 
 _UNBEGUN = "Stopped before training began."
 _LAST_CALL_S = 5
@@ -135,7 +135,8 @@ def run(
         monitor_interval=0.1,
         local_addr=address,
     )
-    agent = Agent(spec, handler.members, folder, config, _say)
+    notes = StoredNotes(of_all_starts(store, job))
+    agent = Agent(spec, handler.members, folder, config, notes, _say)
     stopped = False
     heeding = ExitStack()
     heeding.enter_context(heeded(agent.hear))
@@ -157,6 +158,7 @@ def run(
         raise _cut_off(where) if cut_off else _left_alone(agent, where, failures.again(config)) from error
     finally:
         agent.is_over = True
+        agent.let_go()
         if not stopped:  # a node that is stopped leaves; one that is done, or has failed, ends the job
             handler.shutdown()
         heeding.close()

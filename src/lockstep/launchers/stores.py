@@ -98,6 +98,13 @@ class StoredNotes:
         self._store.set(name, text)
 
 
+def of_all_starts(store: Store, job: str) -> Store:
+    """Return the part of an agents' store that all starts of a job's ranks share."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(f"{job}/lasting", store)
+
+
 def serve(host: str, port: int, timeout_s: float, *, apart: bool = False) -> Meeting:
     """Open the store that the other ranks connect to, listening on `host`'s address alone.
 
@@ -183,7 +190,7 @@ def connect(
     caution = names.unreachable(host, server[1][0])
     if not start and not place:
         return Meeting(PrefixStore(_PREFIX, store), where, host=host, port=port, server=server, caution=caution)
-    lasting = PrefixStore(f"{_PREFIX}/{job}/lasting", store)
+    lasting = of_all_starts(PrefixStore(_PREFIX, store), job)
     own = PrefixStore(f"{_PREFIX}/{job}/{starts.name if starts else start}", store)
     return Meeting(own, where, host=host, lasting=lasting, server=server, starts=starts)
 

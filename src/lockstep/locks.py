@@ -1,0 +1,109 @@
+"""Who has a run's folder: `.lock` in it is locked by rank 0's process, and by an agent that starts its ranks again.
+
+Each has a byte of the file, so that the folder is the run's between two starts of its ranks too. The system gives a
+lock back however its process ends: a killed run never blocks the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import time
+from pathlib import Path
+from typing import IO
+
+from .errors import RequestError, RunError
+
+LOCK = ".lock"
+_RANK_0, _AGENT = 0, 1  # their bytes
+_LOOK_S = 0.2
+
+
+def this_process() -> str:
+    """Return what the lock file says of this process while it has the folder."""
+    return f"process {os.getpid()} on {platform.node()}"
+
+
+def hold(folder: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
+    """Return the folder's lock file, locked for rank 0, with this process's name in it; closing it gives it back.
+
+    Where the one who has it is the process `before`, of an earlier start, it may take `patience_s` seconds to end.
+    Raises what `look` does, and `RunError` where that process does not end.
+    """
+    lock = _locked(folder, patience_s, before)
+    with contextlib.suppress(OSError):  # a full disk is told of by what has to be written next
+        lock.truncate(0)
+        lock.write(this_process().encode())
+    return lock
+
+
+def look(folder: Path) -> None:
+    """Raise `RequestError` where another run has the folder, OSError where its lock file cannot be written."""
+    if (folder / LOCK).exists():
+        _locked(folder).close()
+
+
+def keep(folder: Path) -> IO[bytes] | None:
+    """Return the folder's lock file, locked for the agent that starts the run's ranks again; closing it gives it back.
+
+    None where another agent of the run has it, which does as well, or where there is no such folder here.
+    """
+    try:
+        lock = (folder / LOCK).open("r+b", buffering=0)
+    except OSError:
+        return None
+    if _is_ours(lock, _AGENT):
+        return lock
+    lock.close()
+    return None
+
+
+def _locked(folder: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
+    """Return the folder's lock file, locked for rank 0."""
+    lock = (folder / LOCK).open("a+b", buffering=0)
+    try:
+        _wait(lock, folder, patience_s, before)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def _wait(lock: IO[bytes], folder: Path, patience_s: float, before: str) -> None:
+    """Lock the file for rank 0, once it can be."""
+    until_s = time.monotonic() + patience_s
+    while not _is_ours(lock, _RANK_0):
+        lock.seek(0)
+        holder = lock.read().decode() or before or "another process"  # a full disk may have left it empty
+        if holder != before:
+            raise _taken(folder, holder)
+        if time.monotonic() >= until_s:
+            raise RunError(
+                f"{folder} is still held by rank 0 of the start before this one ({holder}), which might write there, "
+                f"and has not ended within {patience_s:g} s: end that process."
+            )
+        time.sleep(_LOOK_S)
+    if not before and not _is_ours(lock, _AGENT):
+        raise _taken(folder, "its ranks are being started again")
+    with contextlib.suppress(OSError):
+        fcntl.lockf(lock, fcntl.LOCK_UN, 1, _AGENT)
+
+
+def _taken(folder: Path, how: str) -> RequestError:
+    return RequestError(
+        f"{folder} is in use by another run ({how}): wait until it has ended, or give another --output."
+    )
+
+
+def _is_ours(lock: IO[bytes], byte: int) -> bool:
+    """Lock a byte of the file; return False where another process has it."""
+    try:
+        # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        pass  # a file system without locks, as on some clusters: runs go on there without this guard
+    return True
