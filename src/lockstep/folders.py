@@ -126,7 +126,7 @@ def check(config: RunConfig) -> None:
     if not path.is_dir():
         raise RequestError(f"--output {path} is a file; give a folder.")
     try:
-        locks.look(path)
+        locks.check_free(path)
     except OSError as error:
         raise unwritable(path, error) from error
     _check_free(path, config.checkpoint.resume)
@@ -203,9 +203,9 @@ def _check_free(path: Path, resume: str) -> None:
 
 
 def _hold(path: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
-    """Return what `locks.hold` does, and raise what it does; `RequestError` where the folder cannot be written."""
+    """Return what `locks.acquire` does, and raise what it does; `RequestError` where the folder cannot be written."""
     try:
-        return locks.hold(path, patience_s, before)
+        return locks.acquire(path, patience_s, before)
     except OSError as error:
         raise unwritable(path, error) from error
 

@@ -1,7 +1,8 @@
-"""Who has a run's folder: `.lock` in it is locked by rank 0's process, and by an agent that starts its ranks again.
+"""Who has a run's folder: `.lock` in it is locked by rank 0's process, and by our agents, which start ranks again.
 
-Each has a byte of the file, so that the folder is the run's between two starts of its ranks too. The system gives a
-lock back however its process ends: a killed run never blocks the next one.
+Rank 0 has one byte of the file and the agents share another, so that the folder is the run's between two starts of its
+ranks too (not under torchrun, whose agent knows of no folder). The system gives a lock back however its process ends: a
+killed run never blocks the next one. Locks are a process's: of two runs in one process neither is refused.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ def this_process() -> str:
     return f"process {os.getpid()} on {platform.node()}"
 
 
-def hold(folder: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
+def acquire(folder: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
     """Return the folder's lock file, locked for rank 0, with this process's name in it; closing it gives it back.
 
     Where the one who has it is the process `before`, of an earlier start, it may take `patience_s` seconds to end.
-    Raises what `look` does, and `RunError` where that process does not end.
+    Raises what `check_free` does, and `RunError` where that process does not end.
     """
     lock = _locked(folder, patience_s, before)
     with contextlib.suppress(OSError):  # a full disk is told of by what has to be written next
@@ -39,24 +40,24 @@ def hold(folder: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
     return lock
 
 
-def look(folder: Path) -> None:
+def check_free(folder: Path) -> None:
     """Raise `RequestError` where another run has the folder, OSError where its lock file cannot be written."""
     if (folder / LOCK).exists():
         _locked(folder).close()
 
 
-def keep(folder: Path) -> IO[bytes] | None:
-    """Return the folder's lock file, locked for the agent that starts the run's ranks again; closing it gives it back.
+def acquire_for_agent(folder: Path) -> IO[bytes] | None:
+    """Return the folder's lock file, locked for an agent of the run, as for others; closing it gives it back.
 
-    None where another agent of the run has it, which does as well, or where there is no such folder here.
+    None where there is no such folder here.
     """
     try:
         lock = (folder / LOCK).open("r+b", buffering=0)
     except OSError:
         return None
-    if _is_ours(lock, _AGENT):
+    if _try_lock(lock, _AGENT, fcntl.LOCK_SH):
         return lock
-    lock.close()
+    lock.close()  # a run that comes just now looks whether it is free
     return None
 
 
@@ -74,9 +75,8 @@ def _locked(folder: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes
 def _wait(lock: IO[bytes], folder: Path, patience_s: float, before: str) -> None:
     """Lock the file for rank 0, once it can be."""
     until_s = time.monotonic() + patience_s
-    while not _is_ours(lock, _RANK_0):
-        lock.seek(0)
-        holder = lock.read().decode() or before or "another process"  # a full disk may have left it empty
+    while not _try_lock(lock, _RANK_0):
+        holder = _named(lock) or before or "another process"
         if holder != before:
             raise _taken(folder, holder)
         if time.monotonic() >= until_s:
@@ -85,10 +85,16 @@ def _wait(lock: IO[bytes], folder: Path, patience_s: float, before: str) -> None
                 f"and has not ended within {patience_s:g} s: end that process."
             )
         time.sleep(_LOOK_S)
-    if not before and not _is_ours(lock, _AGENT):
-        raise _taken(folder, "its ranks are being started again")
+    if not before and not _try_lock(lock, _AGENT):
+        raise _taken(folder, f"{_named(lock) or 'a process'}, whose agent starts its ranks again")
     with contextlib.suppress(OSError):
         fcntl.lockf(lock, fcntl.LOCK_UN, 1, _AGENT)
+
+
+def _named(lock: IO[bytes]) -> str:
+    """Return the last holder's name; "" where a full disk has left none."""
+    lock.seek(0)
+    return lock.read().decode()
 
 
 def _taken(folder: Path, how: str) -> RequestError:
@@ -97,11 +103,11 @@ def _taken(folder: Path, how: str) -> RequestError:
     )
 
 
-def _is_ours(lock: IO[bytes], byte: int) -> bool:
+def _try_lock(lock: IO[bytes], byte: int, how: int = fcntl.LOCK_EX) -> bool:
     """Lock a byte of the file; return False where another process has it."""
     try:
         # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        fcntl.lockf(lock, how | fcntl.LOCK_NB, 1, byte)
     except (BlockingIOError, PermissionError):
         return False
     except OSError:

@@ -39,10 +39,6 @@ def run(config: RunConfig, world: World) -> RunResult:
     with _claimed(config, world, before) as folder, _kept_output(folder, world):
         config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=folder))
         world.pulse.folder = folder
-        if world.is_main:
-            if before is None:
-                world.notes.write(_CAME_UPON, _last(folder))
-            world.notes.write(FOLDER, str(folder))
         state = state or resume.load(config, world)  # of the folder that --resume auto has found
         begun_s = time.time()
         recorder: Recorder = Nothing()
@@ -104,14 +100,18 @@ def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[P
     def attempt() -> str:
         if not world.is_main:
             return ""
-        claimed = folders.claim(config, before=before, holder=world.notes.read(_HOLDER))
-        world.notes.write(_HOLDER, locks.this_process())
+        claimed = folders.claim(config, before=before, holder=world.notes.read(_HOLDER) if before else "")
         # From here on by its whole name: a data set of the user's may change the working folder.
-        held.append(dataclasses.replace(claimed, path=claimed.path.absolute()))
-        stacks.remove("*", claimed.path)  # what ranks that were killed have left
-        return str(claimed.path)
+        path = claimed.path.absolute()
+        held.append(dataclasses.replace(claimed, path=path))
+        if before is None:
+            world.notes.write(_CAME_UPON, _last(path))
+        world.notes.write(_HOLDER, locks.this_process())
+        world.notes.write(FOLDER, str(path))
+        stacks.remove("*", path)  # what ranks that were killed have left
+        return str(path)
 
-    path = Path(world.gather(world.together(attempt))[0]).absolute()
+    path = Path(world.gather(world.together(attempt))[0])
     try:
         yield path
     except RequestError:

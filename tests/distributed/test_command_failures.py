@@ -271,7 +271,7 @@ def test_whether_a_run_goes_on_is_said(folder: Path) -> None:
     words = (*TRAIN, "--strategy", "single", "--output", "run", "--resume", "auto")
     assert "nothing to resume in run: a new run" in command(folder, *words).out
     again = command(folder, *words, "--max-steps", 14)
-    assert "continuing at step 12 of 14, from run/checkpoints/last" in again.out
+    assert "continuing at step 12 of 14, from run/checkpoints/step-00000012" in again.out
 
 
 def test_a_world_that_does_not_fill_up_says_who_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,8 @@ import pytest
 from lockstep import locks
 from lockstep.errors import RequestError
 from lockstep.interrupts import INSIST, STOPPING
+from lockstep.launchers import stores
+from lockstep.launchers.plain_state import PlainState
 from lockstep.launchers.table import launch
 
 from ..command import Running, command, end, events, gone, losses, processes, sentence, start, until, weights
@@ -39,7 +41,7 @@ def _at(folder: Path, step: int) -> None:
 def _is_taken(folder: Path) -> bool:
     """Return True; it fails where another run could have the folder."""
     with pytest.raises(RequestError, match="is in use by another run"):
-        locks.look(folder)
+        locks.check_free(folder)
     return True
 
 
@@ -88,7 +90,7 @@ def test_ranks_that_are_killed_come_back_to_the_very_same_bits(undisturbed: Path
     assert "(restart 2 of 2)" in ended.err
     assert weights(tmp_path / "run") == weights(undisturbed)
     assert losses(tmp_path / "run") == losses(undisturbed)
-    locks.look(tmp_path / "run")  # nobody has it any more
+    locks.check_free(tmp_path / "run")  # nobody has it any more
 
 
 def test_a_failure_that_comes_back_is_told_once_the_restarts_are_spent(tmp_path: Path) -> None:
@@ -215,6 +217,24 @@ def test_nodes_that_need_one_that_was_stopped_are_stopped_too(tmp_path: Path) ->
     assert [each.code for each in ended] == [75, 75], ended
     for each in ended:
         assert "lockstep: Stopped on request at step " in each.err
+
+
+def test_a_node_that_is_lost_while_the_nodes_agree_is_done_without(tmp_path: Path) -> None:
+    port = free_port()
+    words = [*RUN.split(), "--epochs", 4, "--devices", 1, "--nodes", "2:4", "--init-method", f"tcp://127.0.0.1:{port}"]
+    with start(tmp_path, *words) as first:
+        until(lambda: _listens(port))
+        with start(tmp_path, *words) as second, start(tmp_path, *words) as third:
+            meeting = stores.join("127.0.0.1", port, 10)
+            until(lambda: meeting.store.check(["job"]))
+            state = PlainState(meeting.store, meeting.store.get("job").decode().partition("/")[0])
+            until(lambda: bool(state.get_state()) and len(state.nodes.addresses) == 3)
+            third.kill()  # it has come, and does not say what it has to: of that the others hear nothing for 6 s
+            third.communicate()
+            ended = [end(first), end(second)]
+    assert [each.code for each in ended] == [0, 0], ended
+    assert "A node was lost while the nodes agreed on who takes part; the others agree anew." in ended[0].err
+    assert "2 ranks" in ended[0].out
 
 
 def test_a_node_that_is_not_needed_is_told_when_the_job_ends(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import Checkpoints, find, load, load_good, write
+from lockstep.checkpoint import Checkpoints, find, layout, load, load_good, read, write
 from lockstep.checkpoint.layout import digest
 from lockstep.errors import RequestError
 from lockstep.state import State
@@ -211,6 +211,27 @@ def test_last_best_and_the_one_before_are_kept(tmp_path: Path) -> None:
     assert load(folder / "best").meta["step"] == 2
     assert load(tmp_path).meta["step"] == load(folder).meta["step"] == load(folder / "step-00000005").meta["step"] == 5
     assert names(folder / "last") == ["checksums.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+def test_what_is_loaded_while_the_run_goes_on_is_one_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(tmp_path, (1, True))
+    reading = layout.content
+    later = iter([2])
+
+    def content(path: Path) -> bytes:
+        data = reading(path)
+        for step in later if path.name == "checksums.json" else ():
+            save_all(tmp_path, (step, True))  # `last` moves when its list is read, and its files are not
+        return data
+
+    monkeypatch.setattr(read, "content", content)
+    state = load(tmp_path)
+    assert list(later) == []
+    assert state.meta["step"] == 1
+    assert state.origin == tmp_path / "checkpoints" / "step-00000001"
+    assert load(tmp_path).meta["step"] == 2
 
 
 def test_a_run_can_be_moved(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import folders, locks
+from lockstep import folders
 from lockstep.config import RunConfig
 from lockstep.errors import RequestError, RunError
 from lockstep.options import override
@@ -29,8 +29,8 @@ sys.stdin.read()
 
 
 @contextmanager
-def _held(folder: Path, how: str = "hold") -> Iterator[subprocess.Popen[str]]:
-    """Have another process hold or keep the folder, until its input ends."""
+def _held(folder: Path, how: str = "acquire") -> Iterator[subprocess.Popen[str]]:
+    """Have another process lock the folder, until its input ends."""
     words = [sys.executable, "-c", _HOLDER, str(folder), how]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -72,13 +72,18 @@ def test_a_run_that_starts_again_waits_for_a_rank_0_that_has_not_ended_yet(tmp_p
 
 def test_a_folder_is_its_runs_also_while_no_rank_holds_it(tmp_path: Path) -> None:
     folders.claim(_config(tmp_path, 60)).release()
-    with _held(tmp_path, "keep"):  # by the agent that starts the ranks again
-        with pytest.raises(RequestError, match=r"is in use by another run \(its ranks are being started again\)"):
+    with _held(tmp_path, "acquire_for_agent"):
+        with pytest.raises(
+            RequestError, match=r"is in use by another run \(process \d+ on .*, whose agent starts its ranks again\)"
+        ):
             folders.claim(_config(tmp_path, 60))
-        with pytest.raises(RequestError, match=r"is in use by another run \(its ranks are being started again\)"):
+        with pytest.raises(
+            RequestError, match=r"is in use by another run \(process \d+ on .*, whose agent starts its ranks again\)"
+        ):
             folders.check(_config(tmp_path, 60))
         folders.claim(_config(tmp_path, 60), before=tmp_path, holder="process 1 on a host").release()
-        assert locks.keep(tmp_path) is None  # another agent of the same run
+        with _held(tmp_path, "acquire_for_agent"):  # another one of the same run
+            pass
     folders.check(_config(tmp_path, 60))
 
 

@@ -61,6 +61,9 @@ def load(path: Path) -> State:
     folder = find(path)
     if folder is None:
         raise RequestError(_why_not(path))
+    # As it is now: a run that trains meanwhile moves `last` from one checkpoint to the next.
+    while folder.is_symlink() and folder.is_dir():
+        folder = folder.parent / folder.readlink()
     if (newer := _newer_version(folder)) is not None:
         raise RequestError(
             f"The checkpoint {path} has format version {newer}; this lockstep reads up to version {VERSION}: "
@@ -77,13 +80,14 @@ def load(path: Path) -> State:
                 tensors |= {f"{group}/{key}": tensor for key, tensor in load_tensors(data).items()}
     except _DamageError as damage:
         raise DamagedError(path, damage, _good_beside(folder)) from damage
-    return State(tensors, meta, origin=path)
+    return State(tensors, meta, origin=folder)
 
 
 def load_good(path: Path) -> State:
-    """Return what `load` does or, where that one is damaged, the newest one before it that is whole.
+    """Return what `load` does or, where that one is damaged, the state in the newest whole one before it.
 
-    Nothing is lost then but the steps between them; the state's `caution` says so. Raises what `load` does.
+    Nothing is lost then but the steps between them. Where none is before it, a later one does, of a branch that the run
+    had left. The state's `caution` names it. Raises what `load` does.
     """
     try:
         return load(path)
@@ -105,7 +109,7 @@ def peek(path: Path) -> dict[str, Any] | None:
 
 
 class DamagedError(RequestError):
-    """A checkpoint that is not what was written; `good` is the newest one before it that is."""
+    """A checkpoint that is not what was written; `good` is one beside it that is (see `load_good`)."""
 
     def __init__(self, path: Path, why: Exception, good: Path | None) -> None:
         offer = (
@@ -124,7 +128,8 @@ class _DamageError(Exception):
 def _verified(folder: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the name and content of each file of a checkpoint, once its checksum is verified; raise _DamageError."""
     if not folder.is_dir():
-        raise _DamageError(f"{folder.name} points to {folder.readlink()}, which is not there")
+        gone = f"{folder.name} points to {folder.readlink()}, which is" if folder.is_symlink() else "it is"
+        raise _DamageError(f"{gone} not there")
     listed = _read(folder / SUMS)
     try:
         sums = parse(listed)
@@ -161,7 +166,7 @@ def _newer_version(folder: Path) -> int | None:
 
 
 def _good_beside(damaged: Path) -> Path | None:
-    """Return the newest whole checkpoint beside `damaged` that came before it; None where there is none at all.
+    """Return the newest whole checkpoint beside `damaged` that came before it, else the newest; None where none is.
 
     Later ones are of a branch that the run has left, when it was taken up at an older one: better than nothing.
     """
@@ -169,10 +174,10 @@ def _good_beside(damaged: Path) -> Path | None:
     broken = Path(os.path.realpath(damaged))  # not `resolve`, which raises where a link points to itself
     number = numbered(broken)
 
-    def rank(found: tuple[tuple[int, int], Path]) -> tuple[bool, tuple[int, int]]:
+    def preference(found: tuple[tuple[int, int], Path]) -> tuple[bool, tuple[int, int]]:
         return number is None or found[0] <= number, found[0]
 
-    for _, folder in sorted(steps(beside), key=rank, reverse=True):
+    for _, folder in sorted(steps(beside), key=preference, reverse=True):
         if Path(os.path.realpath(folder)) != broken:
             with contextlib.suppress(_DamageError):
                 for _ in _verified(folder):

@@ -18,11 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from torch._C import _DistStoreError as DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
-from .. import failures, locks
+from .. import bounded, failures, locks
 from ..config import RunConfig
 from ..errors import ProofError, RequestError, Stopped
 from ..failures import Failure
@@ -40,6 +41,9 @@ _KILLED_S = 5.0  # for ranks to be gone once they are killed
 _DONE_S = 10.0  # for ranks that are done to end what they have started
 _OTHERS_S = 30.0  # for other nodes to be done
 _LOOK_S = 0.02
+_LOOK_FOR_FOLDER_S = 1.0
+_DISK_S = 2.0
+_TRIES = 3
 
 
 class Agent(LocalElasticAgent):
@@ -67,9 +71,9 @@ class Agent(LocalElasticAgent):
         self._frozen = Frozen(config.parallel.stall_timeout + GRACE_S * (config.parallel.most_nodes > 1), self._again)
         self._interrupts = Interrupts()
         self._starts = 0
-        self._has_kept = False
-        """Whether this start's ranks have a folder, and other jobs are kept out of it."""
-        self._kept: IO[bytes] | None = None
+        self._lock: IO[bytes] | None = None
+        """Of the run's folder, once ranks have one."""
+        self._looked_s = 0.0
         self._is_starting = False
         self._are_asked = False
         """Whether the ranks of this start were asked to save and end."""
@@ -93,7 +97,7 @@ class Agent(LocalElasticAgent):
         return self._starts > 0
 
     @property
-    def between(self) -> str:
+    def stopped_between(self) -> str:
         """What is told of a stop that came between two starts of ranks."""
         return f"Stopped while ranks were to start again; {self._again}."
 
@@ -105,6 +109,18 @@ class Agent(LocalElasticAgent):
             return None
         return {workers[local].global_rank: value for local, value in told.items()}
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Agree with the other nodes on who takes part; where one that had come is lost over it, agree without it."""
+        for left in reversed(range(_TRIES)):
+            try:
+                super()._rendezvous(worker_group)
+            except (DistStoreError, TimeoutError):  # what each node says of itself was waited for
+                if not left:
+                    raise
+                self._say("A node was lost while the nodes agreed on who takes part; the others agree anew.")
+            else:
+                break
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # The same on all nodes of this start, and another at the next: the ranks meet under it.
         store: Any = worker_group.store  # torch says None, which it is before the agents have agreed
@@ -113,7 +129,7 @@ class Agent(LocalElasticAgent):
         self._starts += 1
         reasons.clear(self._folder)  # those of an earlier start
         self._members.begin()
-        self._are_asked = self._has_kept = False  # the agent that kept the folder may have left
+        self._are_asked = False
         self._is_starting = True  # a signal that came between would leave ranks that nobody knows of
         try:
             with lifeline.interrupts_held_back():
@@ -125,6 +141,8 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if time.monotonic() - self._looked_s >= _LOOK_FOR_FOLDER_S:
+            self._lock_folder()
         ended = self._ended_badly()
         if not ended and (values := self.values()) is not None:
             # torch's way to its end waits without limit for ranks that have died or were stopped since.
@@ -146,7 +164,6 @@ class Agent(LocalElasticAgent):
             return self._failed(left_behind(sorted(late), self._again))
         if alive and (lost := self._members.lost()):
             return self._failed(Failure(worker_group.workers[0].global_rank, "", f"{lost}; {self._again}.", ""))
-        self._keep_folder()
         # Not torch's own look, which would come upon a rank that has died since, and end the others without a cause.
         return RunResult(state=WorkerState.HEALTHY)
 
@@ -154,20 +171,23 @@ class Agent(LocalElasticAgent):
         """End what is left of the ranks, at once: torch would ask them first, and wait."""
         self.cause = cause
         self._kill()
+        self._lock_folder()
         self._wait_for_end(_KILLED_S)
         self._decide(cause)
         return RunResult(state=WorkerState.FAILED)
 
-    def _keep_folder(self) -> None:
-        """Keep other jobs out of the run's folder from here on, also while no rank is there to hold it."""
-        if not self._has_kept and (folder := self._notes.read(FOLDER)):
-            self._has_kept = True
-            self._kept = self._kept or locks.keep(Path(folder))
+    def _lock_folder(self) -> None:
+        """Keep other jobs out of the run's folder until this one has ended, also while no rank is there to hold it."""
+        self._looked_s = time.monotonic()
+        with suppress(RuntimeError):  # nobody may answer at the agents' store, or at a network's file server
+            if self._lock is None and (folder := self._notes.read(FOLDER)):
+                self._lock = bounded.within(_DISK_S, lambda: locks.acquire_for_agent(Path(folder)), "folder")
 
-    def let_go(self) -> None:
-        """Let others have the run's folder."""
-        if self._kept:
-            self._kept.close()
+    def close(self) -> None:
+        """Let others have the run's folder; the job is over."""
+        self.is_over = True
+        if self._lock:
+            self._lock.close()
 
     def _decide(self, cause: Failure) -> None:
         """Let torch start the ranks again, or not."""
@@ -189,7 +209,7 @@ class Agent(LocalElasticAgent):
         told = reasons.find(self._folder)
         known = {failure.rank for failure in told}
         silent = {worker_group.workers[local].global_rank: code for local, code in ended.items()}
-        stopped = self.between if self._starts > 1 else OUTSIDE
+        stopped = self.stopped_between if self._starts > 1 else OUTSIDE
         asked, alone = stopped if self._interrupts.asked else "", self._aborts_when_alone
         died = [
             obituary(rank, code, self._again, asked=asked, aborts_when_alone=alone)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torch._C import _DistError as DistError
+from torch._C import _DistStoreError as DistStoreError
 from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -43,6 +44,7 @@ from .stores import Meeting, StoredNotes, of_all_starts
 _UNBEGUN = "Stopped before training began."
 _LAST_CALL_S = 5
 _KEEP_ALIVES_S = 2 * KEEP_ALIVE_S
+_WORD_OF_ALL = timedelta(seconds=2 * COUNTED_OUT_S)  # for what each node says of itself, once all have come
 
 
 class _Handler(DynamicRendezvousHandler):
@@ -54,6 +56,10 @@ class _Handler(DynamicRendezvousHandler):
         """Return how many nodes wait to be taken in."""
         waiting = int(super().num_nodes_waiting())
         return 0 if self.members.fewer() else waiting
+
+    def leave(self) -> None:
+        """Say no more that this node lives, though its process may: the others go on without it."""
+        self._stop_heartbeats()
 
 
 def _handler(store: Store, job: str, address: str, config: RunConfig) -> _Handler:
@@ -122,8 +128,9 @@ def run(
     if meeting.hosted and parallel.nodes < parallel.most_nodes and meeting.caution:
         _say(f"{where}: nobody comes there from another host{meeting.caution}.")
     address = hosts.own_address(meeting.host) or meeting.host  # this host's, among the agents
-    _quieten_torch()
+    _quieten_torchs_agent()
     store = meeting.store if meeting.hosted else BoundedStore(meeting.store, COUNTED_OUT_S)
+    store.set_timeout(_WORD_OF_ALL)
     handler = _handler(store, job, address, config)
     spec = WorkerSpec(
         role="rank",
@@ -148,18 +155,24 @@ def run(
         stopped = True
         if agent.insisted:
             raise RunError(KILLED) from error
-        raise _cause(agent, Stopped(agent.between if agent.has_begun else _UNBEGUN)) from error
+        raise _cause(agent, Stopped(agent.stopped_between if agent.has_begun else _UNBEGUN)) from error
     except RendezvousTimeoutError as error:
         raise _too_few(agent, meeting, config) from error
     except RendezvousClosedError as error:
         raise _cause(agent, RunError(f"{where}: the agent of another node has ended the job; it says why.")) from error
     except (RendezvousConnectionError, RendezvousStateError, Unanswered, TimeoutError, DistError) as error:
-        cut_off = isinstance(store, BoundedStore) and not store.answers
-        raise _cut_off(where) if cut_off else _left_alone(agent, where, failures.again(config)) from error
+        if isinstance(store, BoundedStore) and not store.answers:
+            raise _cut_off(where) from error
+        if isinstance(error, TimeoutError | DistStoreError) and meeting.is_open():
+            raise RunError(
+                f"{where}: nodes came there and fell silent, again and again; their agents say why."
+            ) from error
+        raise _left_alone(agent, where, failures.again(config)) from error
     finally:
-        agent.is_over = True
-        agent.let_go()
-        if not stopped:  # a node that is stopped leaves; one that is done, or has failed, ends the job
+        agent.close()
+        if stopped:  # a node that is stopped leaves; one that is done, or has failed, ends the job
+            handler.leave()
+        else:
             handler.shutdown()
         heeding.close()
     if result is None:
@@ -212,7 +225,7 @@ def _value(values: Mapping[int, bytes]) -> Any | None:
     return value_of(values[0]) if 0 in values else None
 
 
-def _quieten_torch() -> None:
+def _quieten_torchs_agent() -> None:
     """Keep torch's agent from logging what is told in our words; each of its modules sets a level of its own."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
