@@ -86,7 +86,7 @@ def _wait(lock: IO[bytes], folder: Path, patience_s: float, before: str) -> None
             )
         time.sleep(_LOOK_S)
     if not before and not _try_lock(lock, _AGENT):
-        raise _taken(folder, f"{_named(lock) or 'a process'}, whose agent starts its ranks again")
+        raise _taken(folder, f"its rank 0, {_named(lock) or 'a process'}, has ended, and its ranks are started again")
     with contextlib.suppress(OSError):
         fcntl.lockf(lock, fcntl.LOCK_UN, 1, _AGENT)
 

@@ -74,11 +74,13 @@ def test_a_folder_is_its_runs_also_while_no_rank_holds_it(tmp_path: Path) -> Non
     folders.claim(_config(tmp_path, 60)).release()
     with _held(tmp_path, "acquire_for_agent"):
         with pytest.raises(
-            RequestError, match=r"is in use by another run \(process \d+ on .*, whose agent starts its ranks again\)"
+            RequestError,
+            match=r"is in use by another run \(its rank 0, process \d+ on .*, has ended, and its ranks are started",
         ):
             folders.claim(_config(tmp_path, 60))
         with pytest.raises(
-            RequestError, match=r"is in use by another run \(process \d+ on .*, whose agent starts its ranks again\)"
+            RequestError,
+            match=r"is in use by another run \(its rank 0, process \d+ on .*, has ended, and its ranks are started",
         ):
             folders.check(_config(tmp_path, 60))
         folders.claim(_config(tmp_path, 60), before=tmp_path, holder="process 1 on a host").release()
