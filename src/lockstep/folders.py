@@ -95,7 +95,7 @@ def claim(config: RunConfig, *, before: Path | None = None, holder: str = "") ->
     claimed = RunFolder(path, is_new, was_free, _hold(path, patience_s, holder))
     try:
         if path != before:
-            _check_free(path, config.checkpoint.resume)
+            _check_no_other_run(path, config.checkpoint.resume)
     except RequestError:
         claimed.release()
         raise
@@ -129,7 +129,7 @@ def check(config: RunConfig) -> None:
         locks.check_free(path)
     except OSError as error:
         raise unwritable(path, error) from error
-    _check_free(path, config.checkpoint.resume)
+    _check_no_other_run(path, config.checkpoint.resume)
 
 
 def unwritable(path: Path | None, error: OSError) -> RequestError:
@@ -186,7 +186,7 @@ def _asked(config: RunConfig) -> Path | None:
     return output
 
 
-def _check_free(path: Path, resume: str) -> None:
+def _check_no_other_run(path: Path, resume: str) -> None:
     """Raise `RequestError` where the folder holds a run that `resume` does not name."""
     if not (path / _BEGUN).exists():
         return

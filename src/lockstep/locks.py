@@ -87,7 +87,7 @@ def _wait(lock: IO[bytes], folder: Path, patience_s: float, before: str) -> None
         time.sleep(_LOOK_S)
     if not before and not _try_lock(lock, _AGENT):
         raise _taken(folder, f"its rank 0, {_named(lock) or 'a process'}, has ended, and its ranks are started again")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # free, which is all that was asked: our own agents will want it
         fcntl.lockf(lock, fcntl.LOCK_UN, 1, _AGENT)
 
 

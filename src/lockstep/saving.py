@@ -59,7 +59,7 @@ class Saver:
         `taken_up` is the checkpoint that the run goes on from, None where it begins.
         """
         self._taken_up_at: int | None = taken_up.meta["step"] if taken_up else None
-        self._origin = find(taken_up.origin) if taken_up and taken_up.origin else None
+        self._origin = taken_up.origin if taken_up else None
         self._folder = folder
         self._world = world
         self._recorder = recorder

@@ -26,7 +26,7 @@ class State:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
     origin: Path | None = field(default=None, compare=False)
-    """The checkpoint that it was read from."""
+    """The checkpoint that it was read from: the folder itself, not a link to it."""
     caution: str = field(default="", compare=False)
     """What is to be said of that: it is not the newest, because that one is damaged."""
 

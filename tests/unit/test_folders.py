@@ -72,16 +72,11 @@ def test_a_run_that_starts_again_waits_for_a_rank_0_that_has_not_ended_yet(tmp_p
 
 def test_a_folder_is_its_runs_also_while_no_rank_holds_it(tmp_path: Path) -> None:
     folders.claim(_config(tmp_path, 60)).release()
+    taken = r"is in use by another run \(its rank 0, process \d+ on .*, has ended, and its ranks are started again\)"
     with _held(tmp_path, "acquire_for_agent"):
-        with pytest.raises(
-            RequestError,
-            match=r"is in use by another run \(its rank 0, process \d+ on .*, has ended, and its ranks are started",
-        ):
+        with pytest.raises(RequestError, match=taken):
             folders.claim(_config(tmp_path, 60))
-        with pytest.raises(
-            RequestError,
-            match=r"is in use by another run \(its rank 0, process \d+ on .*, has ended, and its ranks are started",
-        ):
+        with pytest.raises(RequestError, match=taken):
             folders.check(_config(tmp_path, 60))
         folders.claim(_config(tmp_path, 60), before=tmp_path, holder="process 1 on a host").release()
         with _held(tmp_path, "acquire_for_agent"):  # another one of the same run

@@ -41,7 +41,7 @@ class Checkpoints:
     ) -> None:
         """`origin` is the checkpoint that the run was taken up from: it stays until there are two newer ones."""
         self.folder = folder
-        self._origin = origin.resolve() if origin else None  # now: `last` and `best` will point elsewhere
+        self._origin = origin.resolve() if origin else None  # for its name, which "." has not
         self._warn = warn
         self._saved = saved
         self._writer: threading.Thread | None = None

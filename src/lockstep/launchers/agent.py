@@ -41,9 +41,9 @@ _KILLED_S = 5.0  # for ranks to be gone once they are killed
 _DONE_S = 10.0  # for ranks that are done to end what they have started
 _OTHERS_S = 30.0  # for other nodes to be done
 _LOOK_S = 0.02
-_LOOK_FOR_FOLDER_S = 1.0
-_DISK_S = 2.0
-_TRIES = 3
+_LOOK_FOR_FOLDER_S = 1.0  # ranks have none before they have met
+_DISK_S = 2.0  # for a lock, on a disk that may be a network's
+_AGREEING = 3  # times, of which each but the last may lose a node
 
 
 class Agent(LocalElasticAgent):
@@ -71,8 +71,8 @@ class Agent(LocalElasticAgent):
         self._frozen = Frozen(config.parallel.stall_timeout + GRACE_S * (config.parallel.most_nodes > 1), self._again)
         self._interrupts = Interrupts()
         self._starts = 0
-        self._lock: IO[bytes] | None = None
-        """Of the run's folder, once ranks have one."""
+        self._locks: list[IO[bytes]] = []
+        """Of the run's folder, once ranks have one: more than one where the disk was late to grant the first."""
         self._looked_s = 0.0
         self._is_starting = False
         self._are_asked = False
@@ -111,7 +111,7 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Agree with the other nodes on who takes part; where one that had come is lost over it, agree without it."""
-        for left in reversed(range(_TRIES)):
+        for left in reversed(range(_AGREEING)):
             try:
                 super()._rendezvous(worker_group)
             except (DistStoreError, TimeoutError):  # what each node says of itself was waited for
@@ -179,15 +179,21 @@ class Agent(LocalElasticAgent):
     def _lock_folder(self) -> None:
         """Keep other jobs out of the run's folder until this one has ended, also while no rank is there to hold it."""
         self._looked_s = time.monotonic()
+
+        def acquire(folder: str) -> None:
+            # Kept also where it comes late: to close one lock file of a process's gives all its locks on it back.
+            if lock := locks.acquire_for_agent(Path(folder)):
+                self._locks.append(lock)
+
         with suppress(RuntimeError):  # nobody may answer at the agents' store, or at a network's file server
-            if self._lock is None and (folder := self._notes.read(FOLDER)):
-                self._lock = bounded.within(_DISK_S, lambda: locks.acquire_for_agent(Path(folder)), "folder")
+            if not self._locks and (folder := self._notes.read(FOLDER)):
+                bounded.within(_DISK_S, lambda: acquire(folder), "folder")
 
     def close(self) -> None:
         """Let others have the run's folder; the job is over."""
         self.is_over = True
-        if self._lock:
-            self._lock.close()
+        for lock in self._locks:
+            lock.close()
 
     def _decide(self, cause: Failure) -> None:
         """Let torch start the ranks again, or not."""
