@@ -13,6 +13,7 @@ NAMES = (
     "feed",
     "pyramidnet",
     "ddp",
+    "collectives",
     "memory",
     "strategies",
     "diff",

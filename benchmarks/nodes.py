@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.conftest import CODE
-from tests.cluster.hosts import Host, hosts, missing
 from tests.command import Running
 from tests.curves import Curve, apart, of_run
+from tests.real.conftest import CODE
+from tests.real.hosts import Host, hosts, missing
 
 from .faults import EVERY, LIMIT_S, RUN, Run, running
 from .harness import Report, Series, Skipped, verdict

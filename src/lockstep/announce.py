@@ -54,6 +54,7 @@ def _chosen(job: Job) -> dict[str, Any]:
         "devices": job.replicas,
         "precision": job.precision.name,
         "channels-last": job.precision.channels_last,
+        "collectives": "gloo" if job.world.memory is None else "shared-memory",
         "batchnorm": job.batchnorm,
         "batchnorm-kernels": "folded" if is_folded(job.model) else "torch's",
         "accumulate": job.plan.accumulation,
@@ -120,10 +121,21 @@ def _said(job: Job) -> list[str]:
         f"strategy {job.strategy.name}, launcher {parallel.launcher}, {job.replicas} × {device}, "
         f"precision {job.precision.name}, {order}",
         statistics,
+        *_exchange(job),
         *_plain(job),
         *_short(job),
         *_inexact(job),
     ]
+
+
+def _exchange(job: Job) -> list[str]:
+    """Return a line where ranks exchange CPU tensors: by what, and why not through memory."""
+    world = job.world
+    if world.size == 1 or world.device.type != "cpu":
+        return []
+    if world.memory is not None:
+        return ["collectives: shared memory of the host"]
+    return [f"collectives: gloo, since {world.apart}" if world.apart else "collectives: gloo"]
 
 
 def _plain(job: Job) -> list[str]:

@@ -32,6 +32,7 @@ SPANNING_SCHEDULES = ("cosine", "onecycle")
 LOSSES = ("cross_entropy",)
 LR_RULES = ("none", "linear", "sqrt")
 BATCHNORMS = ("auto", "sync", "local")
+COLLECTIVES = ("auto", "gloo", "shared-memory")
 SWITCHES = ("auto", "on", "off")
 AUGMENTATIONS = ("crop", "flip", "cutout")
 
@@ -221,12 +222,16 @@ class ParallelConfig:
     """Seconds without any rank's entering a new phase (a batch, a step, a save) after which the run fails."""
     batchnorm: str = "auto"
     """Batch statistics: sync (of the global micro-batch) or local (of each replica); auto is sync where it can be."""
+    collectives: str = "auto"
+    """How ranks exchange CPU tensors: gloo, or shared-memory (ranks of one host); auto takes that where it can be
+    had."""
     find_unused: bool = False
     """ddp, hybrid: search for parameters the loss does not reach at each step (slower), instead of refusing them."""
 
     def __post_init__(self) -> None:
         choose("accelerator", self.accelerator, ACCELERATORS)
         choose("value of --batchnorm", self.batchnorm, BATCHNORMS)
+        choose("value of --collectives", self.collectives, COLLECTIVES)
         check_finite(self)
         check_whole("devices", self.devices)
         check_whole("max-restarts", self.max_restarts, least=0)

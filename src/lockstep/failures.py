@@ -31,7 +31,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 # Classes by name, since this module runs where torch is not imported. gloo raises plain RuntimeErrors, whose text
 # begins with a place in its own sources.
-_NETWORK_CLASSES = frozenset({"DistNetworkError", "DistBackendError", "DistStoreError"})
+_NETWORK_CLASSES = frozenset({"DistNetworkError", "DistBackendError", "DistStoreError", "PeerLostError"})
 _GLOO = re.compile(r"\bgloo/\S+:\d+\]")
 _WAITED = re.compile(r"(?:after|waiting|ran for) (?P<ms>\d+) ?(ms|milliseconds)")
 _LOST = re.compile(

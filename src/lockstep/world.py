@@ -6,6 +6,7 @@ With one rank every method is the identity, so that no caller asks how many rank
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
+from . import shared_memory
 from .errors import RequestError
 from .notes import NoNotes, Notes
 from .pulse import Pulse
@@ -42,6 +44,10 @@ class World:
     """What this rank is doing, for whoever watches it."""
     notes: Notes = field(default_factory=NoNotes, compare=False)
     """What an earlier start of the same ranks has left, and this one leaves for the next."""
+    memory: shared_memory.SharedMemory | None = field(default=None, compare=False)
+    """What the ranks of one host exchange CPU tensors through; None where gloo does it."""
+    apart: str = ""
+    """Why ranks that might have shared memory do not, in words."""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> World:
@@ -59,12 +65,14 @@ class World:
         form_s: float | None = None,
         pulse: Pulse | None = None,
         notes: Notes | None = None,
+        collectives: str = "auto",
     ) -> World:
         """Form the process group of all ranks over `store` and return it (*collective*).
 
-        NCCL moves CUDA tensors, gloo everything else; both are set up where the device is a GPU. A collective
-        that waits longer than `timeout_s` for a rank raises in the others; forming the group waits `form_s`, by
-        default as long. `pulse` is what a watch over this rank reads, `notes` what outlives the ranks.
+        NCCL moves CUDA tensors. CPU tensors go through memory that the ranks of one host share, or by gloo, as
+        `collectives` says: auto, gloo or shared-memory. A collective that waits longer than `timeout_s` for a rank
+        raises in the others; forming the group waits `form_s`, by default as long. `pulse` is what a watch over this
+        rank reads, `notes` what outlives the ranks. Raises `RequestError` where there can be no shared-memory.
         """
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -79,7 +87,14 @@ class World:
             # Public from torch 2.15 on; before, the same function has a private name alone.
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             set_timeout(timedelta(seconds=timeout_s))
-        return cls(topology, device, dist.group.WORLD, pulse or Pulse(), notes or NoNotes())
+        world = cls(topology, device, dist.group.WORLD, pulse or Pulse(), notes or NoNotes())
+        if world.size == 1 or collectives == "gloo":
+            return world
+        memory, apart = shared_memory.join(world.rank, world.size, topology.nodes, world.gather, timeout_s)
+        if apart and collectives == "shared-memory":
+            world.close()
+            raise RequestError(f"--collectives shared-memory: {apart}; take --collectives gloo, or auto.")
+        return dataclasses.replace(world, memory=memory, apart=apart)
 
     @property
     def rank(self) -> int:
@@ -99,31 +114,49 @@ class World:
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the element-wise sum of `tensor` over all ranks; any shape, same on each rank (*collective*).
 
-        Over three ranks or more, an element's last bits depend on its place in the tensor: gloo and NCCL add up
+        Over three ranks or more, an element's last bits depend on its place in the tensor where gloo or NCCL add up:
         different parts in different orders. What has to be the same bits wherever it stands goes through `stack`.
         """
-        return self._reduce(tensor, dist.ReduceOp.SUM)
+        if self.group is None:
+            return tensor
+        return self.sum_(tensor.clone(memory_format=torch.contiguous_format))
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Make `tensor` (contiguous) its element-wise sum over all ranks, in place, and return it (*collective*)."""
+        return self._reduce_(tensor, dist.ReduceOp.SUM, torch.add)
 
     def max(self, tensor: Tensor) -> Tensor:
         """Return the element-wise maximum of `tensor` over all ranks (*collective*)."""
-        return self._reduce(tensor, dist.ReduceOp.MAX)
-
-    def _reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         if self.group is None:
             return tensor
-        result = tensor.clone()
-        with self.pulse.during("all-reduce"):
-            dist.all_reduce(result, op, group=self.group)
-        return result
+        return self._reduce_(tensor.clone(memory_format=torch.contiguous_format), dist.ReduceOp.MAX, torch.maximum)
+
+    def _reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, on_memory: Callable[..., Any]) -> Tensor:
+        if self.group is None:
+            return tensor
+        before = self.pulse.phase
+        self.pulse.enter("all-reduce")
+        if self.memory is not None and not tensor.is_cuda:
+            self.memory.reduce_(tensor, on_memory)
+        else:
+            dist.all_reduce(tensor, op, group=self.group)
+        self.pulse.enter(before)
+        return tensor
 
     def stack(self, tensor: Tensor) -> Tensor:
         """Return every rank's `tensor`, in the order of the ranks: (ranks, *its shape) (*collective*)."""
         if self.group is None:
             return tensor[None]
-        flat = tensor.new_empty(self.group.size() * tensor.numel())
-        with self.pulse.during("all-gather"):
-            dist.all_gather_into_tensor(flat, tensor.reshape(-1).contiguous(), group=self.group)
-        return flat.view(-1, *tensor.shape)
+        before = self.pulse.phase
+        self.pulse.enter("all-gather")
+        tensor = tensor.contiguous()
+        if self.memory is not None and not tensor.is_cuda:
+            found = self.memory.stack(tensor)
+        else:
+            found = tensor.new_empty(self.size * tensor.numel())
+            dist.all_gather_into_tensor(found, tensor.view(-1), group=self.group)
+        self.pulse.enter(before)
+        return found.view(self.size, *tensor.shape)
 
     def gather(self, item: Any) -> list[Any]:
         """Return every rank's `item` (small and JSON-able), in the order of the ranks, on all ranks (*collective*)."""
@@ -165,7 +198,7 @@ class World:
         if self.group is not None:
             # An all-reduce of one CPU number: NCCL's own barrier would pick a device by itself.
             with self.pulse.during("barrier"):
-                dist.all_reduce(torch.zeros(1), group=self.group)
+                self.sum_(torch.zeros(1))
 
     def together(self, attempt: Callable[[], T]) -> T:
         """Return what `attempt`, which must not communicate, returns on this rank (*collective*).
@@ -185,6 +218,8 @@ class World:
 
     def close(self) -> None:
         """Leave the process group. The world is of no use afterwards."""
+        if self.memory is not None:
+            self.memory.close()
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
 

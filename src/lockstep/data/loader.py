@@ -17,7 +17,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from multiprocessing import connection
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from .. import hardware, stacks
 from ..errors import RequestError, RunError
-from ..failures import WORKER_HINT, one_line, place
+from ..failures import one_line, place
 from ..interrupts import SIGNALS
 from .source import Fetched, Indices, Pair, Wish
 
@@ -34,6 +35,8 @@ PREFETCH = 2
 _MOST_BY_DEFAULT = 4
 _WATCH_S = 1.0
 """How often a worker looks whether its rank still lives."""
+_ENDING_S = 5.0
+"""How long the system may take to end a worker that no longer answers."""
 
 
 class Fetch(Protocol):
@@ -155,6 +158,8 @@ class Streamed:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._running = batches = iter(self._loader)
+        except (OSError, EOFError) as error:  # workers that stay answer at the begin of an epoch
+            self._raise_death(error)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for worker in getattr(batches, "_workers", ()):
@@ -165,8 +170,8 @@ class Streamed:
                 answer = next(batches)
             except StopIteration:
                 return
-            except (OSError, EOFError) as error:  # it died in the midst of sending; else torch says that it has died
-                raise RunError(f"A data worker died ({one_line(error)}): {WORKER_HINT}.") from error
+            except (OSError, EOFError) as error:
+                self._raise_death(error)
             if isinstance(answer, _Failure):
                 if answer.deliberate:
                     raise RequestError(answer.sentence)
@@ -174,6 +179,13 @@ class Streamed:
             share, x, y = answer
             x, y = (part.to(self._device, non_blocking=True) for part in (x, y))
             yield Fetched(self._finish(x, share, epoch), y, share)
+
+    def _raise_death(self, error: Exception) -> NoReturn:
+        """Raise what torch does for a worker that has ended, or `error`, which came where one ended as it sent."""
+        workers = {worker.sentinel: worker.pid for worker in getattr(self._running, "_workers", ())}
+        for ended in connection.wait(list(workers), timeout=_ENDING_S):
+            raise RuntimeError(f"DataLoader worker (pid(s) {workers[ended]}) exited unexpectedly") from error
+        raise error
 
     def close(self) -> None:
         """End the workers and wait for them; those that are stuck in a sample are killed after seconds."""

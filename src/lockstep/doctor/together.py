@@ -102,7 +102,9 @@ def _form(me: Self, store: Store, limit_s: float) -> World:
     def join() -> World:
         if me.device.type == "cuda":
             torch.cuda.set_device(me.device)  # which each thread has its own of
-        return World.join(me.topology, me.device, PrefixStore("group", store), timeout_s=limit_s, form_s=form_s)
+        return World.join(
+            me.topology, me.device, PrefixStore("group", store), timeout_s=limit_s, form_s=form_s, collectives="gloo"
+        )
 
     return bounded.within(limit_s, join, "forming the process group")  # NCCL has no limit of its own for it
 

@@ -217,7 +217,16 @@ def _join(
     try:
         patience_s = parallel.stall_timeout + _BACKSTOP_S
         form_s = parallel.timeout / _DIALS
-        return World.join(topology, device, store, timeout_s=patience_s, form_s=form_s, pulse=pulse, notes=notes)
+        return World.join(
+            topology,
+            device,
+            store,
+            timeout_s=patience_s,
+            form_s=form_s,
+            pulse=pulse,
+            notes=notes,
+            collectives=parallel.collectives,
+        )
     except RuntimeError as error:
         if not failures.is_echo(error):
             raise

@@ -5,6 +5,8 @@ Per channel tensors are (C,), images (N, C) or (N, C, …), x and dy in the same
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
@@ -17,6 +19,24 @@ def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
     like = x if like is None else like
     order = next((each for each in _DENSE if like.is_contiguous(memory_format=each)), torch.contiguous_format)
     return x.contiguous(memory_format=order)
+
+
+def packed(*parts: Tensor | int) -> Tensor:
+    """Return numbers per channel, and single ones, as one row of float64, for a collective."""
+    like = next(part for part in parts if isinstance(part, Tensor))
+    # `full` fills on the device; a tensor made of a number would be copied from the host, which waits for that.
+    rows = [torch.full((1,), part, device=like.device) if isinstance(part, int) else part for part in parts]
+    return torch.cat([row.double() for row in rows])
+
+
+def array(exchanged: Tensor) -> Any:
+    """Return what a collective gave, to compute with."""
+    return exchanged
+
+
+def tensors(dtype: torch.dtype, *arrays: Any) -> list[Tensor]:
+    """Return what was computed in float32 or float64."""
+    return [each.to(dtype) for each in arrays]
 
 
 def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -40,12 +60,13 @@ def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor
 
 
 def input_gradient(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, dot: Tensor, total: Tensor
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, means: Any
 ) -> Tensor:
-    """Return w/s · (dy - total - x̂ · dot), with s the standard deviation; `dot` and `total` are all ranks' means."""
+    """Return w/s · (dy - total - x̂ · dot), s the standard deviation; `means` (2, C) are all ranks' of dot and total."""
     if x.numel() == 0:
         return torch.empty_like(x)
     invstd = _invstd(var, eps)
+    dot, total = tensors(var.dtype, *means)
     # The kernel takes sums and counts: the means are sums of one. It wants Σdy·(x - mean), hence the division.
     one = torch.ones(1, dtype=torch.int32, device=x.device)
     return torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, total, dot / invstd, one)

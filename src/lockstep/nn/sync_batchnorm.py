@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import RequestError
@@ -65,10 +64,9 @@ class SyncBatchNorm(_BatchNorm):
             return functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, batch_statistics, 0.0, self.eps
             )
-        y: Tensor = self._synchronised(x)
-        return y
+        # Only where there is a compiler to keep out.
+        return self._eager(x) if torch.compiler.is_compiling() else self._synchronised(x)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _synchronised(self, x: Tensor) -> Tensor:
         if x.numel() == 0 and self.world.size == 1:
             return self._of_nothing(x)
@@ -78,6 +76,8 @@ class SyncBatchNorm(_BatchNorm):
         self._track(mean, var, count)
         y: Tensor = _Normalise.apply(x, self.weight, self.bias, mean, var, count, self.eps, self.world)
         return y
+
+    _eager = torch.compiler.disable(_synchronised)  # type: ignore[no-untyped-call]
 
     def _of_nothing(self, x: Tensor) -> Tensor:
         """Return the output of a layer that shares its statistics with no other rank, for no sample: as torch does."""
@@ -91,9 +91,10 @@ class SyncBatchNorm(_BatchNorm):
             return
         self.num_batches_tracked.add_(1)
         # Without a momentum the running statistics are the plain average over all batches so far.
-        momentum = 1.0 / self.num_batches_tracked.double() if self.momentum is None else self.momentum
-        self.running_mean.mul_(1 - momentum).add_(mean * momentum)
-        self.running_var.mul_(1 - momentum).add_(var * (momentum * count / (count - 1)))
+        momentum = self.momentum
+        weight = 1 / self.num_batches_tracked.to(mean.dtype) if momentum is None else momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         # A process group cannot be copied; a copy of the layer belongs to the same world.
@@ -117,20 +118,20 @@ def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Tensor, Ten
         _check_count(local_count, "on this rank")
         mean, var = _kernels(x).statistics(x, eps)
         return mean.to(dtype), var.to(dtype), local_count
-    own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
-    if local_count:
-        own[:channels], own[channels:-1] = _kernels(x).statistics(x, eps)
-        own[-1].fill_(local_count)  # assigned, a number would be copied from the host, which waits for that
-    found = world.stack(own)
-    counts = found[:, -1:]
+    kernels = _kernels(x)
+    own = kernels.statistics(x, eps) if local_count else 2 * [torch.zeros(channels, device=x.device)]
+    found = kernels.array(world.stack(kernels.packed(*own, local_count)))
+    means, variances, counts = found[:, :channels], found[:, channels:-1], found[:, -1:]
     count = counts.sum()
     if not x.is_cuda:
-        _check_count(int(count), "on all ranks")
-    means, variances = found[:, :-1].chunk(2, dim=1)
-    mean = (means * counts).sum(0) / count
+        count = int(count)
+        _check_count(count, "on all ranks")
+    shares = counts / count
+    mean = (means * shares).sum(0)
     # Around the common mean, not the mean of squares less the square of the mean, which loses a small variance.
-    var = ((variances + (means - mean).square()) * counts).sum(0) / count
-    return mean.to(dtype), var.to(dtype), count
+    var = ((variances + (means - mean) ** 2) * shares).sum(0)
+    mean, var = kernels.tensors(dtype, mean, var)
+    return mean, var, count
 
 
 def _check_count(count: int, where: str) -> None:
@@ -163,8 +164,9 @@ class _Normalise(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("synchronised BatchNorm cannot be differentiated twice; use --batchnorm local")
         x, weight, mean, var = ctx.saved_tensors
         if x.is_cuda:
             dy = cuda_kernels.dense(dy, like=x)
@@ -172,8 +174,8 @@ class _Normalise(torch.autograd.Function):
         dot, total = kernels.sums(dy, x, weight, mean, var, ctx.eps)
         dx = None
         if ctx.needs_input_grad[0]:
-            means = (ctx.world.sum(torch.stack([dot, total]).double()) / ctx.count).to(mean.dtype)
-            dx = kernels.input_gradient(dy, x, weight, mean, var, ctx.eps, *means)
+            means = kernels.array(ctx.world.sum_(kernels.packed(dot, total))).reshape(2, -1) / ctx.count
+            dx = kernels.input_gradient(dy, x, weight, mean, var, ctx.eps, means)
         return dx, dot if ctx.needs_input_grad[1] else None, total if ctx.needs_input_grad[2] else None, *[None] * 5
 
 

@@ -43,6 +43,13 @@ class _Replica(DistributedDataParallel):
             return super().forward(x)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def _average(world: World, gradients: Tensor) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients through the memory that the ranks share: what DDP would do by gloo."""
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(world.sum_(gradients).div_(world.size))
+    return done
+
+
 class DDP(Replicated):
     """torch's DistributedDataParallel over the ranks of `world`."""
 
@@ -63,7 +70,7 @@ class DDP(Replicated):
         """Return the DDP module (*collective*: rank 0's parameters and buffers are sent to all)."""
         if self.world.group is None:
             return model  # one rank that no launcher gave a group: there is nobody to exchange with
-        return _Replica(
+        replica = _Replica(
             model,
             device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
             # Synchronised statistics are equal already; local ones follow agree_on_buffers.
@@ -71,6 +78,9 @@ class DDP(Replicated):
             gradient_as_bucket_view=True,
             find_unused_parameters=self.find_unused,
         )
+        if self.world.memory is not None and self.world.device.type == "cpu":
+            replica.register_comm_hook(self.world, lambda world, bucket: _average(world, bucket.buffer()))
+        return replica
 
     def settle(self, model: nn.Module, rehearse: Callable[[], None]) -> None:
         """Rehearse one pass, so that DDP's buckets are formed before the first step (*collective*).
