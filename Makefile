@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check format bench
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+.PHONY: demo test test-all mutants check format bench
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -15,8 +17,19 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train real digits on two processes
 	$(BIN)/lockstep train digits --strategy ddp --devices 2 --accelerator cpu
 
-test: $(READY)  ## the whole suite
-	$(BIN)/python -m pytest
+test: $(READY)  ## what holds before a change lands, in minutes
+	$(PYTEST) -m "not long" tests/real tests/faults tests/ranks tests/unit
+
+test-all: $(READY)  ## the whole suite
+	$(PYTEST)
+
+test-ci: $(READY)  ## all but seven eighths of the slow ones: SLICE=3/8
+	LOCKSTEP_TEST_COLD=1 $(BIN)/python -m pytest --slowest 10 tests/real
+	$(BIN)/python -m pytest --slowest 10 tests/faults
+	$(PYTEST) --slowest 10 --slice $(SLICE) tests/slow tests/ranks tests/unit
+
+mutants: $(READY)  ## seventy defects, one after the other: whether a test notices each
+	$(BIN)/python -m tests.mutants
 
 check: $(READY)  ## format, lint, types, import layers
 	$(BIN)/ruff format --check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -17,8 +18,15 @@ import pytest
 
 from lockstep.cli.main import main
 
-ROOT = Path(__file__).parents[1]
+from . import warm
+from .warm import CODE, ROOT, SOURCE
+
+__all__ = ["CODE", "ROOT", "SOURCE"]
+COLD = ("-X", "cold")
+"""What a command goes `through` where it is to be a new process of Python: an option that means nothing."""
 LIMIT_S = 120.0
+PATIENCE_S = 15.0
+"""Within which the others have ended once a rank has failed: 2 s as a rule, and more on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +54,22 @@ class Running(subprocess.Popen[str]):
         raise AssertionError(f"it ended without {words!r}")
 
 
-def start(folder: Path, *words: object, through: Sequence[str] = (), **env: str) -> Running:
-    """Start `python -m lockstep WORDS` in `folder`; the tests' own models are importable there, and no GPU is seen."""
-    return Running(
-        [sys.executable, *through, "-m", "lockstep", *map(str, words)],
+class _Warm(warm.Warm, Running):
+    pass
+
+
+def start(folder: Path, *words: object, through: Sequence[str] = (), module: str = "lockstep", **env: str) -> Running:
+    """Start `python -m lockstep WORDS` in `folder`; the tests' own models are importable there, and no GPU is seen.
+
+    The process comes from a server that has imported torch, unless it goes `through` something, such as `COLD`.
+    """
+    args = [*through, "-m", module, *map(str, words)]
+    env = {**os.environ, "PYTHONPATH": CODE, "CUDA_VISIBLE_DEVICES": "", **env}
+    kind = Running if through or not warm.has(args, env) else _Warm
+    return kind(
+        [sys.executable, *args],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **env},
+        env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -102,14 +120,6 @@ def until(holds: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         time.sleep(0.01)
 
 
-def patience_s(started_s: float) -> float:
-    """Return within how many seconds of a rank's failure the others must have ended: 5, and more on a busy machine.
-
-    How busy it is shows in the time that the ranks took from their start to the failure: 3 to 6 s on an idle one.
-    """
-    return 5 + started_s / 2
-
-
 def events(folder: Path, event: str) -> list[dict[str, Any]]:
     """Return the run's events of one kind; a line that is still being written is left out."""
     path = folder / "steps.jsonl"
@@ -124,8 +134,9 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all tensors in the run's last checkpoint, by file."""
-    return {path.name: path.read_bytes() for path in (folder / "checkpoints" / "last").glob("*.safetensors")}
+    """Return the digests of all tensors in the run's last checkpoint, by file."""
+    last = folder / "checkpoints" / "last"
+    return {path.name: hashlib.sha256(path.read_bytes()).digest() for path in last.glob("*.safetensors")}
 
 
 def processes(process: subprocess.Popen[str]) -> list[psutil.Process]:

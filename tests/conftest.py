@@ -1,14 +1,22 @@
-"""What all tests share."""
+"""What all tests share: the tiers that the folders are, how workers divide them, and where their time goes."""
 
 from __future__ import annotations
 
+import os
+import re
 import signal
-from collections.abc import Iterator
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from . import warm
 from .pool import RankPool
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # threads that wait leave the cores to others; before torch is imported
 
 # Whoever starts the tests in the background, or under nohup, has them and the commands they start ignore these.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -16,9 +24,86 @@ for _number in (signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.SIG_DFL)
 
-# What is drawn is the same in every run, and no stall of a busy machine is a failure.
-settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+# No stall of a busy machine is a failure. What is drawn is the same in every run, or, with --hypothesis-profile slow,
+# something new in each: a failure prints how to have it again.
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("steady", _PATIENT, derandomize=True, max_examples=30)
+settings.register_profile("slow", _PATIENT, derandomize=False, print_blob=True)
 settings.load_profile("steady")
+
+_COSTLY = ("cluster",)
+"""Fixtures of daemons: the tests of a file that use one run on the same worker."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what CI asks for."""
+    group = parser.getgroup("tiers")
+    group.addoption("--slice", metavar="K/N", type=_slice, help="of tests/slow, only the K-th part of N, from 0")
+    group.addoption("--slowest", metavar="N", type=int, help="tell each tier's time and its N slowest tests")
+
+
+def _slice(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ValueError(text)
+    return int(found[1]), int(found[2])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start ranks from a warm server; have the workers, which share the cores, compute in one thread each."""
+    if sys.platform == "linux":
+        warm.spawn_from(warm.server)
+        config.add_cleanup(warm.close)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the workers' names of the groups are told
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the slice, and keep together what uses the same daemons."""
+    if part := config.getoption("slice"):
+        left_out = [item for item in items if _tier(item.nodeid) == "slow" and not _is_in(item.nodeid, *part)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        if set(_COSTLY) & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _tier(nodeid: str) -> str:
+    return nodeid.split("/")[1] if nodeid.startswith("tests/") else ""
+
+
+def _is_in(nodeid: str, number: int, count: int) -> bool:
+    """Whether a test is in a slice: by its name alone, so that a test stays in its slice whatever is added."""
+    return zlib.crc32(nodeid.encode()) % count == number
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Tell which slice ran, and where the time went."""
+    if part := config.getoption("slice"):
+        terminalreporter.write_line(f"tests/slow: slice {part[0]} of {part[1]}, from 0")
+    count = config.getoption("slowest")
+    if count is None:
+        return
+    tiers: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                tiers[_tier(report.nodeid)][report.nodeid] += report.duration
+    for line in _slowest(tiers, count):
+        terminalreporter.write_line(line)
+
+
+def _slowest(tiers: dict[str, dict[str, float]], count: int) -> Sequence[str]:
+    lines = []
+    for tier, tests in sorted(tiers.items()):
+        lines.append(f"{tier}: {sum(tests.values()):.0f} s in {len(tests)} tests")
+        slowest = sorted(tests.items(), key=lambda test: -test[1])[:count]
+        lines += [f"{duration_s:8.1f} s  {nodeid}" for nodeid, duration_s in slowest]
+    return lines
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import tempfile
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +52,26 @@ def curve(pool: RankPool, folder: Path, ranks: int, **values: Any) -> Curve:
     """Return ({step: loss}, weights) of a run on `ranks` ranks, in float64 unless `values` say otherwise."""
     asked = {"precision": "fp64", "strategy": "ddp" if ranks > 1 else "single", "epochs": 1000} | values
     limit_s = 600 if asked.get("compile") else 120  # a compiler takes minutes where others keep the cores busy
-    losses = pool.run(ranks, _train, asked | {"output": folder}, timeout_s=limit_s)[0]
+    collectives = asked.get("collectives", "auto")
+    losses = pool.run(ranks, _train, asked | {"output": folder}, timeout_s=limit_s, collectives=collectives)[0]
     state = checkpoint.load(folder)
     return losses, {name: tensor.numpy() for name, tensor in state.tensors.items()}
+
+
+@lru_cache
+def _alone(pool: RankPool, values: tuple[tuple[str, Any], ...]) -> Curve:
+    with tempfile.TemporaryDirectory() as folder:
+        return curve(pool, Path(folder), 1, **dict(values))
+
+
+def alone(pool: RankPool, **values: Any) -> Curve:
+    """Return the curve of one process; each is trained once."""
+    return _alone(pool, tuple(sorted(values.items())))
+
+
+def from_alone(pool: RankPool, folder: Path, ranks: int, values: dict[str, Any], **options: Any) -> float:
+    """Return how far a run of `values` with these options is apart from one process without them."""
+    return apart(curve(pool, folder, ranks, **values | options), alone(pool, **values))
 
 
 def spread(strategy: str, replicas: int) -> tuple[int, dict[str, Any]]:
@@ -74,6 +94,9 @@ def apart(ours: Curve, theirs: Curve) -> float:
     """
     assert ours[0].keys() == theirs[0].keys()
     assert ours[1].keys() == theirs[1].keys()
+    for by_step, tensors in (ours, theirs):  # max() drops what is no number
+        assert all(map(math.isfinite, by_step.values()))
+        assert all(np.isfinite(held).all() for held in tensors.values())
     losses = [abs(ours[0][step] - theirs[0][step]) / abs(theirs[0][step]) for step in ours[0]]
     weights = [
         float(np.abs(ours[1][name] - held).max() / max(float(np.abs(held).max()), _FLOOR))

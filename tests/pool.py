@@ -19,7 +19,9 @@ class RankPool:
         self._context = multiprocessing.get_context("spawn")
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def run(self, size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    def run(
+        self, size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120, collectives: str = "auto"
+    ) -> list[Any]:
         """Return `[function(world, *args) for each of size ranks]`; `function` must be importable by name.
 
         Raises AssertionError with the rank's own traceback if any rank raised, TimeoutError if one stayed silent
@@ -33,7 +35,9 @@ class RankPool:
             self._ranks.append((process, ours))
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(size):
-                self._ranks[rank][1].send((function, rank, size, str(Path(folder) / "store"), timeout_s / 2, args))
+                self._ranks[rank][1].send(
+                    (function, rank, size, str(Path(folder) / "store"), timeout_s / 2, collectives, args)
+                )
             answers = []
             for rank in range(size):
                 pipe = self._ranks[rank][1]
@@ -64,14 +68,15 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError):
         while True:
-            function, rank, size, path, stall_s, args = pipe.recv()
+            function, rank, size, path, stall_s, collectives, args = pipe.recv()
             try:
                 if size == 1:
                     world = World.alone()
                 else:
                     topology = Topology(rank=rank, size=size, local_rank=rank, local_size=size)
                     store = FileStore(path, size)
-                    world = World.join(topology, torch.device("cpu"), store, timeout_s=stall_s)
+                    device = torch.device("cpu")
+                    world = World.join(topology, device, store, timeout_s=stall_s, collectives=collectives)
                 try:
                     value = function(world, *args)
                 finally:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
-import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from lockstep.checkpoint.layout import digest
 from lockstep.errors import RequestError
 from lockstep.state import State
 
+from ..disks import no_file_beyond
 from ..needs import need
 
 
@@ -81,16 +82,20 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 # --- the same comes back ---
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-)
+
+def came_back(folder: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> dict[str, Tensor]:
+    """Save, and return the tensors that are loaded; what goes with them is the same."""
+    saver = Ear().open(folder / "checkpoints")
+    saver.save(State(tensors, meta), step=1, best=False)
+    saver.close()
+    loaded = load(folder)
+    assert loaded.tensors.keys() == tensors.keys()
+    assert loaded.meta == meta
+    return loaded.tensors
+
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -98,27 +103,18 @@ def test_every_dtype_comes_back_with_the_same_bits(tmp_path: Path, dtype: torch.
     bits = torch.randint(0, 2 if dtype == torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
     values = bits.view(dtype)  # any bits: NaNs with payloads, subnormal numbers
     tensors = {"model/a": values.reshape(2, 3), "model/b.c": values[0], "ema/none": values[:0].reshape(0, 7)}
-    saver = Ear().open(tmp_path / "checkpoints")
-    saver.save(State(tensors, {"step": 1}), step=1, best=False)
-    saver.close()
-    loaded = load(tmp_path).tensors
-    assert loaded.keys() == tensors.keys()
+    loaded = came_back(tmp_path, tensors, {"step": 1})
     assert all(same_bits(loaded[name], tensors[name]) for name in tensors)
     assert loaded["model/b.c"].shape == ()
 
 
-def test_meta_comes_back(tmp_path: Path) -> None:
-    meta = {
-        "step": 7,
-        "best": -float("inf"),
-        "config": {"lr": 0.1 + 0.2, "text": "é\udc80"},
-        "rng": "AAEC",
-        "none": None,
-    }
-    saver = Ear().open(tmp_path)
-    saver.save(State({}, meta), step=7, best=False)
-    saver.close()
-    assert load(tmp_path / "last") == State({}, meta)
+def test_meta_and_tied_and_strided_tensors_come_back(tmp_path: Path) -> None:
+    images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    tied = torch.nn.Parameter(torch.randn(3, 3))
+    tensors = {"model/a": tied, "model/b": tied, "model/c": images, "model/d": images.transpose(0, 3)[::2]}
+    config = {"lr": 0.1 + 0.2, "text": "é\udc80"}
+    loaded = came_back(tmp_path, tensors, {"best": -float("inf"), "config": config, "rng": "AAEC", "none": None})
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
 def test_the_good_one_that_a_run_goes_on_from_stays_until_there_are_two_newer_ones(tmp_path: Path) -> None:
@@ -146,17 +142,6 @@ def test_the_best_one_that_a_run_goes_on_from_stays_where_a_better_one_is_saved(
     saver.save(state_of(15), step=15, best=True)
     saver.close()
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000010", "step-00000015", "step-00000020"]
-
-
-def test_tied_and_strided_tensors_keep_their_values(tmp_path: Path) -> None:
-    images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    tied = torch.nn.Parameter(torch.randn(3, 3))
-    tensors = {"model/a": tied, "model/b": tied, "model/c": images, "model/d": images.transpose(0, 3)[::2]}
-    saver = Ear().open(tmp_path)
-    saver.save(State(tensors, {}), step=1, best=False)
-    saver.close()
-    loaded = load(tmp_path / "last").tensors
-    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
 def test_training_goes_on_while_the_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,74 +267,49 @@ def test_find(tmp_path: Path) -> None:
 
 # --- kills ---
 
-_SAVE_FOR_EVER = """
-import sys, os
-from pathlib import Path
-import torch
-from lockstep.checkpoint import Checkpoints
-from lockstep.state import State
-torch.set_num_threads(1)
+_CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.chmod"}
 
-def train(folder, pipe):
-    saver = Checkpoints(folder, warn=lambda text: os._exit(3))
-    weight = torch.zeros(500_000)
-    for step in range(1, 1_000_000):
-        weight.fill_(step)
-        saver.save(State({"model/w": weight, "optimizer/m": weight}, {"step": step}), step=step, best=step % 3 == 0)
-        if step == 2:
-            os.write(pipe, b"x")
 
-# One import of torch serves all kills: each line of input starts a child.
-for line in sys.stdin:
-    read_end, write_end = os.pipe()
+def _dies_before(change: int, run: Path, *saves: tuple[int, bool]) -> bool:
+    """Save in a child that dies before it changes the disk for the time `change`; return whether it came to that."""
     child = os.fork()
     if child == 0:
-        train(Path(line.strip()), write_end)
-    assert os.read(read_end, 1) == b"x"
-    os.close(read_end); os.close(write_end)
-    print(child, flush=True)
-    os.waitpid(child, 0)
-    print("dead", flush=True)
-"""
+        left, code = itertools.count(change - 1, -1), 1
+
+        def look(event: str, given: tuple[Any, ...]) -> None:
+            writes = event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR)
+            if (writes or event in _CHANGES) and next(left) == 0:
+                os._exit(9)
+
+        try:
+            sys.addaudithook(look)
+            save_all(run, *saves)
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 9)
+    return code == 9
 
 
-@pytest.fixture
-def quick_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: syncing costs nothing there, so that kills hit the writing itself."""
-    if not Path("/dev/shm").is_dir():
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
-
-
-def test_a_kill_at_any_moment_leaves_last_whole(quick_disk: Path) -> None:
-    """Each of 40 children goes on in the same folder, and is killed at a random moment of saving."""
-    folder = quick_disk
-    seed = random.randrange(2**32)
-    chance = random.Random(seed)
-    caught_in_the_act = 0
-    with subprocess.Popen(
-        [sys.executable, "-c", _SAVE_FOR_EVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        kills = 0
-        while kills < 40 or (caught_in_the_act == 0 and kills < 1000):
-            kills += 1
-            print(folder, file=server.stdin, flush=True)
-            child = int(server.stdout.readline())
-            time.sleep(chance.uniform(0, 0.05))
-            os.kill(child, 9)
-            assert server.stdout.readline() == "dead\n"
-            caught_in_the_act += any(path.name.startswith(".saving") for path in folder.iterdir())
-            for name in ("last", "best") if (folder / "best").is_symlink() else ("last",):
-                state = load(folder / name)
-                assert all((tensor == state.meta["step"]).all() for tensor in state.tensors.values()), f"seed {seed}"
-        server.stdin.close()
-    assert caught_in_the_act > 0, "no kill came while a checkpoint was written: the test proves nothing"
-    Ear().open(folder)
-    assert not [name for name in names(folder) if name.startswith(".")]
+@pytest.mark.parametrize("before", [(), ((1, True), (2, False))], ids=["none", "two"])
+def test_a_kill_between_any_two_changes_of_the_disk_leaves_a_whole_checkpoint(
+    tmp_path: Path, before: tuple[tuple[int, bool], ...]
+) -> None:
+    save_all(tmp_path / "before", *before)
+    for change in itertools.count(1):
+        folder = Path(shutil.copytree(tmp_path / "before", tmp_path / str(change), symlinks=True)) / "checkpoints"
+        died = _dies_before(change, folder.parent, (3, True), (4, False))
+        assert find(folder) is not None or not before
+        assert (folder / "best").exists() or not before
+        for path in (*folder.glob("step-*"), *folder.glob("[bl]*st")):
+            state = load(path)
+            assert all((tensor == state.meta["step"]).all() for tensor in state.tensors.values())
+        save_all(folder.parent, (5, True), (6, False))
+        assert names(folder) == ["best", "last", "step-00000005", "step-00000006"]
+        if not died:
+            assert change > 20, "a save is that many changes at least"
+            return
 
 
 def test_what_is_killed_between_the_links_has_its_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,46 +345,26 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def _survives(disk: Path, ear: Ear, saver: Checkpoints, big: State) -> None:
-    """Assert that a save that does not fit leaves step 1 as it was, is told once, and that the next save works."""
-    before = names(disk)
-    saver.save(big, step=2, best=True)
+@pytest.mark.parametrize("how", ["full", "limited"])  # the latter for those who may not mount
+def test_a_full_disk_stops_no_training(tmp_path: Path, request: pytest.FixtureRequest, how: str) -> None:
+    disk = request.getfixturevalue("tiny_disk") if how == "full" else tmp_path
+    ear = Ear()
+    saver = ear.open(disk)
+    saver.save(state_of(1), step=1, best=True)
     saver.wait()
+    before = names(disk)
+    with no_file_beyond(500_000) if how == "limited" else nullcontext():
+        saver.save(State({"model/w": torch.zeros(1_000_000)}, {"step": 2}), step=2, best=True)
+        saver.wait()
     assert names(disk) == before
     assert load(disk / "last").meta["step"] == load(disk / "best").meta["step"] == 1
-    assert len(ear.warnings) == 1
-    assert "step 2" in ear.warnings[0]
-    assert "training goes on" in ear.warnings[0]
-
-
-def test_a_full_disk_stops_no_training(tiny_disk: Path) -> None:
-    ear = Ear()
-    saver = ear.open(tiny_disk)
-    saver.save(state_of(1), step=1, best=True)
-    saver.wait()
-    _survives(tiny_disk, ear, saver, State({"model/w": torch.zeros(1_000_000)}, {"step": 2}))
-    assert "No space left" in ear.warnings[0]
+    (warning,) = ear.warnings
+    reason = "No space left" if how == "full" else "File too large"
+    assert all(part in warning for part in ("step 2", "training goes on", reason))
     saver.save(state_of(3), step=3, best=False)
     saver.close()
-    assert load(tiny_disk / "last").meta["step"] == 3
+    assert load(disk / "last").meta["step"] == 3
     assert ear.saved == [1, 3]
-
-
-def test_a_file_size_limit_stops_no_training(tmp_path: Path) -> None:
-    """The same for those who may not mount: the kernel refuses to write beyond a limit."""
-    ear = Ear()
-    saver = ear.open(tmp_path)
-    saver.save(state_of(1), step=1, best=True)
-    saver.wait()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
-    try:
-        _survives(tmp_path, ear, saver, State({"model/w": torch.zeros(1_000_000)}, {"step": 2}))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    saver.save(state_of(3), step=3, best=False)
-    saver.close()
-    assert load(tmp_path / "last").meta["step"] == 3
 
 
 # --- damage ---

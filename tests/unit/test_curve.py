@@ -41,37 +41,53 @@ def _setup(folder: Path = Path("out"), *, devices: int = 2, is_cpu: bool = True,
 # ---- comparing
 
 
-def test_the_same_curve_holds_bit_for_bit() -> None:
-    found = compare(_made(), _made(), tolerance=0)
-    assert found.holds
-    assert (found.loss, found.weight, found.step, found.tensor, found.where) == (0, 0, None, "", "")
+PARTED = LOSSES | {step: LOSSES[step] * (1 + 0.01 * (step - 3)) for step in (4, 5, 6)}
+LAST_BIT = LOSSES | {3: math.nextafter(LOSSES[3], 9)}
+WEIGHT = {"fc.weight": torch.linspace(-1, 1, 8, dtype=torch.float64)}
+WEIGHT["fc.weight"][2] = math.nextafter(float(WEIGHT["fc.weight"][2]), 9)
+NEGATIVE = {"fc.bias": -torch.zeros(3)}
+NOISE = torch.tensor([3e-17, -5e-17, 1e-18], dtype=torch.float64)
+BIAS, MORE = {"fc.bias": torch.tensor([0.0, 0.5, 0.0])}, {"more": torch.ones(2)}
 
 
-def test_curves_that_part_are_told_from_the_step_at_which_they_do() -> None:
-    parted = LOSSES | {step: LOSSES[step] * (1 + 0.01 * (step - 3)) for step in (4, 5, 6)}
-    found = compare(_made(parted), _made(), tolerance=1e-3)
-    assert not found.holds
-    assert (found.step, found.where) == (4, "step 4")
-    assert found.loss == pytest.approx(0.03 / 1.03)
-    assert compare(_made(parted), _made(), tolerance=0.015).step == 5
-
-
-def test_the_last_bit_counts_only_where_bits_are_due() -> None:
-    last_bit = LOSSES | {3: math.nextafter(LOSSES[3], 9)}
-    assert compare(_made(last_bit), _made(), tolerance=1e-9).holds
-    assert compare(_made(last_bit), _made(), tolerance=0).step == 3
-    weight = torch.linspace(-1, 1, 8, dtype=torch.float64)
-    weight[2] = math.nextafter(float(weight[2]), 9)
-    assert compare(_made(tensors={"fc.weight": weight}), _made(), tolerance=1e-9).holds
-    found = compare(_made(tensors={"fc.weight": weight}), _made(), tolerance=0)
-    assert (found.holds, found.step, found.where, found.tensor) == (False, None, "after 6", "model/fc.weight")
-
-
-def test_the_sign_of_a_zero_is_a_bit() -> None:
-    negative = {"fc.bias": -torch.zeros(3)}
-    assert compare(_made(tensors=negative), _made(), tolerance=1e-9).holds
-    found = compare(_made(tensors=negative), _made(), tolerance=0)
-    assert (found.holds, found.weight, found.tensor) == (False, 0, "model/fc.bias")
+@pytest.mark.parametrize(
+    ("ours", "theirs", "tolerance", "expected"),
+    [
+        (_made(), _made(), 0, {"holds": True, "loss": 0, "weight": 0, "step": None, "tensor": "", "where": ""}),
+        (_made(PARTED), _made(), 1e-3, {"holds": False, "step": 4, "where": "step 4", "loss": pytest.approx(3 / 103)}),
+        (_made(PARTED), _made(), 0.015, {"step": 5}),
+        # The last bit counts only where bits are due, and so does the sign of a zero.
+        (_made(LAST_BIT), _made(), 1e-9, {"holds": True}),
+        (_made(LAST_BIT), _made(), 0, {"holds": False, "step": 3}),
+        (_made(None, WEIGHT), _made(), 1e-9, {"holds": True}),
+        (
+            _made(None, WEIGHT),
+            _made(),
+            0,
+            {"holds": False, "step": None, "where": "after 6", "tensor": "model/fc.weight"},
+        ),
+        (_made(None, NEGATIVE), _made(), 1e-9, {"holds": True}),
+        (_made(None, NEGATIVE), _made(), 0, {"holds": False, "weight": 0, "tensor": "model/fc.bias"}),
+        # Runs without a step prove nothing, and a loss that is no number parts.
+        (_made({}), _made({}), 1, {"holds": False}),
+        (_made(LOSSES | {2: math.nan}), _made(LOSSES | {2: math.nan}), 1, {"holds": False, "step": 2}),
+        (_made(LOSSES | {2: math.inf}), _made(LOSSES | {2: math.inf}), 1, {"holds": False, "step": 2}),
+        (_made(None, BIAS), _made(), 1e-3, {"holds": False, "tensor": "model/fc.bias", "weight": 1.0, "step": None}),
+        (_made(None, MORE), _made(), 1, {"holds": False, "tensor": "model/more", "weight": math.inf}),
+        # Rounding noise where mathematics has a zero does not count.
+        (
+            _made(None, {"fc.bias": NOISE}),
+            _made(None, {"fc.bias": -NOISE}),
+            1e-9,
+            {"holds": True, "tensor": "model/fc.bias", "weight": pytest.approx(1e-16 / curve.FLOOR)},
+        ),
+        (_made({1: 4e-16}), _made({1: 9e-16}), 1e-9, {"holds": True}),
+        (_made({1: 4e-9}), _made({1: 9e-9}), 1e-9, {"holds": False}),
+    ],
+)
+def test_where_two_curves_part_is_told(ours: Curve, theirs: Curve, tolerance: float, expected: dict[str, Any]) -> None:
+    found = compare(ours, theirs, tolerance=tolerance)
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("lacking", [1, 4, 6])
@@ -79,32 +95,6 @@ def test_a_step_that_one_lacks_is_where_they_part(lacking: int) -> None:
     cut = {step: loss for step, loss in LOSSES.items() if step != lacking}
     for found in (compare(_made(cut), _made(), tolerance=1), compare(_made(), _made(cut), tolerance=1)):
         assert (found.holds, found.step, found.loss, found.last_step) == (False, lacking, math.inf, 6)
-
-
-def test_runs_without_a_step_prove_nothing() -> None:
-    assert not compare(_made({}), _made({}), tolerance=1).holds
-
-
-def test_a_loss_that_is_no_number_parts() -> None:
-    for other in (math.nan, math.inf):
-        assert compare(_made(LOSSES | {2: other}), _made(LOSSES | {2: other}), tolerance=1).step == 2
-
-
-def test_a_tensor_that_parts_or_that_one_lacks_is_named() -> None:
-    found = compare(_made(tensors={"fc.bias": torch.tensor([0.0, 0.5, 0.0])}), _made(), tolerance=1e-3)
-    assert (found.holds, found.tensor, found.weight, found.step) == (False, "model/fc.bias", 1.0, None)
-    found = compare(_made(tensors={"more": torch.ones(2)}), _made(), tolerance=1)
-    assert (found.holds, found.tensor, found.weight) == (False, "model/more", math.inf)
-
-
-def test_rounding_noise_where_mathematics_has_a_zero_does_not_count() -> None:
-    noise = {"fc.bias": torch.tensor([3e-17, -5e-17, 1e-18], dtype=torch.float64)}
-    zeros = {"fc.bias": -noise["fc.bias"]}
-    found = compare(_made(tensors=noise), _made(tensors=zeros), tolerance=1e-9)
-    assert (found.holds, found.tensor) == (True, "model/fc.bias")
-    assert found.weight == pytest.approx(1e-16 / curve.FLOOR)
-    assert compare(_made({1: 4e-16}), _made({1: 9e-16}), tolerance=1e-9).holds
-    assert not compare(_made({1: 4e-9}), _made({1: 9e-9}), tolerance=1e-9).holds
 
 
 def test_losses_are_read_to_the_last_bit_and_null_is_no_number(tmp_path: Path) -> None:

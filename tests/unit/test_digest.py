@@ -1,23 +1,36 @@
-"""The digest sees every bit, whatever the dtype, the size, the place in memory and the order in memory."""
+"""The digest sees every bit, whatever the dtype, size, place and order in memory; each number that is none is found."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep import checkpoint
+from lockstep.config import RunConfig
+from lockstep.engine import train
+from lockstep.errors import RunError
+from lockstep.options import override
+from lockstep.record.base import Nothing
+from lockstep.verify import finite
 from lockstep.verify.digest import _LAYERED, _LAYERS, differing, digest, digests, largest_gap
+from lockstep.world import World
+
+from ..reading import NoReading
 
 SIZES = (1, 3, 7, 8, 511, 512, 513, 4097, 70_001)
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+DTYPES = (*FLOATS, torch.int64, torch.uint8, torch.bool)
 
 
-def _some(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def _some(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 256, (size * 8,), generator=generator, dtype=torch.uint8)
     if dtype == torch.bool:
@@ -34,105 +47,91 @@ def _flipped(tensor: Tensor, bit: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_one_bit_is_seen_wherever_it_is(size: int, dtype: torch.dtype) -> None:
-    tensor, other = _some(size, dtype), _some(1000, torch.float32, seed=1)
-    before = int(digest([other, tensor]))
-    assert before == int(digest([other.clone(), tensor.clone()]))
-    bits = tensor.nbytes * 8
+def test_one_bit_is_seen_and_its_tensor_named(size: int, dtype: torch.dtype) -> None:
+    own = {"other": _some(1000, seed=1), "this": _some(size, dtype)}
+    copy = {name: each.clone() for name, each in own.items()}
+    whole, each = int(digest([*own.values()])), digests([*own.values()]).tolist()
+    alone = int(digest([own["this"]]))
+    assert all(torch.equal(copy[name].view(torch.uint8), own[name].view(torch.uint8)) for name in own), "it was changed"
+    assert (int(digest([*copy.values()])), digests([*copy.values()]).tolist()) == (whole, each)
+    assert differing(own, dict(reversed(copy.items()))) == []
+    bits = own["this"].nbytes * 8
     for bit in {0, 1, 7, bits // 3, bits // 2, bits - 1}:
         if dtype == torch.bool:
             bit -= bit % 8  # a truth value has one bit that means something
-        changed = _flipped(tensor, bit)
-        assert int(digest([other, changed])) != before
-        assert digests([other, changed]).tolist()[1] != digests([other, tensor]).tolist()[1]
+        copy["this"] = _flipped(own["this"], bit)
+        assert int(digest([*copy.values()])) != whole
+        assert int(digest([copy["this"]])) != alone
+        assert digests([*copy.values()]).tolist()[0] == each[0]
+        assert digests([*copy.values()]).tolist()[1] != each[1]
+        assert differing(own, dict(reversed(copy.items()))) == ["this"]
+    del copy["this"]
+    assert differing(own, copy) == [], "a copy may have fewer tensors"
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3000))
 def test_no_two_of_many_are_alike(seed: int, size: int) -> None:
-    tensors = [_some(size, torch.float32, seed=seed + number) for number in range(8)]
+    tensors = [_some(size, seed=seed + number) for number in range(8)]
     tensors += [_flipped(tensors[0], bit) for bit in range(32)]
     assert len({int(digest([tensor])) for tensor in tensors}) == len({tensor.numpy().tobytes() for tensor in tensors})
 
 
-@pytest.mark.parametrize("tensor", [torch.arange(9), torch.randn(64), torch.arange(40_000), torch.zeros(0)], ids=len)
-def test_what_is_digested_stays_as_it_is(tensor: torch.Tensor) -> None:
-    before = tensor.clone()
-    digest([tensor])
-    digests([tensor])
-    assert torch.equal(tensor, before)
-
-
-def test_tensors_that_change_places_are_seen() -> None:
-    a, b, small = _some(70_001, torch.float32), _some(70_001, torch.float32, seed=1), _some(5, torch.float32, seed=2)
-    assert len({int(digest(each)) for each in ([a, b, small], [b, a, small], [a, b, small, small])}) == 3
-    few = [_some(size, torch.float32, seed=3) for size in (64, 63, 4000)]
-    assert int(digest(few)) != int(digest([few[1], few[0], few[2]]))
-
-
-@pytest.mark.parametrize("shape", [(64, 1024), (512, 512), (256, 64, 3, 3), (3, 5), (1000, 2)], ids=str)
-def test_elements_and_rows_that_change_places_are_seen(shape: tuple[int, ...]) -> None:
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    before = int(digest([weight]))
-    rows = weight.flatten(1)
-    for first, second in ((0, 1), (0, 2), (1, len(rows) - 1), (len(rows) // 2, len(rows) // 2 - 1)):
-        turned = rows.clone()
-        turned[first], turned[second] = rows[second], rows[first]
-        assert int(digest([turned.view(shape)])) != before
-    flat = weight.view(-1)
-    for distance in (1, 2, 3, 64, 512, 513):
-        turned = flat.clone()
-        turned[0], turned[distance % len(flat)] = flat[distance % len(flat)], flat[0]
-        assert torch.equal(turned, flat) or int(digest([turned.view(shape)])) != before
-
-
-@pytest.mark.parametrize("bit", [0, 5, 31, 63])
-def test_one_bit_that_flips_in_two_words_is_seen(bit: int) -> None:
-    # As a data line does that has gone bad; distances that are powers of two, which memory has.
-    tensor = _some(300_000, torch.float32)
-    before, words = int(digest([tensor])), tensor.view(torch.int64)
-    mask = -(1 << 63) if bit == 63 else 1 << bit
-    for distance in (1, 2, 8, 64, 512, 4096, 65_536):
-        for start in (0, 7, 1000):
-            changed = words.clone()
-            changed[start] ^= mask
-            changed[start + distance] ^= mask
-            assert int(digest([changed.view(torch.float32)])) != before
-
-
-def _rows(weight: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    return weight[[*order, *range(len(order), len(weight))]]
-
-
-MOVED = {
-    "rows of ones and zeros": (torch.eye(8, dtype=torch.float64), (1, 0, 3, 2)),
-    "more rows of them": (torch.eye(16), (1, 2, 3, 0)),
-    "layers": (torch.randn(31, 1025, dtype=torch.float64), (5, 3, 1, 0, 2, 4)),
-    "other layers": (torch.randn(29, 1130, dtype=torch.float64), (5, 3, 1, 0, 2, 4)),
-    "pairs of rows in a layer": (torch.randn(62, 1025), (2, 3, 0, 1)),
-}
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_rows_that_change_places_are_seen_within_two_turns(name: str) -> None:
-    weight, order = MOVED[name]
-    moved = _rows(weight, order)
-    assert any(int(digest([weight], turn)) != int(digest([moved], turn)) for turn in (0, 1))
-    assert digests([weight]).tolist() != digests([moved]).tolist()
-
-
-def test_a_row_and_its_mirror_are_told_apart() -> None:
+def _changes() -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
+    """Yield what changes, and the tensors before and after."""
+    a, b, small = _some(70_001), _some(70_001, seed=1), _some(5, seed=2)
+    yield "tensors change places", [a, b, small], [b, a, small]
+    yield "small tensors change places", [small, a[:63], b[:4000]], [a[:63], small, b[:4000]]
+    yield "a tensor comes twice", [a, b, small], [a, b, small, small]
+    for shape in ((512, 512), (256, 64, 3, 3), (3, 5), (1000, 2)):
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        rows, flat = weight.flatten(1), weight.view(-1)
+        pairs = [(rows, *pair) for pair in ((0, 1), (0, 2), (1, len(rows) - 1), (len(rows) // 2, len(rows) // 2 - 1))]
+        pairs += [(flat, 0, distance) for distance in (1, 2, 3, 64, 512, 513) if distance < len(flat)]
+        for held, first, second in pairs:
+            turned = held.clone()
+            turned[first], turned[second] = held[second], held[first]
+            if not torch.equal(turned, held):
+                yield f"rows or elements {first} and {second} of {shape}", [weight], [turned.view(shape)]
+    wide = _some(300_000)
+    for bit, distance, start in product((0, 5, 31, 63), (1, 2, 8, 64, 512, 4096, 65_536), (0, 7, 1000)):
+        words = wide.view(torch.int64).clone()
+        words[[start, start + distance]] ^= -(1 << 63) if bit == 63 else 1 << bit
+        # As a data line does that has gone bad; distances that are powers of two, which memory has.
+        yield f"bit {bit} in words {start} and {distance} on", [wide], [words.view(torch.float32)]
     weight = torch.randn(8, 4, dtype=torch.float64)
     weight[5] = weight[2].flip(0)
-    assert int(digest([weight])) != int(digest([_rows(weight, (0, 1, 5, 3, 4, 2))]))
+    yield "a row and its mirror", [weight], [weight[[0, 1, 5, 3, 4, 2, 6, 7]]]
+    for size in (1, 3, 64, 40_001):
+        yield f"all {size} set", [torch.zeros(size)], [torch.full((size,), -1, dtype=torch.int32).view(torch.float32)]
+    yield "a number is inverted", [torch.tensor([5, 7])], [torch.tensor([~5, 7])]
+    long = torch.arange((1 << 22) + 5)  # words: of two pieces
+    for at in (0, (1 << 22) - 1, 1 << 22, len(long) - 1):
+        changed = long.clone()
+        changed[at] += 1
+        yield f"word {at} of many", [long], [changed]
+    image = _some(4096).view(4, 16, 8, 8).contiguous(memory_format=torch.channels_last)
+    yield "a bit in another memory order", [image], [_flipped(image.permute(0, 2, 3, 1).contiguous(), 77)]
 
 
-@pytest.mark.parametrize("size", [1, 3, 64, 40_001])
-def test_all_bits_set_are_told_from_none(size: int) -> None:
-    zeros = torch.zeros(size)
-    ones = zeros.clone()
-    ones.view(torch.int32).fill_(-1)
-    assert int(digest([zeros])) != int(digest([ones]))
-    assert int(digest([torch.tensor([5, 7])])) != int(digest([torch.tensor([~5, 7])]))
+def test_what_changes_is_seen() -> None:
+    for what, before, after in _changes():
+        assert int(digest(before)) != int(digest(after)), what
+
+
+@pytest.mark.parametrize(
+    ("weight", "order"),
+    [
+        (torch.eye(8, dtype=torch.float64), (1, 0, 3, 2)),
+        (torch.eye(16), (1, 2, 3, 0)),
+        (torch.randn(31, 1025, dtype=torch.float64), (5, 3, 1, 0, 2, 4)),  # layers
+        (torch.randn(29, 1130, dtype=torch.float64), (5, 3, 1, 0, 2, 4)),
+        (torch.randn(62, 1025), (2, 3, 0, 1)),  # pairs of rows in a layer
+    ],
+)
+def test_rows_that_change_places_are_seen_within_two_turns(weight: Tensor, order: tuple[int, ...]) -> None:
+    moved = weight[[*order, *range(len(order), len(weight))]]
+    assert any(int(digest([weight], turn)) != int(digest([moved], turn)) for turn in (0, 1))
+    assert digests([weight]).tolist() != digests([moved]).tolist()
 
 
 def test_no_two_words_meet_in_both_layerings() -> None:
@@ -142,42 +141,12 @@ def test_no_two_words_meet_in_both_layerings() -> None:
         assert math.lcm(*depths) >= min(first * depths[0], second * depths[1])
 
 
-def test_a_column_of_a_matrix_is_digested() -> None:
-    for length in (5, 50_000):
-        column = torch.randn(length, 3)[:, 1]
-        assert int(digest([column])) == int(digest([column.clone()]))
-
-
-def test_a_tensor_of_many_pieces_is_digested_whole() -> None:
-    tensor = torch.arange(3 * (1 << 22) + 5)  # words
-    before = int(digest([tensor]))
-    for at in (0, 1 << 22, len(tensor) - 1):
-        changed = tensor.clone()
-        changed[at] += 1
-        assert int(digest([changed])) != before
-
-
 def test_views_and_memory_orders_are_digested_where_they_lie() -> None:
-    whole = _some(4096, torch.float32)
-    assert int(digest([whole[1:1000]])) == int(digest([whole[1:1000].clone()]))
+    whole = _some(4096)
     image = whole.view(4, 16, 8, 8).contiguous(memory_format=torch.channels_last)
-    assert int(digest([image])) == int(digest([image.clone()]))
-    assert int(digest([image])) != int(digest([_flipped(image.permute(0, 2, 3, 1).contiguous(), 77)]))
+    for view in (whole[1:1000], torch.randn(5, 3)[:, 1], torch.randn(50_000, 3)[:, 1], image, torch.zeros(0)):
+        assert int(digest([view])) == int(digest([view.clone()]))
     assert digests([torch.zeros(0), torch.tensor(1.5), torch.zeros(2, dtype=torch.complex64)]).shape == (3,)
-    assert int(digest([torch.zeros(0)])) == int(digest([torch.zeros(0)]))
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
-def test_a_copy_that_differs_in_one_bit_is_named(dtype: torch.dtype) -> None:
-    own = {f"model/{size}": _some(size, dtype, seed=size) for size in (5, 70_001)}
-    for name, tensor in own.items():
-        for bit in (0, tensor.nbytes * 8 - 8):
-            copy = {other: each.clone() for other, each in reversed(own.items())}
-            assert differing(own, copy) == []
-            copy[name] = _flipped(copy[name], bit)
-            assert differing(own, copy) == [name]
-            del copy[name]
-            assert differing(own, copy) == []
 
 
 def test_a_copy_may_lie_in_another_order() -> None:
@@ -194,4 +163,79 @@ def test_the_largest_gap_is_that_of_the_values() -> None:
     assert largest_gap(a, torch.tensor([1.0, 2.0, 3.5])) == 4.0
     assert largest_gap(a.to(torch.complex64), torch.tensor([1.0, -2.0, 3.0 + 2.0j])) == 2.0
     assert largest_gap(torch.zeros(0), torch.zeros(0)) == 0.0
-    assert largest_gap(a, torch.tensor([1.0, float("nan"), 3.0])) != 0.0
+    assert math.isnan(largest_gap(a, torch.tensor([1.0, math.nan, 3.0])))
+
+
+# ---- numbers that are none
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_number_that_is_none_is_found_without_the_host_waiting(dtype: torch.dtype, value: float) -> None:
+    for at in (None, 0, 517, 999):
+        some = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+        tensors = {"a": torch.ones(3), "b": some, "c": torch.arange(9), "d": torch.zeros(0)}
+        if at is not None:
+            some[at] = value
+        with NoReading():
+            told = finite.suspect(tensors.values())
+        expected = [] if at is None else ["b"]
+        assert bool(told) == bool(expected)
+        assert finite.not_finite(tensors) == finite.found(World.alone(), tensors) == expected
+
+
+def test_large_and_whole_numbers_and_nothing_are_finite() -> None:
+    for dtype in FLOATS:
+        tensors = {"large": torch.full((100,), torch.finfo(dtype).max, dtype=dtype)}
+        assert finite.suspect(tensors.values()), "the squares overflow"
+        assert finite.found(World.alone(), tensors) == []
+    assert not finite.suspect([])
+    assert not finite.suspect([torch.zeros(0), torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)])
+
+
+def test_the_error_names_three_tensors_and_what_to_do() -> None:
+    said = str(finite.error(7, [f"model/{name}" for name in "abcde"], "Lower --lr."))
+    assert all(part in said for part in ("step 7", "model/a, model/b, model/c)", "Lower --lr."))
+
+
+class Masked(nn.Module):
+    """A net with a causal mask, which is infinite by intent, and a batch norm."""
+
+    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
+        super().__init__()
+        self.mask: Tensor
+        self.register_buffer("mask", torch.full((image_size, image_size), -math.inf).triu(1))
+        self.norm = nn.BatchNorm1d(image_size)
+        self.classifier = nn.Linear(image_size * in_channels * image_size, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.transpose(1, 2).flatten(2)  # (N, rows, channels · columns)
+        mixed = self.norm(self.mask.softmax(1) @ rows)
+        return self.classifier(mixed.flatten(1))  # type: ignore[no-any-return]
+
+
+class Overflowing(Masked):
+    """The same, whose running variance overflows at the third pass of training, though the scores do not."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        return super().forward(x * (1e25 if self.training and self.passes == 3 else 1.0))
+
+
+def _train(model: str, folder: Path, **values: object) -> None:
+    asked = {"model": f"{__name__}:{model}", "data": "digits", "precision": "fp32", "strategy": "single"}
+    train(override(RunConfig(), **asked, output=folder, max_steps=3, **values), World.alone(), Nothing())
+
+
+@pytest.mark.parametrize("options", [{}, {"ema": 0.9}])
+def test_a_mask_is_saved_as_it_is(tmp_path: Path, options: dict[str, object]) -> None:
+    _train("Masked", tmp_path, **options)
+    assert checkpoint.load(tmp_path).tensors["model/mask"].isinf().any()
+
+
+def test_statistics_that_are_none_are_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"after step 3 are not finite numbers \(model/norm.running_var\)"):
+        _train("Overflowing", tmp_path)
+    assert not list(tmp_path.rglob("*.safetensors"))

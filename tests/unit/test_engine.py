@@ -1,16 +1,21 @@
-"""The hot loop reads no value from the device; `tests/gpu` says the same of a real one."""
+"""The loop is the one that a person would write, saves where it is stopped, and reads no value from the device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from lockstep import checkpoint
 from lockstep.config import RunConfig
-from lockstep.engine import advance
+from lockstep.data.order import Order
+from lockstep.engine import advance, train
+from lockstep.errors import Stopped
 from lockstep.job import assemble
 from lockstep.meter import Meter
 from lockstep.options import override
@@ -18,6 +23,7 @@ from lockstep.record.base import Nothing
 from lockstep.topology import Topology
 from lockstep.world import World
 
+from ..curves import Losses
 from ..reading import NoReading
 
 VARIANTS: list[dict[str, Any]] = [
@@ -47,3 +53,29 @@ def test_no_step_reads_a_value(strategy: tuple[str, World], options: dict[str, A
         for step in range(3):
             advance(job, step, next(batches), meter)
     meter.flush(stop=False)
+
+
+def test_one_process_trains_as_a_loop_by_hand_does() -> None:
+    """What a batch is, how many an epoch has, and by what each is divided, in torch alone; the last one is a sample."""
+    values = {"model": "mlp", "data": "fake", "samples": 61, "image_size": 8, "batch": 20, "epochs": 2}
+    config = override(RunConfig(), **values, optimizer="sgd", lr=0.05, momentum=0.9, precision="fp64")
+    found, losses = Losses(), []
+    train(config, World.alone(), found)
+    job = assemble(config, World.alone())
+    sgd = torch.optim.SGD(job.model.parameters(), lr=0.05, momentum=0.9, weight_decay=config.optim.weight_decay)
+    for epoch in range(2):
+        order = Order(61, seed=0, epoch=epoch).indices(0, 61)
+        for x, y, _ in job.data.train.stream(np.split(order, [20, 40, 60]), epoch=epoch):
+            loss = torch.nn.functional.cross_entropy(job.model(x), y)
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+            losses.append(loss.item())
+    assert found.by_step == pytest.approx(dict(enumerate(losses, 1)), rel=1e-12)
+
+
+def test_a_run_that_is_stopped_saves_the_step_it_has_come_to(tmp_path: Path) -> None:
+    values = {"model": "tests.models:Interrupting", "data": "digits", "batch": 32, "output": tmp_path}  # at its step 23
+    with pytest.raises(Stopped, match="at step 23 of 45 and saved"):
+        train(override(RunConfig(), epochs=1, **values), World.alone(), Nothing())
+    assert checkpoint.load(tmp_path).meta["step"] == 23

@@ -66,21 +66,17 @@ def test_under_nohup_a_terminal_that_goes_changes_nothing() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_after_an_exception_the_handlers_are_back() -> None:
+def test_after_an_exception_the_handlers_are_back_and_another_thread_changes_none() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="x"), StopRequest():
         raise ValueError("x")
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_in_another_thread_nothing_changes() -> None:
     seen = []
 
     def enter() -> None:
         with StopRequest() as stop:
             seen.append((signal.getsignal(signal.SIGTERM), stop.asked))
 
-    before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()

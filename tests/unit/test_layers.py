@@ -45,7 +45,7 @@ LAYERS: list[list[str]] = [
         "watch",
         "submit",
     ],
-    ["world", "state", "randomness"],
+    ["shared_memory", "world", "state", "randomness"],
     ["data", "models", "nn", "precision", "optim", "losses", "strategies", "launchers", "record"],
     ["checkpoint", "resume", "meter", "evaluation", "verify", "doctor"],
     ["job", "saving", "announce", "proofs", "engine", "folders", "runs"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -58,10 +57,7 @@ def test_sizes_and_state_keys_are_frozen(name: str) -> None:
         model = _build(name)
     keys = "\n".join(f"{key} {tuple(value.shape)}" for key, value in model.state_dict().items())
     assert (_parameters(model), hashlib.sha256(keys.encode()).hexdigest()[:16]) == FROZEN[name]
-
-
-def test_resnet18_for_100_classes() -> None:
-    assert _parameters(_build("resnet18", classes=100)) == 11_220_132
+    assert name != "resnet18" or _parameters(_build(name, classes=100)) == 11_220_132
 
 
 def test_pyramidnet_widens_evenly_to_its_alpha() -> None:
@@ -84,7 +80,7 @@ def test_the_same_seed_gives_the_same_bits(name: str) -> None:
     assert not all(torch.equal(tensor, states[0][key]) for key, tensor in other.items())
 
 
-@pytest.mark.parametrize("image_size", [8, 28, 33])
+@pytest.mark.parametrize("image_size", [8, 33])
 @pytest.mark.parametrize("name", LIGHT)
 def test_channels_classes_and_sides_are_honoured(name: str, image_size: int) -> None:
     model = _build(name, classes=7, in_channels=1, image_size=image_size)
@@ -183,31 +179,9 @@ def test_torchvision_by_plain_name_and_by_prefix() -> None:
     assert _build("vit_b_32", image_size=64).training
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("resnet81", r"Unknown model 'resnet81': did you mean .*resnet8.*module:attribute"),
-        ("mobilenet_v3_smal", r"did you mean mobilenet_v3_small"),
-        ("torchvision.resnet19", r"did you mean torchvision\.resnet1"),
-        ("fasterrcnn_resnet50_fpn", r"Unknown model"),
-        ("pyramidnet-111-48", r"found 111; use 110 or 116"),
-        ("pyramidnet-7-48", r"from 8 on, found 7; use 8 or 14"),
-        ("pyramidnet-8-48-reference", r"from 14 on, found 8; use 14 or 20"),
-        ("no_such_module:Net", r"no module 'no_such_module' in .*start in the folder"),
-        ("no.such.module:Net", r"no module 'no\.such\.module'"),
-        (":Net", r"write module:attribute"),
-    ],
-)
-def test_names_that_nothing_has_are_refused_early(name: str, sentence: str) -> None:
-    with pytest.raises(RequestError, match=sentence):
+def test_names_that_exist_pass() -> None:
+    for name in (*FROZEN, "pyramidnet-164-84", "torchvision.resnet50", "vit_b_16", "torch.nn:Linear"):
         table.preflight(name)
-    with pytest.raises(RequestError, match=sentence):
-        _build(name)
-
-
-@pytest.mark.parametrize("name", [*FROZEN, "pyramidnet-164-84", "torchvision.resnet50", "vit_b_16", "torch.nn:Linear"])
-def test_names_that_exist_pass(name: str) -> None:
-    table.preflight(name)
 
 
 @pytest.mark.parametrize(
@@ -244,14 +218,6 @@ def everything(**shape):
     return nn.Identity()
 def shaped(classes, shape):
     return everything(classes=classes, shape=shape)
-def nothing():
-    return None
-def demanding(depth):
-    return nn.Identity()
-made = nn.Identity()
-def buggy(classes):
-    return nn.Sequential(nn.Linear(4, classes),
-                         nn.Linear("four", classes))
 class Plain(nn.Module):
     def forward(self, x):
         return x.flatten(1)
@@ -259,16 +225,14 @@ class Plain(nn.Module):
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_models.py").write_text(OWN)
-    (tmp_path / "broken_models.py").write_text("import math\nimport no_such_package")
     monkeypatch.chdir(tmp_path)
-    for name in ("own_models", "broken_models"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return tmp_path
+    monkeypatch.delitem(sys.modules, "own_models", raising=False)
 
 
-def test_the_users_own_gets_what_it_asks_for(own: Path) -> None:
+@pytest.mark.usefixtures("own")
+def test_the_users_own_gets_what_it_asks_for() -> None:
     path = list(sys.path)
     table.preflight("own_models:Net")
     net = _build("own_models:Net", classes=4, in_channels=2)
@@ -280,36 +244,6 @@ def test_the_users_own_gets_what_it_asks_for(own: Path) -> None:
     assert sys.path == path
 
 
-@pytest.mark.parametrize("name", ["own_models", "own_models.py"])
-def test_a_module_alone_is_no_model(own: Path, name: str) -> None:
-    with pytest.raises(RequestError, match=r"is a module; say what to take from it, as in --model own_models:Net\."):
-        table.preflight(name)
-    (own / "photos").mkdir()
-    with pytest.raises(RequestError, match=r"Unknown model 'photos'"):
-        table.preflight("photos")
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("own_models:nothing", r"called with \(\), returned None; it must return an nn.Module"),
-        ("own_models:demanding", r"raised TypeError: .*depth"),
-        ("own_models:buggy", r"called with \(classes=10\), raised TypeError at /\S+/own_models.py:20: empty\(\)"),
-        ("own_models:made", r"is an object of type Identity; give a class or function"),
-        ("own_models:SEEN", r"is an object of type list"),
-        ("own_models:Missing", r"own_models has no 'Missing'"),
-        (
-            "broken_models:Net",
-            r"importing broken_models raised ModuleNotFoundError at /\S+/broken_models.py:2: .*no_such_package",
-        ),
-    ],
-)
-def test_the_users_own_that_cannot_be_used(own: Path, name: str, sentence: str) -> None:
-    table.preflight(name)
-    with pytest.raises(RequestError, match=sentence):
-        _build(name)
-
-
 @pytest.mark.parametrize("shape", [(5,), (4, 6), (1, 8, 8), (3, 8, 16), (2, 3, 4, 5)])
 def test_a_perceptron_takes_samples_of_any_shape(shape: tuple[int, ...]) -> None:
     model = table.build_for("mlp", classes=3, shape=shape)
@@ -318,13 +252,14 @@ def test_a_perceptron_takes_samples_of_any_shape(shape: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("name", ["resnet8", "convnet-small", "pyramidnet-20-48", "mobilenet_v3_small"])
-@pytest.mark.parametrize("shape", [(5,), (8, 8)])
-def test_networks_for_images_refuse_other_samples(name: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(RequestError, match=r"takes images, of shape \(channels, height, width\).*; take --model mlp"):
-        table.build_for(name, classes=3, shape=shape)
+def test_networks_for_images_refuse_other_samples(name: str) -> None:
+    for shape in ((5,), (8, 8)):
+        with pytest.raises(RequestError, match=r"takes images, of shape \(channels, height, width\).*--model mlp"):
+            table.build_for(name, classes=3, shape=shape)
 
 
-def test_the_users_own_is_told_the_shape_if_it_asks(own: Path) -> None:
+@pytest.mark.usefixtures("own")
+def test_the_users_own_is_told_the_shape_if_it_asks() -> None:
     for name in ("shaped", "everything"):  # whoever takes anything may hand it on to what knows no shape
         table.build_for(f"own_models:{name}", classes=3, shape=(2, 4, 6))
     assert sys.modules["own_models"].SEEN == [
@@ -369,10 +304,7 @@ def _tried(model: nn.Module, dtype: torch.dtype = torch.float32, name: str = "my
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (
-            lambda x: (x, x),
-            r"--model my:Net returns 2 things at once, and the loss needs one score .* the scores alone",
-        ),
+        (lambda x: (x, x), r"--model my:Net returns 2 things at once, .* the scores alone"),
         (lambda x: {"logits": x, "aux": x}, r"returns several things by name \(logits, aux\)"),
         (lambda x: None, r"returns nothing"),
         (lambda x: x[:, :, None, None], r"of shape \(2, 10, 1, 1\) for 2 samples, .* of shape \(2, 10\)"),
@@ -413,25 +345,16 @@ class _Reshaped(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (
-            _Reshaped(lambda x: x.view(x.size(0), -1), lambda x: x),
-            r"cannot take a batch of no samples \(cannot reshape",
-        ),
-        (
-            _Reshaped(lambda x: x, lambda x: x if len(x) else x.new_zeros(1, 10)),
-            r"scores of shape \(1, 10\) of a batch",
-        ),
+        (_Reshaped(lambda x: x.view(x.size(0), -1), lambda x: x), r"a batch of no samples \(cannot reshape"),
+        (_Reshaped(lambda x: x, lambda x: x if len(x) else x.new_zeros(1, 10)), r"shape \(1, 10\) of a batch"),
     ],
 )
 def test_a_model_that_takes_no_empty_batch_is_refused_where_one_will_come(model: nn.Module, sentence: str) -> None:
     _tried(model)
     with pytest.raises(RequestError, match=rf"{sentence}.*flatten\(1\).*or --drop-last, or another --batch.$"):
         trial.check("my:Net", model, classes=10, shape=(4,), dtype=torch.float32, empty=True)
-
-
-def test_an_empty_batch_is_fine_for_a_model_that_flattens() -> None:
-    model = _Returns(lambda x: x.flatten(1))
-    trial.check("my:Net", model, classes=10, shape=(4,), dtype=torch.float32, empty=True)
+    flat = _Returns(lambda x: x.flatten(1))
+    trial.check("my:Net", flat, classes=10, shape=(4,), dtype=torch.float32, empty=True)
 
 
 def test_whole_numbers_are_for_models_that_take_them() -> None:
@@ -446,11 +369,3 @@ def test_whole_numbers_are_for_models_that_take_them() -> None:
     _tried(Embedded(), torch.int64)
     with pytest.raises(RequestError, match=r"--model mlp computes with floating-point numbers.*torch\.int64"):
         _tried(table.build_for("mlp", classes=10, shape=(4,)), torch.int64, "mlp")
-
-
-def test_names_and_preflight_import_no_torch() -> None:
-    code = (
-        "import sys; from lockstep.models import table; table.names(); table.preflight('resnet18'); "
-        "table.preflight('pyramidnet-20-48'); sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from lockstep import optim
+from lockstep import losses, optim
 from lockstep.config import OptimConfig, RunConfig
 from lockstep.errors import RequestError
 from lockstep.options import override
@@ -144,6 +145,8 @@ def test_muon_takes_the_matrices_alone() -> None:
     assert {item.ndim for group in rest.param_groups for item in group["params"]} == {1}
     with pytest.raises(RequestError, match="needs matrices"):
         optim.build(nn.BatchNorm1d(3), _config(optimizer="muon"))
+    with pytest.raises(RequestError, match="no parameter that trains"):
+        optim.build(nn.ReLU(), OptimConfig())
 
 
 def test_sgd_is_the_formula() -> None:
@@ -161,11 +164,6 @@ def test_sgd_is_the_formula() -> None:
     assert math.isclose(model.weight.item(), expected, rel_tol=1e-12)
 
 
-def test_a_model_without_anything_to_train_is_refused() -> None:
-    with pytest.raises(RequestError, match="no parameter that trains"):
-        optim.build(nn.ReLU(), OptimConfig())
-
-
 def test_the_average_follows_the_weights_and_keeps_the_models_buffers() -> None:
     linear, norm = nn.Linear(3, 2), nn.BatchNorm1d(2)
     model = nn.Sequential(linear, norm)
@@ -180,3 +178,18 @@ def test_the_average_follows_the_weights_and_keeps_the_models_buffers() -> None:
     torch.testing.assert_close(average.module.get_parameter("0.weight"), expected)
     assert torch.equal(average.module.get_buffer("1.running_mean"), norm.get_buffer("running_mean"))
     assert not any(parameter.requires_grad for parameter in average.module.parameters())
+
+
+weighted = functools.partial(torch.nn.functional.cross_entropy, weight=torch.ones(3))
+
+
+def test_a_loss_of_ones_own_is_called_for_training_and_evaluation() -> None:
+    config = override(RunConfig(), loss="tests.judged:margin_loss").optim
+    found = losses.build(config, classes=3)
+    scores, labels = torch.eye(3) * 0.5, torch.arange(3)
+    assert float(found(scores, labels, reduction="sum")) == pytest.approx(3 * 2 * 0.5 / 3)
+    assert losses.evaluated(config, found) is found
+    asked = override(RunConfig(), loss="tests.unit.test_optim:weighted").optim
+    assert losses.evaluated(asked, losses.build(asked, classes=3)) is weighted
+    smoothing = override(RunConfig(), label_smoothing=0.1).optim
+    assert losses.evaluated(smoothing, losses.build(smoothing, classes=3)) is torch.nn.functional.cross_entropy

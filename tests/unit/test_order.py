@@ -18,9 +18,9 @@ def whole(samples: int, *, seed: int = 0, epoch: int = 0) -> np.ndarray:
     return Order(samples, seed=seed, epoch=epoch).indices(0, samples)
 
 
-@pytest.mark.parametrize("samples", [0, 1, 2, 3, 4, 5, 7, 8, 9, 1437, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17])
-def test_each_sample_exactly_once(samples: int) -> None:
-    assert np.array_equal(np.sort(whole(samples)), np.arange(samples))
+def test_each_sample_exactly_once() -> None:
+    for samples in (0, 1, 2, 3, 4, 5, 7, 8, 9, 1437, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17):
+        assert np.array_equal(np.sort(whole(samples)), np.arange(samples))
 
 
 @given(st.integers(0, 3000), st.integers(0, 2**63 - 1), st.integers(0, 1000))
@@ -61,7 +61,7 @@ def test_each_sample_comes_to_each_position_equally_often() -> None:
         assert chi_square(np.bincount(orders[:, position], minlength=13)) < 42  # 12 degrees: once in 30,000
 
 
-@pytest.mark.parametrize("samples", [101, 128, 1000])
+@pytest.mark.parametrize("samples", [101, 128])
 def test_neighbours_in_the_order_are_unrelated(samples: int) -> None:
     steps = [np.diff(whole(samples, seed=9, epoch=epoch)) % samples for epoch in range(40_000 // samples)]
     counts = np.bincount(np.concatenate(steps), minlength=samples)[1:]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lockstep import hardware, optim
 from lockstep.config import OptimConfig, PrecisionConfig
-from lockstep.errors import RequestError
 from lockstep.precision import Precision, resolve
 from lockstep.state import model_tensors, optimizer_state
 
@@ -78,11 +77,6 @@ def test_auto_follows_the_hardware() -> None:
     assert resolve("fp16", CPU) == "fp16"
 
 
-def test_what_the_device_lacks_is_refused() -> None:
-    with pytest.raises(RequestError, match="needs an NVIDIA GPU of Ampere or newer, found cpu"):
-        _precision("tf32")
-
-
 def test_torch_still_knows_whether_tf32_is_on() -> None:
     # Setting it needs no GPU. Asked through the switches that torch's own parts ask, which raise if set by halves.
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -106,12 +100,11 @@ def test_the_norm_is_the_whole_models_unscaled(name: str) -> None:
     assert isinstance(model, nn.Linear)
     assert isinstance(other, nn.Linear)
     before = model.weight.detach().clone()
-    both = nn.ModuleList([model, other])
-    optimizer = optim.build(both, OptimConfig(lr=1.0, momentum=0.0, weight_decay=0.0))
+    optimizers = [torch.optim.SGD([each.weight], lr=1.0) for each in (model, other)]  # several, as under muon
     # Gradients of 3 in four places and 8 in one: a norm of 10.
     loss = 3 * model.weight.sum() + 8 * other.weight.sum()
     precision.backward(loss)
-    norm = precision.step(optimizer.each, clip=5.0)
+    norm = precision.step(optimizers, clip=5.0)
     assert norm is not None
     assert norm.item() == pytest.approx(10.0, rel=1e-6)
     assert (before - model.weight).detach().flatten().tolist() == pytest.approx([1.5] * 4, rel=1e-5)
@@ -152,8 +145,7 @@ OPTIMIZERS += [OptimConfig(name="muon"), OptimConfig(name="muon", nesterov=True)
 
 
 @pytest.mark.parametrize("config", OPTIMIZERS, ids=lambda config: f"{config.name}-{config.momentum}-{config.nesterov}")
-@pytest.mark.parametrize("at", range(4))
-@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize(("at", "steps_before"), [(0, 0), (3, 0), (1, 2), (2, 2)])
 def test_under_fp16_an_overflow_anywhere_changes_the_scale_alone(
     config: OptimConfig, at: int, steps_before: int
 ) -> None:
@@ -188,11 +180,6 @@ def test_under_fp16_the_host_waits_for_nothing(name: str, clip: float | None) ->
             precision.step(optimizers.each, clip=clip)
 
 
-def test_the_host_would_be_seen_reading() -> None:
-    with pytest.raises(AssertionError, match="the host reads a value"), NoReading():
-        float(torch.ones(()) + 1)
-
-
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
 def test_without_an_overflow_fp16_steps_as_fp32(name: str) -> None:
     found = []
@@ -212,12 +199,9 @@ def test_a_continued_run_keeps_the_scale() -> None:
     other = _precision("fp16")
     other.load_state(precision.state())
     assert other.state() == precision.state()
-
-
-def test_without_scaling_there_is_no_state() -> None:
     assert _precision("bf16").state() == {}
     _precision("bf16").load_state({})
-    _precision("fp32").load_state(_precision("fp16").state())  # a run that is continued in another precision
+    _precision("fp32").load_state(precision.state())  # a run that is continued in another precision
 
 
 def test_an_expanded_buffer_gets_memory_of_its_own() -> None:

@@ -18,7 +18,7 @@ from lockstep.data.source import Source, Wish
 from lockstep.topology import Topology
 from lockstep.world import World
 
-from .real_data import cifar_images
+from ..real_data import cifar_images
 
 ALL = ("crop", "flip", "cutout")
 
@@ -51,7 +51,7 @@ def fetch(made: Source, *shares: Sequence[int], epoch: int = 0) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("name", ["digits", "cifar"])
-@pytest.mark.parametrize("augment", [(), ("crop",), ("flip",), ("cutout",), ALL], ids="+".join)
+@pytest.mark.parametrize("augment", [(), ("crop",), ALL], ids="+".join)
 def test_a_sample_does_not_depend_on_its_batch(name: str, augment: tuple[str, ...]) -> None:
     made = source(name, augment, dtype=torch.float32)
     order = np.random.default_rng(0).permutation(60).tolist()
@@ -59,6 +59,8 @@ def test_a_sample_does_not_depend_on_its_batch(name: str, augment: tuple[str, ..
     again, labels = fetch(made, order[:1], [], order[1:8], order[8:], epoch=3)
     assert torch.equal(x, again)
     assert torch.equal(y, labels)
+    ((none, no_labels, _),) = made.stream([np.empty(0, np.int64)], epoch=0)
+    assert (none.shape, no_labels.shape) == ((0, *x.shape[1:]), (0,))
     other = source(name, augment, dtype=torch.float32)
     list(other.stream([np.arange(50)], epoch=2))
     assert torch.equal(fetch(other, order, epoch=3)[0], x)
@@ -157,13 +159,6 @@ def test_memory_and_dtype_are_as_asked(augment: tuple[str, ...], channels_last: 
         assert x.is_contiguous(memory_format=order)
         assert y.dtype == torch.int64
         torch.testing.assert_close(x, exact.to(dtype), rtol=torch.finfo(dtype).eps * 2, atol=1e-6)
-
-
-@pytest.mark.parametrize("augment", [(), ALL], ids=["plain", "augmented"])
-def test_an_empty_share_gives_an_empty_batch(augment: tuple[str, ...]) -> None:
-    ((x, y, _),) = source("digits", augment).stream([np.empty(0, np.int64)], epoch=0)
-    assert x.shape == (0, 1, 8, 8)
-    assert y.shape == (0,)
 
 
 def test_only_the_training_images_are_varied() -> None:

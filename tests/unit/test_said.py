@@ -35,11 +35,15 @@ print("after")
 """
 
 
+def _runs(code: str, *words: object) -> subprocess.CompletedProcess[str]:
+    started = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(started, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("shown", [True, False])
 def test_what_a_rank_says_is_kept(shown: bool, tmp_path: Path) -> None:
     path = tmp_path / "output" / "rank_1.txt"
-    words = [sys.executable, "-c", SAYS, str(path), "shown" if shown else "kept"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    done = _runs(SAYS, path, "shown" if shown else "kept")
     kept = path.read_text()
     assert "by print\n" in kept
     assert "by stderr\n" in kept
@@ -59,15 +63,14 @@ def test_what_a_rank_says_is_kept(shown: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shown", ["shown", "kept"])
 def test_a_full_disk_ends_nobody_who_says_something(shown: str) -> None:
     says = SAYS.replace('os.write(2, b"by C\\n")', "")  # which is refused to whoever asks
-    done = subprocess.run([sys.executable, "-c", says, "/dev/full", shown], capture_output=True, text=True, check=False)
+    done = _runs(says, "/dev/full", shown)
     assert (done.returncode, "Error" in done.stderr) == (0, False), done.stderr
     assert done.stdout.endswith("after\n")
 
 
 def test_where_nothing_can_be_kept_the_console_has_it(tmp_path: Path) -> None:
     (tmp_path / "output").write_text("a file in the way")
-    words = [sys.executable, "-c", SAYS, str(tmp_path / "output" / "rank_1.txt"), "kept"]
-    assert "by print" in subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert "by print" in _runs(SAYS, tmp_path / "output" / "rank_1.txt", "kept").stdout
 
 
 CRASHES = """
@@ -84,8 +87,7 @@ with said.kept(Path(sys.argv[1]), shown=True):
 @pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGKILL])
 def test_the_last_words_of_a_rank_that_dies_are_on_the_console_and_kept(number: int, tmp_path: Path) -> None:
     path = tmp_path / "output" / "rank_0.txt"
-    words = [sys.executable, "-c", CRASHES, str(path), str(int(number))]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = _runs(CRASHES, path, int(number))
     assert done.returncode == -number
     assert done.stdout == "by a program\n"
     assert done.stderr == "by C, and no more\n"
@@ -154,8 +156,7 @@ logging.warning("after")
 
 def test_who_holds_on_to_a_stream_writes_to_the_console(tmp_path: Path) -> None:
     path, other = tmp_path / "output" / "rank_0.txt", tmp_path / "other"
-    words = [sys.executable, "-c", HOLDS_ON, str(path), str(other)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    done = _runs(HOLDS_ON, path, other)
     assert done.stderr == "within\nafter\n"
     assert path.read_text() == "within\n"
     assert other.read_text() == ""

@@ -7,30 +7,28 @@ import functools
 import hashlib
 import pickle
 import random
-import subprocess
-import sys
 import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lockstep.config import DataConfig
 from lockstep.data import cifar, digits
-from lockstep.data.sets import build, names, preflight
+from lockstep.data.sets import build, names
 from lockstep.data.source import Pair, Source, Splits
 from lockstep.errors import LockstepError, RequestError, RunError
 from lockstep.world import World
 
-from .real_data import cifar_images, real_data
+from ..real_data import cifar_images, real_data
 
 
 def made(config: DataConfig, *, seed: int = 0, channels_last: bool = False) -> Splits:
@@ -43,54 +41,8 @@ def batch(source: Source, *indices: int, epoch: int = 0) -> Pair:
     return x, y
 
 
-# --- the table
-
-
-def test_names_and_preflight_need_no_torch() -> None:
-    code = (
-        "import sys; from lockstep.config import DataConfig; from lockstep.data import sets; "
-        "sets.names(); sets.preflight(DataConfig()); sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_the_names_are_frozen() -> None:
     assert names() == ("digits", "cifar10", "cifar100", "imagefolder", "fake")
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (DataConfig(name="cifar"), ["'cifar'", "did you mean", "cifar10", "module:attribute"]),
-        (
-            DataConfig(name="cifar10", dir=Path("/nowhere"), download=False),
-            ["/nowhere/cifar-10-batches-py", "download"],
-        ),
-        (DataConfig(name="imagefolder", dir=Path("/nowhere")), ["/nowhere/train", "--data-dir"]),
-        (DataConfig(name="no_such_module:load"), ["no_such_module", "start in the folder"]),
-        (DataConfig(name="no_such.module:load"), ["no_such.module"]),
-        (DataConfig(name=":load"), ["module:attribute"]),
-    ],
-    ids=lambda value: value.name if isinstance(value, DataConfig) else "",
-)
-def test_what_cannot_work_is_refused_before_any_process_starts(config: DataConfig, words: list[str]) -> None:
-    with pytest.raises(RequestError) as caught:
-        preflight(config)
-    assert all(word in str(caught.value) for word in words), caught.value
-    assert "\n" not in str(caught.value)
-
-
-def test_a_module_and_a_folder_are_no_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "my_data.py").touch()
-    for name in ("photos", str(tmp_path)):
-        with pytest.raises(RequestError, match=rf"goes with --data imagefolder --data-dir {name}\.$"):
-            preflight(DataConfig(name=name))
-    with pytest.raises(RequestError, match=r"is a module; say what to take from it, as in --data my_data:splits\."):
-        preflight(DataConfig(name="my_data"))
-
-
-def test_on_device_is_refused_without_an_accelerator() -> None:
-    with pytest.raises(RequestError, match="on-device on"):
-        made(DataConfig(on_device="on"))
 
 
 # --- digits
@@ -155,11 +107,6 @@ def test_a_damaged_file_is_refused_by_name(official: Path, tmp_path: Path) -> No
             cifar.read(SMALL, DataConfig(dir=tmp_path))
         for word in (str(path), SMALL.test["test_batch"], hashlib.md5(bad).hexdigest(), "remove"):
             assert word in str(caught.value)
-
-
-def test_a_partial_set_is_refused_by_name(official: Path) -> None:
-    with pytest.raises(RequestError, match=r"data_batch_1.*data_batch_5 missing"):
-        preflight(DataConfig(name="cifar10", dir=official))
 
 
 class _Payload:
@@ -279,41 +226,6 @@ def byte_images() -> Tables:
     return TensorDataset(x, torch.arange(20) % 4), TensorDataset(x[:4], torch.arange(4))
 
 
-def outside() -> Tables:
-    return TensorDataset(torch.zeros(9, 2), torch.arange(9) % 3), TensorDataset(torch.zeros(9, 2), torch.arange(9))
-
-
-def nothing() -> Tables:
-    return TensorDataset(torch.zeros(0, 2), torch.zeros(0)), TensorDataset(torch.zeros(0, 2), torch.zeros(0))
-
-
-def only_one() -> Photos:
-    return Photos()
-
-
-def fractions() -> Tables:
-    return TensorDataset(torch.zeros(9, 2), torch.arange(9) / 2), TensorDataset(torch.zeros(9, 2), torch.arange(9))
-
-
-def one_hot() -> Tables:
-    labels = nn.functional.one_hot(torch.arange(9) % 3)
-    return TensorDataset(torch.zeros(9, 2), labels), TensorDataset(torch.zeros(9, 2), labels)
-
-
-class Stream(IterableDataset[tuple[Tensor, int]]):
-    classes = 2
-
-    def __len__(self) -> int:
-        return 3
-
-    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
-        return iter([(torch.zeros(2), 0)] * 3)
-
-
-def streams() -> tuple[Stream, Stream]:
-    return Stream(), Stream()
-
-
 class Labels(Dataset[tuple[Tensor, object]]):
     classes = 3
 
@@ -327,28 +239,12 @@ class Labels(Dataset[tuple[Tensor, object]]):
         return torch.zeros(2), self.label
 
 
-def words() -> tuple[Labels, Labels]:
-    return Labels("3"), Labels(0)
-
-
-def halves() -> tuple[Labels, Labels]:
-    return Labels(torch.tensor(0.5)), Labels(0)
-
-
-def pairs() -> tuple[Labels, Labels]:
-    return Labels(torch.tensor([0, 1])), Labels(0)
-
-
 def whole() -> tuple[Labels, Labels]:
     return Labels(2.0), Labels(np.int64(1))
 
 
 def parts() -> list[Subset[tuple[Tensor, int]]]:
     return [Subset(Photos(), range(9)), Subset(Photos(), range(9, 11))]
-
-
-def broken() -> NoReturn:
-    raise FileNotFoundError("my.csv")
 
 
 def own(name: str, **options: Any) -> DataConfig:
@@ -447,12 +343,8 @@ def test_own_sets_that_are_split_at_random_are_split_by_the_seed() -> None:
 @pytest.mark.parametrize(
     ("index", "kind", "sentence"),
     [
-        (11, RequestError, r"train sample 11 has label 7, but the classes are 0 to 2"),
-        (
-            13,
-            RunError,
-            r"The data set failed at train sample 13 of --data \S+:photos, at \S+\.py:\d+: KeyError: 'no such photo'",
-        ),
+        (11, RequestError, r"train sample 11 has label 7, .* 0 to 2"),
+        (13, RunError, r"train sample 13 of --data \S+:photos, at \S+\.py:\d+: KeyError: 'no such photo'"),
         (15, RequestError, r"train sample 15 is torch.uint8 \(3, 8, 7\).*must be alike"),
     ],
 )
@@ -466,28 +358,3 @@ def test_a_bad_sample_of_an_own_set_is_named(
     if kind is RunError:
         assert isinstance(caught.value, RunError)
         assert "__getitem__" in caught.value.trace
-
-
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        (own("outside"), r"test sample 3 has label 3, but the classes are 0 to 2"),
-        (own("nothing"), r"train data \(TensorDataset\) has no sample"),
-        (own("only_one"), r"returned one Photos; it must return two data sets"),
-        (own("streams"), r"train data \(Stream\) cannot be read by index, .*; give a map-style data set"),
-        (own("fractions"), r"train labels are torch\.float32 of shape \(9,\); give one whole number for each sample"),
-        (own("one_hot"), r"train labels are torch\.int64 of shape \(9, 3\)"),
-        (own("words"), r"train sample 0 has label '3'; give a whole number from 0 to 2"),
-        (own("halves"), r"train sample 0 has label tensor\(0\.5000\)"),
-        (own("pairs"), r"train sample 0 has label tensor\(\[0, 1\]\)"),
-        (own("broken"), r"raised FileNotFoundError at \S+/test_sets.py:\d+: my.csv\.$"),
-        (own("absent"), r"has no 'absent'"),
-        (own("SMALL"), r"is an object of type Cifar; give a class or function"),
-        (own("vectors", augment=("crop",)), r"--augment crop varies images of bytes"),
-        (DataConfig(name="fake", image_size=7, augment=("crop",)), r"crop needs images of 8 × 8 pixels or more"),
-    ],
-    ids=lambda value: value.name.rpartition(":")[2] if isinstance(value, DataConfig) else "",
-)
-def test_an_unusable_set_is_refused(config: DataConfig, sentence: str) -> None:
-    with pytest.raises(RequestError, match=sentence):
-        made(config)

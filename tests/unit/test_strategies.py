@@ -29,11 +29,10 @@ def _pass(module: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     return out.detach(), [item.grad.clone() for item in module.parameters() if item.grad is not None]
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("samples", [12, 7, 3, 1])
+@pytest.mark.parametrize(("replicas", "samples"), [(1, 7), (2, 12), (2, 1), (3, 7), (4, 3), (2, 0)])
 def test_replicas_are_the_plain_module(replicas: int, samples: int) -> None:
     model = _net()
-    x = torch.randn(samples, 1, 8, 8, dtype=torch.float64)
+    x = torch.randn(samples, 1, 8, 8, dtype=torch.float64)  # a batch without a sample passes, too
     expected, gradients = _pass(model, x)
     found, theirs = _pass(ThreadReplicas(model, replicas), x)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -54,12 +53,6 @@ def test_replicas_have_the_shares_of_ranks(samples: int, replicas: int) -> None:
     plan = BatchPlan(global_size=samples, ranks=replicas, accumulation=1)
     (shares,) = zip(*(plan.split(0, samples, rank) for rank in range(replicas)), strict=True)
     assert sorted(sizes) == sorted(len(share) for share in shares if len(share))
-
-
-def test_a_batch_without_a_sample_passes() -> None:
-    out = ThreadReplicas(_net(), 2)(torch.zeros(0, 1, 8, 8, dtype=torch.float64))
-    assert out.shape == (0, 5)
-    out.sum().backward()
 
 
 class _Witness(nn.Module):
@@ -221,8 +214,3 @@ def test_every_strategy_keeps_the_users_parameters_and_state(name: str) -> None:
         assert torch.equal(again.state[theirs]["momentum_buffer"], optimizer.state[ours]["momentum_buffer"])
     named = [f"model/{key}" for key, _ in model.named_parameters()]
     assert [key for key, _ in strategy.replicated(model, ())] == named
-
-
-def test_an_unknown_strategy_is_refused_with_the_nearest_names() -> None:
-    with pytest.raises(RequestError, match="Unknown strategy 'dpp': did you mean dp or ddp"):
-        table.build(ParallelConfig(strategy="dpp"), World.alone())

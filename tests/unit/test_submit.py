@@ -5,16 +5,12 @@ from __future__ import annotations
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.errors import RequestError
 from lockstep.kinds import KINDS, Kind
 from lockstep.submit.request import Layout, SlurmRequest, lay_out
-
-from ..command import refusal
 
 
 def _script(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -57,7 +53,8 @@ def test_a_dry_run_prints_a_script_that_bash_reads_and_makes_nothing(
 def test_a_run_without_a_name_gets_the_next_default_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "runs" / "digits-resnet8").mkdir(parents=True)
     assert f"folder={tmp_path}/runs/digits-resnet8-2\n" in _script(capsys, "digits")
-    # One that is to be continued keeps its own.
+    # One that is to be continued keeps its own, where it holds a run too.
+    (tmp_path / "runs" / "digits-resnet8" / "manifest.json").touch()
     assert f"folder={tmp_path}/runs/digits-resnet8\n" in _script(capsys, "digits", "--resume", "auto")
 
 
@@ -94,74 +91,3 @@ def test_there_is_one_task_a_gpu_or_one_a_node(
 ) -> None:
     monkeypatch.setitem(KINDS, "whole", Kind("x", "X", "drives a node", has_ranks=True, drives_all=True))
     assert lay_out(request_, strategy, devices) == layout
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--nodes -1 digits", "--nodes -1: give 1 or more."),
-        ("--nodes two digits", "--nodes two: give a whole number."),
-        ("--nodes digits --lr 0.1", "--nodes digits: give a whole number."),
-        ("--time 20m digits", "--time 20m: give minutes, minutes:seconds, hours:minutes:seconds, or days-hours"),
-        ("--time 1:2:3:4 digits", "--time 1:2:3:4: give minutes"),
-        ("--time 0 digits", "--time 0: give minutes"),
-        ("--gpus-per-node 0 digits", "--gpus-per-node 0: give a number from 1 up"),
-        ("--mem lots digits", "--mem lots: give the memory of a node"),
-        ("--ntasks-per-node 4 --gpus-per-node 2 digits", "--ntasks-per-node 4 disagrees with --gpus-per-node 2:"),
-        ("--ntasks-per-node 4 --tasks-per-node 2 digits", "are the same thing"),
-        ("--sbatch exclusive digits", "--sbatch 'exclusive': give one option of sbatch"),
-        ("--sbatch=--nodes=3 digits", "--sbatch --nodes=3: lockstep submit writes that itself; give --nodes."),
-        ("--sbatch=--array=0-3 digits", "does not allow for --array"),
-        ("--partition", "--partition lacks its value."),
-        ("--nodes 2 digits --devices 4", "--devices 4: on Slurm it follows from what is asked for; give --gpus-per-"),
-        ("--nodes 2 digits --launcher spawn", "--launcher spawn: with lockstep submit slurm, srun starts the ranks;"),
-        ("--nodes 2 digits --rank 0 --world-size 2", "--rank 0: with lockstep submit slurm, srun says who is which"),
-        ("--nodes 2 digits --init-method tcp://h:1", "--init-method tcp://h:1: with lockstep submit slurm, the ranks"),
-        ("digits --max-restarts 3", "--max-restarts 3: with lockstep submit slurm, srun starts the ranks once;"),
-        ("--nodes 2 --gpus-per-node 4 digits --strategy hybrid --batch 4", "does not split into 2 ranks of 4 devices"),
-        ("--gpus-per-node 2 digits --accelerator cpu", "--accelerator cpu disagrees with --gpus-per-node 2;"),
-        ("digits --accelerator cuda", "add --gpus-per-node N."),
-        ("--nodes 2 digits --strategy dp", "--strategy dp is one process, but --nodes 2 were asked for"),
-        ("--gpus-per-node 2 digits --strategy single", "--strategy single uses one device, but --gpus-per-node 2 asks"),
-        ("--ntasks-per-node 2 digits --strategy dp", "--strategy dp is one process a node; leave it out."),
-        ("--nodes 2 --ntasks-per-node 64 digits", "64"),
-        ("digits --resume runs/x", "give --output RUN --resume auto"),
-        ("digits --output a\nb", "/a\\nb' has a quote, a backslash or a control character"),
-        ("--nodes \uff12 digits", "give a whole number."),
-        ("digist", "did you mean digits?"),
-        ("digits --epoch 3", "did you mean --epochs"),
-        ('digits --output a"b', "which Slurm cannot read there; give another --output."),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_submitted(
-    words: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert told in refusal(capsys, "submit", "slurm", "--dry-run", *words.split(" "))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("words", [("pbs", "digits"), ()])
-def test_other_schedulers_are_unknown(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Unknown scheduler" in refusal(capsys, "submit", *words)
-
-
-def test_without_slurm_nothing_is_left_behind(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert "sbatch is not on PATH" in refusal(capsys, "submit", "slurm", "digits")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_holds_a_run_is_not_taken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "manifest.json").touch()
-    told = refusal(capsys, "submit", "slurm", "--dry-run", "digits", "--output", "run")
-    assert "holds a run already: continue it with --resume auto" in told
-    assert "--resume auto" in _script(capsys, "digits", "--output", "run", "--resume", "auto")
-
-
-def test_values_with_spaces_are_refused() -> None:
-    values: dict[str, Any] = {"partition": "a b"}
-    with pytest.raises(RequestError, match="--partition 'a b': give one word"):
-        SlurmRequest(**values)

@@ -1,0 +1,1 @@
+"""Ranks under faults: real processes, killed, stopped and cut off."""

@@ -1,0 +1,635 @@
+"""`python -m tests.mutants ["NAME"…]`: break one line of lockstep at a time, and see the suite notice.
+
+Each mutant is a defect that would break a promise, and names the test that has to fail where it is: the fastest one
+that does. Without names all are tried. A mutant that lives is a promise without a test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 240.0
+AT_ONCE = min(4, os.cpu_count() or 1)
+CAUGHT, LIVES = "caught", "LIVES"
+
+
+class Mutant(NamedTuple):
+    """One defect."""
+
+    name: str
+    file: str
+    """Below src/lockstep."""
+    text: str
+    """What occurs once in the file."""
+    replacement: str
+    test: str
+    """The test that fails, below tests."""
+
+    def broken(self, source: Path) -> str:
+        """Return the file's text with the defect in it."""
+        text = (source / "lockstep" / self.file).read_text(encoding="utf-8")
+        assert text.count(self.text) == 1, f"{self.name}: {self.text!r} is {text.count(self.text)} times in {self.file}"
+        return text.replace(self.text, self.replacement)
+
+
+class Verdict(NamedTuple):
+    """What became of a mutant, and in how many seconds."""
+
+    mutant: Mutant
+    outcome: str
+    seconds: float
+
+
+MUTANTS = (
+    # ---- laws 1 to 3: one model
+    Mutant(
+        "a rank keeps its own gradients",
+        "strategies/ddp.py",
+        "world.sum_(gradients).div_(world.size)",
+        "gradients if world.rank else world.sum_(gradients).div_(world.size)",
+        "ranks/test_hybrid.py::test_each_gradient_comes_once_a_pass_and_is_exchanged_once[1]",
+    ),
+    Mutant(
+        "gradients are summed and not averaged",
+        "strategies/ddp.py",
+        "world.sum_(gradients).div_(world.size)",
+        "world.sum_(gradients)",
+        "ranks/test_laws.py::test_every_strategy_equals_one_process[1-ddp-2]",
+    ),
+    Mutant(
+        "a share is weighed by its own size",
+        "engine.py",
+        'loss = job.loss_fn(logits, y, reduction="sum")',
+        'loss = job.loss_fn(logits, y, reduction="mean") * (batch.count / job.world.size)',
+        "ranks/test_laws.py::test_every_strategy_equals_one_process[1-ddp-3]",
+    ),
+    Mutant(
+        "the last batch of an epoch is weighed as a whole one",
+        "job.py",
+        "yield Batch(stop - start,",
+        "yield Batch(self._plan.global_size,",
+        "unit/test_engine.py::test_one_process_trains_as_a_loop_by_hand_does",
+    ),
+    Mutant(
+        "the last batch of an epoch is dropped by default",
+        "config.py",
+        "drop_last: bool = False",
+        "drop_last: bool = True",
+        "unit/test_engine.py::test_one_process_trains_as_a_loop_by_hand_does",
+    ),
+    Mutant(
+        "gradients are exchanged at every micro-batch",
+        "strategies/ddp.py",
+        "return replica.no_sync()",
+        "return nullcontext()",
+        "ranks/test_hybrid.py::test_each_gradient_comes_once_a_pass_and_is_exchanged_once[3]",
+    ),
+    Mutant(
+        "gradients are exchanged a micro-batch too early",
+        "job.py",
+        "yield x, y, number == count - 1",
+        "yield x, y, number == max(0, count - 2)",
+        "ranks/test_laws.py::test_every_strategy_equals_one_process[3-ddp-2]",
+    ),
+    Mutant(
+        "the gradient is clipped before the last micro-batch is in it",
+        "engine.py",
+        "job.precision.backward(loss, weight)",
+        "job.precision.backward(loss, weight)\n"
+        "        if job.config.optim.clip and not last:\n"
+        "            torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.config.optim.clip)",
+        "ranks/test_laws.py::test_accumulation_is_no_part_of_a_model_without_batch_statistics[1-7]",
+    ),
+    Mutant(
+        "each rank clips its own gradient",
+        "strategies/ddp.py",
+        "world.sum_(gradients).div_(world.size)",
+        "world.sum_(gradients.mul_(min(1.0, world.size / 2 / float(gradients.norm())))).div_(world.size)",
+        "ranks/test_laws.py::test_every_strategy_equals_one_process[1-ddp-2]",
+    ),
+    Mutant(
+        "only the first optimizer's gradients are clipped",
+        "precision.py",
+        'parameters = [item for each in optimizers for group in each.param_groups for item in group["params"]]\n'
+        "    return nn.utils",
+        'parameters = [item for group in optimizers[0].param_groups for item in group["params"]]\n    return nn.utils',
+        "unit/test_precision.py::test_the_norm_is_the_whole_models_unscaled",
+    ),
+    Mutant(
+        "scaled gradients are clipped",
+        "precision.py",
+        "self.scaler.unscale_(together)",
+        "pass",
+        "unit/test_precision.py::test_the_norm_is_the_whole_models_unscaled",
+    ),
+    Mutant(
+        "the average moves at every micro-batch",
+        "engine.py",
+        "job.precision.backward(loss, weight)",
+        "job.precision.backward(loss, weight)\n        if job.average is not None:\n            job.average.update()",
+        "ranks/test_laws.py::test_accumulation_is_no_part_of_a_model_without_batch_statistics[1-7]",
+    ),
+    Mutant(
+        "the average takes the new weights for the old",
+        "optim.py",
+        "self._share = 1 - decay",
+        "self._share = decay",
+        "unit/test_optim.py::test_the_average_follows_the_weights_and_keeps_the_models_buffers",
+    ),
+    Mutant(
+        "the learning rate falls a step late",
+        "optim.py",
+        "sum(step >= mark for mark in marks)",
+        "sum(step > mark for mark in marks)",
+        "unit/test_optim.py::test_schedules_by_hand",
+    ),
+    Mutant(
+        "Muon is given vectors",
+        "optim.py",
+        "if parameter.ndim == 2]",
+        "if parameter.ndim <= 2]",
+        "unit/test_optim.py::test_muon_takes_the_matrices_alone",
+    ),
+    Mutant(
+        "BatchNorm stays local",
+        "nn/sync_batchnorm.py",
+        "return _replace(model, lambda norm: SyncBatchNorm.of(norm, world), _replaceable, {})",
+        "return model",
+        "ranks/test_sync_batchnorm.py::test_training_equals_one_process[[6, 6]]",
+    ),
+    Mutant(
+        "the running variance is the biased one",
+        "nn/sync_batchnorm.py",
+        "(var * (count / (count - 1)))",
+        "var",
+        "ranks/test_sync_batchnorm.py::test_equals_one_process[split0]",
+    ),
+    Mutant(
+        "BatchNorm's backward pass forgets the other ranks",
+        "nn/sync_batchnorm.py",
+        "ctx.world.sum_(kernels.packed(dot, total))",
+        "kernels.packed(dot, total)",
+        "ranks/test_sync_batchnorm.py::test_equals_one_process[split0]",
+    ),
+    Mutant(
+        "BatchNorm's mean is one of means",
+        "nn/sync_batchnorm.py",
+        "mean = (means * shares).sum(0)",
+        "mean = means.mean(0)",
+        "ranks/test_sync_batchnorm.py::test_equals_one_process[split1]",
+    ),
+    Mutant(
+        "replicas in threads share running statistics",
+        "strategies/data_parallel.py",
+        "None if held is None else held.clone()",
+        "held",
+        "unit/test_strategies.py::test_the_first_replicas_statistics_are_kept",
+    ),
+    Mutant(
+        "the rehearsal leaves its batch statistics",
+        "strategies/ddp.py",
+        "held.copy_(buffers[name])",
+        "pass",
+        "ranks/test_laws.py::test_whatever_the_model_and_optimizer[3-options3]",
+    ),
+    Mutant(
+        "each rank evaluates statistics of its own",
+        "strategies/ddp.py",
+        "self.world.broadcast(list(model.buffers()))",
+        "pass",
+        "unit/test_evaluation.py::test_all_ranks_evaluate_the_model_that_is_saved",
+    ),
+    Mutant(
+        "the loss that is told is rank 0's",
+        "meter.py",
+        "for column in zip(*by_rank, strict=True))",
+        "for column in zip(by_rank[0], strict=True))",
+        "ranks/test_laws.py::test_every_strategy_equals_one_process[1-ddp-2]",
+    ),
+    Mutant(
+        "an evaluation smooths its labels",
+        "losses.py",
+        'return training if ":" in config.loss else nn.functional.cross_entropy',
+        "return training",
+        "unit/test_optim.py::test_a_loss_of_ones_own_is_called_for_training_and_evaluation",
+    ),
+    # ---- laws 4 and 5: each sample once, in an order of its own
+    Mutant(
+        "an epoch's last sample is never trained on",
+        "batching.py",
+        "min(start + self.global_size, samples)",
+        "min(start + self.global_size, samples - 1)",
+        "unit/test_batching.py::test_each_position_is_computed_exactly_once",
+    ),
+    Mutant(
+        "uneven shares overlap",
+        "batching.py",
+        "begin = start + part * base + min(part, extra)",
+        "begin = start + part * base",
+        "unit/test_batching.py::test_each_position_is_computed_exactly_once",
+    ),
+    Mutant(
+        "a sample stands twice in the order",
+        "data/order.py",
+        "values[outside] = walked = encipher(values[outside])",
+        "values[outside] = walked = values[outside] % np.uint64(self.samples)",
+        "unit/test_order.py::test_each_sample_exactly_once",
+    ),
+    Mutant(
+        "an evaluation pads its last batch",
+        "evaluation.py",
+        "min(start + size, end)",
+        "start + size",
+        "unit/test_evaluation.py::test_each_sample_counts_once",
+    ),
+    Mutant(
+        "the order is another one on each rank",
+        "job.py",
+        "seed=self.config.seed, epoch=epoch)",
+        "seed=self.config.seed + self.world.rank, epoch=epoch)",
+        "ranks/test_ledger.py::test_a_clean_run_holds_each_sample_once",
+    ),
+    Mutant(
+        "the order is the same in each epoch",
+        "data/order.py",
+        "counter.keys(ROUNDS, seed, epoch, samples)",
+        "counter.keys(ROUNDS, seed, 0, samples)",
+        "unit/test_order.py::test_seed_and_epoch_change_the_order",
+    ),
+    Mutant(
+        "images are varied otherwise on each rank",
+        "data/resident.py",
+        "Augment(variations, wish.seed, kind.height, kind.width)",
+        "Augment(variations, wish.seed + wish.world.rank, kind.height, kind.width)",
+        "ranks/test_data.py::test_any_number_of_ranks_computes_the_same_samples_once[digits]",
+    ),
+    Mutant(
+        "images are varied alike in each epoch",
+        "data/augment.py",
+        "counter.keys(_DRAWS, self.seed, epoch)",
+        "counter.keys(_DRAWS, self.seed, 0)",
+        "unit/test_resident.py::test_seed_and_epoch_change_the_augmentation",
+    ),
+    Mutant(
+        "the ledger lacks a sample of each share",
+        "verify/ledger.py",
+        "self._notes.append((step, indices.copy()))",
+        "self._notes.append((step, indices[1:].copy()))",
+        "ranks/test_ledger.py::test_an_epoch_is_accounted_over_restarts",
+    ),
+    Mutant(
+        "samples that never came are not told",
+        "verify/ledger.py",
+        "            if missing:",
+        "            if False:",
+        "ranks/test_ledger.py::test_what_is_wrong_is_found_and_named",
+    ),
+    Mutant(
+        "samples that came twice are not told",
+        "verify/ledger.py",
+        "if repeats := self.repeats:",
+        "if (repeats := self.repeats) > 1:",
+        "ranks/test_ledger.py::test_what_is_wrong_is_found_and_named",
+    ),
+    # ---- law 6: a run that is taken up ends with the same bits
+    Mutant(
+        "a run is taken up a step too far",
+        "saving.py",
+        'step=meta["step"],',
+        'step=meta["step"] + 1,',
+        "ranks/test_laws.py::test_a_continued_run_ends_with_the_same_bits[1-options4]",
+    ),
+    Mutant(
+        "a run is taken up with the batch before",
+        "engine.py",
+        "batches = job.batches(epoch, first=first,",
+        "batches = job.batches(epoch, first=max(0, first - 1),",
+        "ranks/test_laws.py::test_a_continued_run_ends_with_the_same_bits[1-options4]",
+    ),
+    Mutant(
+        "the optimizer's state is lost",
+        "strategies/base.py",
+        "load_optimizer(model, optimizers, state)",
+        "pass",
+        "ranks/test_laws.py::test_a_continued_run_ends_with_the_same_bits[1-options4]",
+    ),
+    Mutant(
+        "the model's randomness begins anew",
+        "saving.py",
+        'load_generators(job.world, meta["generators"],',
+        "load_generators(job.world, [],",
+        "ranks/test_laws.py::test_a_continued_run_ends_with_the_same_bits[2-options5]",
+    ),
+    Mutant(
+        "the averaged weights begin anew",
+        "saving.py",
+        'load_model(job.average.module, loaded.part("ema"))\n    job.precision',
+        "pass\n    job.precision",
+        "ranks/test_laws.py::test_a_continued_run_ends_with_the_same_bits[3-options7]",
+    ),
+    Mutant(
+        "a checkpoint is written in its place",
+        "checkpoint/write.py",
+        'part = folder / f".saving-{step:08d}-{os.getpid()}"',
+        "part = free_name(folder, step)",
+        "unit/test_checkpoint.py::test_a_kill_between_any_two_changes_of_the_disk_leaves_a_whole_checkpoint",
+    ),
+    Mutant(
+        "the last checkpoint is deleted before there is another",
+        "checkpoint/write.py",
+        "part.replace(link)",
+        "link.unlink(missing_ok=True)\n    part.replace(link)",
+        "unit/test_checkpoint.py::test_a_kill_between_any_two_changes_of_the_disk_leaves_a_whole_checkpoint",
+    ),
+    Mutant(
+        "an old checkpoint is deleted under its own name",
+        "checkpoint/write.py",
+        "folder.rename(hidden)\n    shutil.rmtree(hidden)",
+        "shutil.rmtree(folder)",
+        "unit/test_checkpoint.py::test_a_kill_between_any_two_changes_of_the_disk_leaves_a_whole_checkpoint",
+    ),
+    Mutant(
+        "a file is written in its place",
+        "files.py",
+        'part = path.with_name(f".{path.name}.{os.getpid()}.part")',
+        "part = path",
+        "unit/test_record.py::test_a_failed_write_leaves_the_old_file",
+    ),
+    Mutant(
+        "checksums are not looked at",
+        "checkpoint/read.py",
+        "if hashlib.sha256(data).hexdigest() != expected:",
+        "if False:",
+        "unit/test_checkpoint.py::test_no_flipped_bit_passes[model.safetensors]",
+    ),
+    Mutant(
+        "a run may go on with another seed",
+        "resume.py",
+        '    "seed",\n)',
+        ")",
+        "ranks/test_runs.py::test_every_option_either_makes_the_run_or_may_change",
+    ),
+    Mutant(
+        "two runs have one folder",
+        "locks.py",
+        "fcntl.lockf(lock, how | fcntl.LOCK_NB, 1, byte)",
+        "pass",
+        "unit/test_folders.py::test_a_folder_is_its_runs_also_while_no_rank_holds_it",
+    ),
+    Mutant(
+        "a run that is stopped does not save",
+        "engine.py",
+        "if save or stopping:",
+        "if save:",
+        "unit/test_engine.py::test_a_run_that_is_stopped_saves_the_step_it_has_come_to",
+    ),
+    # ---- law 7: replicas are the same bits, and proofs see what is not
+    Mutant(
+        "a digest is blind to the lowest bit",
+        "verify/digest.py",
+        "return flat.view(INTEGERS[flat.element_size()])",
+        "return flat.view(INTEGERS[flat.element_size()]) & -2",
+        "unit/test_digest.py::test_one_bit_is_seen_and_its_tensor_named",
+    ),
+    Mutant(
+        "a digest does not see two bits that flip",
+        "verify/digest.py",
+        "halves[:, 0] ^= halves[:, 1]",
+        "pass",
+        "unit/test_digest.py::test_what_changes_is_seen",
+    ),
+    Mutant(
+        "each rank is compared with itself",
+        "verify/replicas.py",
+        "if any(theirs[:-3] != by_rank[0][:-3] for theirs in by_rank):",
+        "if any(theirs[:-3] != theirs[:-3] for theirs in by_rank):",
+        "ranks/test_replicas.py::test_what_differs_is_told_with_its_rank",
+    ),
+    Mutant(
+        "the optimizer's state is not compared",
+        "strategies/base.py",
+        "return [*parameters, *optimizer_state(model, optimizers).tensors.items()]",
+        "return parameters",
+        "ranks/test_replicas.py::test_one_bit_that_flips_while_training_is_found",
+    ),
+    Mutant(
+        "averaged weights are not compared",
+        "job.py",
+        'found |= {f"ema/{name}": held for name, held in self.average.module.named_parameters()}',
+        "pass",
+        "ranks/test_replicas.py::test_one_bit_that_flips_while_training_is_found",
+    ),
+    Mutant(
+        "weights that are no numbers are saved",
+        "saving.py",
+        "if names := finite.found(job.world, judged):",
+        "if False:",
+        "unit/test_digest.py::test_statistics_that_are_none_are_not_saved",
+    ),
+    Mutant(
+        "a loss that is no number stops nothing",
+        "meter.py",
+        "if not math.isfinite(told[number])]",
+        "if False]",
+        "ranks/test_replicas.py::test_a_loss_that_is_none_is_told_before_the_weights_that_it_ruins",
+    ),
+    Mutant(
+        "curves of which one has no number hold",
+        "prove/curve.py",
+        "if ours is None or theirs is None or not (math.isfinite(ours) and math.isfinite(theirs)):",
+        "if ours is None or theirs is None:",
+        "unit/test_curve.py::test_where_two_curves_part_is_told",
+    ),
+    Mutant(
+        "curves in float64 hold within a thousandth",
+        "prove/curve.py",
+        'return 1e-9 if config.precision.name == "fp64" else 1e-3',
+        "return 1e-3",
+        "unit/test_curve.py::test_the_tolerance_is_that_of_the_arithmetic",
+    ),
+    Mutant(
+        "gradients of which one has no number agree",
+        "prove/gaps.py",
+        "if size and math.isfinite(gap) else (math.inf if gap else 0.0)",
+        "if size else 0.0",
+        "ranks/test_gradients.py::test_a_gap_is_measured_against_the_tensor_and_never_lost",
+    ),
+    Mutant(
+        "a mean of means is by design",
+        "prove/answer.py",
+        "return not self.agrees and not self.by_design",
+        "return False",
+        "ranks/test_gradients.py::test_a_bit_that_flips_after_the_exchange_is_named",
+    ),
+    # ---- law 9: a failure is told in bounded time, and leaves nobody
+    Mutant(
+        "a rank that stands still is never found",
+        "watch.py",
+        "if self._pulse.phase and self._idle_s > self._stall_s and",
+        "if self._pulse.phase and self._idle_s > 100 * self._stall_s and",
+        "unit/test_watch.py::test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all",
+    ),
+    Mutant(
+        "a rank whose beats stay the same is taken to live",
+        "beats.py",
+        "if beat.number != last:",
+        "if True:",
+        "unit/test_watch.py::test_a_rank_whose_beats_no_longer_rise_is_silent",
+    ),
+    Mutant(
+        "ranks outlive the parent that is killed",
+        "launchers/spawn.py",
+        "lifeline.tie_to_parent(held)",
+        "pass",
+        "faults/test_spawn.py::test_no_orphan_outlives_a_killed_parent",
+    ),
+    Mutant(
+        "a run that has failed exits with 0",
+        "cli/main.py",
+        "    return error.exit_code\n",
+        "    return 0\n",
+        "unit/test_cli.py::test_a_signal_after_another_rank_was_lost_is_no_orderly_stop",
+    ),
+    Mutant(
+        "a second signal is one more first one",
+        "interrupts.py",
+        "self.insisted = True",
+        "self.insisted = False",
+        "unit/test_interrupts.py::test_the_second_signal_ends_the_process_at_once",
+    ),
+    Mutant(
+        "the loudest failure is the cause",
+        "failures.py",
+        "(failure.is_echo, failure.time)",
+        "failure.time",
+        "unit/test_launchers.py::test_the_first_cause_is_not_the_loudest",
+    ),
+    # ---- shared memory
+    Mutant(
+        "sums are taken from the last rank to the first",
+        "shared_memory.py",
+        "first, second, *more = self._exchange(part)",
+        "first, second, *more = self._exchange(part)[::-1]",
+        "ranks/test_shared_memory.py::test_sums_are_taken_in_the_order_of_the_ranks[3]",
+    ),
+    Mutant(
+        "a slot is written while others read it",
+        "shared_memory.py",
+        "_TURNS = 2",
+        "_TURNS = 1",
+        "ranks/test_shared_memory.py::test_a_rank_that_reads_slowly_reads_what_was_written",
+    ),
+    Mutant(
+        "a rank that is killed is waited for",
+        "shared_memory.py",
+        "is_gone = bool(poll.poll(0)) or",
+        "is_gone =",
+        "ranks/test_shared_memory.py::test_a_rank_that_is_killed_ends_the_wait",
+    ),
+    Mutant(
+        "a rank that leaves is waited for",
+        "shared_memory.py",
+        "or self._words[peer * _LINE + _LEFT]",
+        "",
+        "ranks/test_shared_memory.py::test_nobody_waits_for_a_rank_that_does_not_come",
+    ),
+    # ---- laws 10 and 12
+    Mutant(
+        "a pickle may run code",
+        "verify/tensors.py",
+        "weights_only=True",
+        "weights_only=False",
+        "unit/test_diff.py::test_a_pickle_that_would_run_code_is_refused",
+    ),
+    Mutant(
+        "each step waits for the loss",
+        "engine.py",
+        "meter.add(step + 1,",
+        "loss.item()\n    meter.add(step + 1,",
+        "unit/test_engine.py::test_no_step_reads_a_value[single-mlp]",
+    ),
+)
+
+
+def main(names: Sequence[str]) -> int:
+    """Try the mutants whose names contain one of `names`; return 1 where one lives, 2 where that cannot be said."""
+    chosen = [each for each in MUTANTS if not names or any(name in each.name for name in names)]
+    source = ROOT / "src"
+    tests = list(dict.fromkeys(each.test for each in chosen))
+    print(f"{len(tests)} tests on the source as it is …", flush=True)
+    code, said = _pytest(source, tests, "-n", str(AT_ONCE))
+    if code != 0:
+        print(said)
+        return 2
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        verdicts = []
+        for verdict in threads.map(_tried, chosen):
+            verdicts.append(verdict)
+            print(
+                f"{verdict.outcome:<8} {verdict.seconds:5.1f} s  {verdict.mutant.name}: {verdict.mutant.test}",
+                flush=True,
+            )
+    others = [each for each in verdicts if each.outcome != CAUGHT]
+    print(f"{len(verdicts) - len(others)} of {len(verdicts)} caught")
+    return 1 if others else 0
+
+
+def _tried(mutant: Mutant) -> Verdict:
+    """Run the mutant's test on a copy of the source with the defect in it."""
+    begun_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source)
+        broken = mutant.broken(source)
+        (source / "lockstep" / mutant.file).write_text(broken, encoding="utf-8")
+        code, said = _pytest(source, [mutant.test])
+    outcome = {0: LIVES, 1: CAUGHT, None: "timed out"}.get(code, f"pytest {code}: {said[-2000:]}")
+    return Verdict(mutant, outcome, time.monotonic() - begun_s)
+
+
+def _pytest(source: Path, tests: Sequence[str], *more: str) -> tuple[int | None, str]:
+    """Run tests on the lockstep in `source`; return pytest's exit code, None out of time, and what it said."""
+    words = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--timeout", "0", "--tb", "short"]
+    env = {**os.environ, "PYTHONPATH": str(source), "LOCKSTEP_TEST_SOURCE": str(source), "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [*words, *more, *(f"tests/{test}" for test in tests)],
+            cwd=ROOT,
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LIMIT_S * len(tests))
+        code = process.poll()
+        if source != ROOT / "src" or code is None:
+            for each in [process, *_using(source)]:
+                each.kill()
+        process.wait()
+        output.seek(0)
+        return code, output.read()
+
+
+def _using(source: Path) -> Iterator[psutil.Process]:
+    """Yield the processes that run the lockstep in `source`: a mutant may have left some."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("LOCKSTEP_TEST_SOURCE") == str(source):
+                yield process
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

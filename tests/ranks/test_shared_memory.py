@@ -1,0 +1,143 @@
+"""Ranks of one host that exchange through memory: gloo's results, sums in rank order, and no wait for the dead."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch._C._distributed_c10d import FileStore
+
+from lockstep.errors import RequestError
+from lockstep.failures import is_echo
+from lockstep.topology import Topology
+from lockstep.world import World
+
+from ..pool import RankPool
+
+
+def _rejoined(world: World, folder: str, *, nodes: int = 1, timeout_s: float = 30) -> World:
+    """Form the group anew, with memory that the ranks share."""
+    world.close()
+    here = world.topology
+    topology = Topology(rank=here.rank, size=here.size, local_rank=here.rank, local_size=here.size, nodes=nodes)
+    store = FileStore(str(Path(folder) / "again"), here.size)
+    return World.join(topology, world.device, store, timeout_s=timeout_s, collectives="shared-memory")
+
+
+def _mixed(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.randn(count, generator=generator) * 10.0 ** (rank * 3)).to(dtype)
+
+
+def _exchanged(world: World, folder: str) -> bool:
+    world = _rejoined(world, folder)
+    assert world.memory is not None
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
+        for count in (0, 1, 7, 131_072, 400_001):  # up to several slots
+            each = [_mixed(rank, count, dtype) for rank in range(world.size)]
+            mine, total, most = each[world.rank].clone(), each[0].clone(), each[0].clone()
+            for other in each[1:]:
+                total, most = total + other, torch.maximum(most, other)
+            assert torch.equal(world.sum(mine), total), (dtype, count)
+            assert torch.equal(world.max(mine), most), (dtype, count)
+            assert torch.equal(world.stack(mine), torch.stack(each)), (dtype, count)
+            assert torch.equal(mine, each[world.rank])
+    assert world.gather({"rank": world.rank, "long": "x" * 2000 * world.rank})[-1]["rank"] == world.size - 1
+    assert torch.equal(world.sum(torch.ones(4, 6).T), torch.full((6, 4), float(world.size)))
+    world.barrier()
+    world.close()
+    return True
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_are_taken_in_the_order_of_the_ranks(pool: RankPool, tmp_path: Path, size: int) -> None:
+    assert all(pool.run(size, _exchanged, str(tmp_path)))
+
+
+def _read_slowly(world: World, folder: str) -> list[float]:
+    """Return sums of which rank 1 reads the others' numbers long after rank 0 has gone on to the next one."""
+    world = _rejoined(world, folder)
+    assert world.memory is not None
+
+    def add(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
+        time.sleep(0.1 * (world.rank == 1))
+        torch.add(a, b, out=out)
+
+    found = [torch.full((4,), float(number)) for number in range(5)]
+    for each in found:
+        world.memory.reduce_(each, add)
+    world.close()
+    return [float(each.min()) for each in found]
+
+
+def test_a_rank_that_reads_slowly_reads_what_was_written(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(3, _read_slowly, str(tmp_path)) == [[0.0, 3.0, 6.0, 9.0, 12.0]] * 3
+
+
+def _left_alone(world: World, folder: str, how: str) -> tuple[float, str, bool]:
+    """Return how long rank 0 waited for a rank that does not come, what it was told, and whether that is an echo."""
+    world = _rejoined(world, folder, timeout_s=1.0 if how == "sleeps" else 15.0)
+    if world.rank == 0:
+        begun_s = time.monotonic()
+        try:
+            world.barrier()
+        except RuntimeError as error:
+            return time.monotonic() - begun_s, str(error), is_echo(error)
+        finally:
+            world.close()
+        return 0.0, "", False
+    if how == "sleeps":
+        time.sleep(3)
+    world.close()
+    return 0.0, "", False
+
+
+@pytest.mark.parametrize(("how", "told"), [("leaves", "remote process exited"), ("sleeps", "timed out after 1000 ms")])
+def test_nobody_waits_for_a_rank_that_does_not_come(pool: RankPool, tmp_path: Path, how: str, told: str) -> None:
+    (waited_s, said, echo), _ = pool.run(2, _left_alone, str(tmp_path), how)
+    assert told in said
+    assert echo
+    assert waited_s < 2.9
+
+
+def _killed(world: World, folder: str) -> tuple[float, str]:
+    """Return how long rank 0 waited for a process that was killed, and what it was told."""
+    world.close()
+    store = FileStore(str(Path(folder) / "again"), 2)
+    pid = os.fork() if world.rank == 1 else 0
+    if world.rank == 1 and pid:
+        os.waitpid(pid, 0)
+        return 0.0, ""
+    joined = World.join(world.topology, world.device, store, timeout_s=15, collectives="shared-memory")
+    if world.rank == 1:
+        os.kill(os.getpid(), 9)
+    begun_s = time.monotonic()
+    try:
+        joined.barrier()
+    except RuntimeError as error:
+        return time.monotonic() - begun_s, str(error)
+    finally:
+        joined.close()
+    return 0.0, ""
+
+
+def test_a_rank_that_is_killed_ends_the_wait(pool: RankPool, tmp_path: Path) -> None:
+    (waited_s, said), _ = pool.run(2, _killed, str(tmp_path))
+    assert said == "rank 1: remote process exited"
+    assert waited_s < 5
+
+
+def _refused(world: World, folder: str) -> str:
+    try:
+        _rejoined(world, folder, nodes=2)
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
+def test_two_hosts_share_no_memory(pool: RankPool, tmp_path: Path) -> None:
+    said = "--collectives shared-memory: the ranks are on 2 hosts; take --collectives gloo, or auto."
+    assert pool.run(2, _refused, str(tmp_path)) == [said, said]

@@ -1,0 +1,1 @@
+"""Whole matrices: CI runs a slice."""

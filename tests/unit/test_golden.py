@@ -1,0 +1,51 @@
+"""A run of an older build is read by today's: loaded, evaluated, judged, and continued to the bits of a new one.
+
+`tests/golden/run` was left by version 0.1.0 (2026-11), whose files it holds but for logs, after
+
+    lockstep train digits --model mlp --accelerator cpu --precision fp64 --batch 256 --max-steps 8 --checkpoint-every 4
+        --ledger --output run
+
+A format that changes keeps this folder readable, and adds one of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lockstep import checkpoint
+from lockstep.cli.main import main
+
+from ..command import losses
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "run"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN, tmp_path / "run", symlinks=True))
+
+
+def test_it_is_loaded_evaluated_and_judged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = checkpoint.load(run)
+    assert state.meta["step"] == 8
+    assert {name.partition("/")[0] for name in state.tensors} == {"model", "optimizer"}
+    top1 = json.loads((run / "summary.json").read_text())["top1"]
+    assert main(["eval", str(run)]) == 0
+    assert f"{top1:.2%}" in capsys.readouterr().out
+    assert main(["verify", "run", str(run)]) == 0
+    assert main(["diff", str(run), str(GOLDEN)]) == 0
+
+
+def test_it_is_continued_as_if_it_had_never_stopped(run: Path, tmp_path: Path) -> None:
+    flags = ["train", "--config", str(run / "config.toml"), "--max-steps", "14", "--output"]
+    assert main([*flags, str(run), "--resume", "auto"]) == 0
+    assert main([*flags, str(tmp_path / "new")]) == 0
+    for found, expected in zip(losses(run), losses(tmp_path / "new"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-9)
+    new = checkpoint.load(tmp_path / "new").tensors
+    for name, tensor in checkpoint.load(run).tensors.items():
+        assert float((tensor - new[name]).norm()) <= 1e-9 * float(new[name].norm()), name
