@@ -70,14 +70,6 @@ def _parts(share: list[int], devices: int) -> list[list[int]]:
     return [share[start:end] for start, end in pairwise([0, *ends])]
 
 
-@given(plans(), sizes)
-def test_whole_batches_give_every_rank_work(plan: BatchPlan, start: int) -> None:
-    for rank in range(plan.ranks):
-        shares = plan.split(start, start + plan.global_size, rank)
-        assert len(shares) == plan.accumulation
-        assert min(len(share) for share in shares) >= 1
-
-
 @given(plans(), st.integers(1, 9), sizes)
 def test_global_micro_batches_do_not_depend_on_the_world(plan: BatchPlan, ranks: int, count: int) -> None:
     other = BatchPlan(global_size=plan.global_size, ranks=ranks, accumulation=plan.accumulation)
@@ -113,17 +105,6 @@ def test_a_micro_size_is_kept_to_with_the_fewest_micro_batches(plan: BatchPlan, 
 )
 def test_the_plan_in_a_line(size: int, ranks: int, accumulation: int, line: str) -> None:
     assert str(BatchPlan.solve(size, ranks, accumulation=accumulation)) == line
-
-
-def test_the_plan_of_ranks_with_several_devices_in_a_line() -> None:
-    plan = BatchPlan.solve(256, 2, accumulation=2, devices=3)
-    assert str(plan) == "global batch 256 = 2 ranks × 3 devices × 2 micro-batches × 21 or 22"
-
-
-def test_ten_samples_on_four_ranks() -> None:
-    plan = BatchPlan.solve(10, 4)
-    assert [len(plan.split(0, 10, rank)[0]) for rank in range(4)] == [3, 3, 2, 2]
-    assert [len(plan.split(20, 21, rank)[0]) for rank in range(4)] == [1, 0, 0, 0]
 
 
 def test_a_batch_that_leaves_ranks_without_work_is_refused() -> None:

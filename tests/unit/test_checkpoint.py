@@ -219,12 +219,6 @@ def test_what_is_loaded_while_the_run_goes_on_is_one_checkpoint(
     assert load(tmp_path).meta["step"] == 2
 
 
-def test_a_run_can_be_moved(tmp_path: Path) -> None:
-    save_all(tmp_path / "a", (1, True))
-    (tmp_path / "a").rename(tmp_path / "b")
-    assert load(tmp_path / "b").meta["step"] == 1
-
-
 def test_a_copy_that_made_folders_of_the_links_can_be_continued(tmp_path: Path) -> None:
     save_all(tmp_path / "a", (1, True), (2, False))
     shutil.copytree(tmp_path / "a", tmp_path / "b")  # follows links
@@ -460,21 +454,3 @@ def test_foreign_things_are_refused(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"who": "someone else"}')
     with pytest.raises(RequestError, match=r"holds no lockstep checkpoint"):
         load(tmp_path)
-
-
-def test_an_old_checkpoint_that_cannot_go_costs_no_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(folder: Path) -> None:
-        raise OSError(39, "Directory not empty")
-
-    ear = Ear()
-    saver = ear.open(tmp_path / "checkpoints")
-    monkeypatch.setattr(write, "_delete", busy)
-    for step in (1, 2, 3):
-        saver.save(state_of(step), step=step, best=True)
-    saver.close()
-    assert (ear.saved, ear.warnings) == ([1, 2, 3], [])
-    monkeypatch.undo()
-    saver = ear.open(tmp_path / "checkpoints")
-    saver.save(state_of(4), step=4, best=True)
-    saver.close()
-    assert names(tmp_path / "checkpoints") == ["best", "last", "step-00000003", "step-00000004"]

@@ -15,10 +15,10 @@ from lockstep.cli import flags, info
 from lockstep.cli.main import VERBS, main
 from lockstep.config import OPTIMIZERS, PRECISIONS, SCHEDULES
 from lockstep.data import sets
-from lockstep.errors import RequestError, counted
+from lockstep.errors import RequestError
 from lockstep.kinds import KINDS
 from lockstep.launchers import table as launchers
-from lockstep.options import flatten, leaves, recipe, recipes
+from lockstep.options import flatten, leaves, recipe
 
 from ..command import Ended, refusal, sentence
 
@@ -104,12 +104,6 @@ def test_a_terminal_of_plain_ascii_is_spoken_to(words: str) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_info_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info"]) == 0
-    told = capsys.readouterr().out
-    assert all(name in told for name in (*recipes(), "resnet18", "cifar100", "ddp", "spawn", "torch"))
-
-
 def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('batch = 96\nlr = 1\naugment = ["flip"]\n')
@@ -166,8 +160,3 @@ def test_the_help_of_a_flag_names_all_that_it_takes(
     found = re.search(rf"--{key} .*?(?=--\w|╰|\+-)", capsys.readouterr().out, re.DOTALL)
     assert found
     assert [name for name in names if not re.search(rf"\b{name}\b", found[0])] == []
-
-
-def test_numbers_of_things() -> None:
-    assert [counted(number, "epoch") for number in (1, 2)] == ["1 epoch", "2 epochs"]
-    assert counted(3000, "micro-batch") == "3,000 micro-batches"

@@ -68,17 +68,3 @@ def test_toml_and_back_is_the_same(config: RunConfig, tmp_path: Path) -> None:
 def test_a_file_is_laid_over_its_base() -> None:
     base = override(RunConfig(), batch=32, lr=0.3)
     assert from_toml("lr = 1", base=base) == override(base, lr=1.0)
-
-
-def test_options_that_check_one_another_are_set_together() -> None:
-    accumulated = override(RunConfig(), accumulate=4)
-    assert override(accumulated, accumulate=None, micro_batch=2).batch.micro_batch == 2
-
-
-def test_what_is_legal_at_the_edge_passes() -> None:
-    legal = {"warmup": 3, "epochs": 3, "gamma": 2.0, "workers": 0, "momentum": 0, "milestones": [1, 99], "samples": 4}
-    override(RunConfig(), schedule="multistep", timeout=366 * 24 * 3600, **legal)
-
-
-def test_recipes_take_overrides() -> None:
-    assert recipe("digits", batch=7) == override(recipe("digits"), batch=7)

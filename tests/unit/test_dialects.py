@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.config import RunConfig
 from lockstep.errors import RequestError
-from lockstep.launchers import devices, dialects, manual, table
+from lockstep.launchers import dialects, manual, table
 from lockstep.launchers import environment as launcher
 from lockstep.launchers.dialects import mpi, slurm
 from lockstep.options import override
@@ -40,17 +40,6 @@ def _config(**values: Any) -> RunConfig:
 )
 def test_a_host_list_is_expanded_as_scontrol_does(text: str, names: list[str]) -> None:
     assert slurm.hosts(text) == names
-
-
-def test_what_is_no_host_list_is_refused() -> None:
-    for text in ("", "n[1-2", "n1,,n2", "n[a-b]", "n[]", "n]1["):
-        with pytest.raises(RequestError, match="SLURM_STEP_NODELIST"):
-            slurm.hosts(text)
-
-
-@pytest.mark.parametrize(("text", "counts"), [("2", [2]), ("2(x3),1", [2, 2, 2, 1]), ("1,2(x2)", [1, 2, 2])])
-def test_tasks_per_node_are_counted(text: str, counts: list[int]) -> None:
-    assert slurm.tasks_per_node(text) == counts
 
 
 def test_sruns_variables_say_the_place() -> None:
@@ -130,11 +119,6 @@ def test_an_agents_own_ranks_need_not_be_those_of_who_has_started_it() -> None:
         assert dialects.read(environment(f"ranks open-mpi {words}")).topology.rank == 1
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "inline"])
-def test_a_launcher_that_is_named_is_taken_in_a_batch_script(launcher: str) -> None:
-    assert table.choose(_config(launcher=launcher), BATCH).name == launcher
-
-
 def test_more_tasks_than_gpus_are_refused() -> None:
     place = dialects.read({**ONE_NODE, "SLURM_GPUS_ON_NODE": "2"})
     asked = dataclasses.replace(_config(strategy="ddp").parallel, accelerator="cuda")
@@ -179,7 +163,3 @@ def test_ranks_of_an_mpi_on_several_hosts_leave_the_nodes_to_the_roll_call() -> 
     place = dialects.read(env)
     assert (place.topology.rank, place.topology.size, place.knows_node) == (1, 4, False)
     launcher._check_agrees(_config(nodes=3, devices=4, strategy="ddp").parallel, place)
-
-
-def test_the_least_number_of_ranks_is_what_is_told() -> None:
-    assert devices.least_ranks(table.resolve(_config(), SLURM), SLURM) == 3

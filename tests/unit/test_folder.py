@@ -112,18 +112,6 @@ def test_crop_boxes_are_distributed_as_torchvisions() -> None:
     assert (np.abs(a.std(0) / b.std(0) - 1) < 0.06).all()
 
 
-@pytest.mark.parametrize(("width", "height"), [(10, 1000), (1000, 10)])
-def test_where_no_crop_fits_the_centre_is_taken(width: int, height: int) -> None:
-    random = counter.bits(counter.keys(23, 0), np.arange(50))
-    boxes = {folder.crop_box(width, height, random[:, index]) for index in range(50)}
-    short = 10 if width < height else 13
-    long = 13
-    expected = (0, (1000 - long) // 2, 10, (1000 - long) // 2 + long)
-    if width > height:
-        expected = ((1000 - short) // 2, 0, (1000 - short) // 2 + short, 10)
-    assert expected in boxes
-
-
 def test_training_images_are_varied_as_asked_and_no_more() -> None:
     images = [folder.decode(path) for path in sorted((photographs() / "train" / "ants").iterdir())[:12]]
 
@@ -167,15 +155,6 @@ def test_cutout_comes_after_normalisation() -> None:
     changed = x != plain
     assert changed.flatten(1).any(1).all()
     assert (x[changed] == 0).all()
-
-
-def test_reading_draws_nothing_from_torchs_generator() -> None:
-    splits = made(photographs(), workers=1)
-    before = torch.get_rng_state()
-    fetch(splits.train, [0])
-    fetch(splits.test, [0])
-    assert torch.equal(torch.get_rng_state(), before)
-    splits.close()
 
 
 # --- damage

@@ -47,12 +47,6 @@ def _named(process: subprocess.Popen[str]) -> str:
     return f"process {process.pid} on {platform.node()}"
 
 
-def test_a_link_to_nothing_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "run").symlink_to(tmp_path / "gone")
-    with pytest.raises(RequestError, match=r"--output .*run is a link to .*gone, which is not there"):
-        folders.check(_config(tmp_path / "run", 60))
-
-
 def test_a_run_that_starts_again_where_its_folder_is_not_is_refused(tmp_path: Path) -> None:
     (tmp_path / "output").mkdir()  # of a rank of this node, in the start before
     with pytest.raises(RequestError, match="is not the folder in which this run was begun, on another node"):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +17,8 @@ from lockstep import failures, hardware
 from lockstep.config import RunConfig
 from lockstep.errors import ProofError, RequestError, RunError, Stopped
 from lockstep.hardware import Gpu
-from lockstep.launchers import claims, devices, dialects, processes, rank, reasons, reports, spawn, table
+from lockstep.launchers import claims, devices, processes, rank, reports, table
 from lockstep.options import override
-from lockstep.topology import Topology
 
 from ..command import until
 from ..environments import environment
@@ -37,11 +33,6 @@ def _config(**values: Any) -> RunConfig:
 def test_a_rank_that_was_killed_is_told_by_its_signal() -> None:
     told = [reports.obituary(1, -number, "again").sentence for number in (9, 40)]
     assert told == ["Rank 1 was killed by SIGKILL (out of memory?); again.", "Rank 1 was killed by signal 40; again."]
-
-
-def test_what_no_file_can_hold_hides_no_failure(tmp_path: Path) -> None:
-    failure = failures.describe(ValueError("bad \udc80"), 1)  # as a file's name may have it
-    assert "bad \\udc80" in failures.write(failure, tmp_path).read_text()
 
 
 @pytest.mark.parametrize(
@@ -79,15 +70,6 @@ def test_auto_finds_the_launcher_and_the_strategy(
 def test_an_entry_that_other_processes_cannot_find_is_refused() -> None:
     with pytest.raises(RequestError, match="top level of a module"):
         table.launch(lambda config, world: None, _config(devices=2), {})
-
-
-def test_torchruns_variables_say_the_place() -> None:
-    place = dialects.read(TORCHRUN)
-    assert place.topology == Topology(
-        rank=3, size=4, local_rank=1, local_size=2, node=1, nodes=2, address="10.0.0.1", port=29500
-    )
-    assert place.store_is_served
-    assert place.job == "job"
 
 
 def test_gpus_are_chosen_as_cuda_reads_its_variable() -> None:
@@ -159,14 +141,6 @@ def test_a_part_of_a_gpu_is_a_gpu(visible: str, monkeypatch: pytest.MonkeyPatch)
     assert hardware.gpus("MIG-none") == ()
 
 
-def test_the_survey_agrees_with_the_machine() -> None:
-    found = hardware.survey(None)
-    assert 1 <= found.cpus <= len(psutil.Process().cpu_affinity() or [0])
-    assert found.memory_bytes == psutil.virtual_memory().total
-    assert found.cpu_name
-    assert found.gpus == hardware.gpus(None)
-
-
 @pytest.fixture
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Gpu("H200", f"GPU-{index}", 1) for index in range(8)]
@@ -226,11 +200,6 @@ def test_a_rank_that_drives_several_gpus_takes_all_its_own(
     assert [list(claim.gpus) for claim in came] == taken
     claims.check_together(came)
     claims.check_together([came[0], dataclasses.replace(came[0], rank=1, host="b", boot="b")])  # each on its own node
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_a_rank_that_names_its_own_gpu_takes_it() -> None:
-    assert devices.gpu_index(override(RunConfig(), gpus="5").parallel, {}, 1) == 5
 
 
 def test_traffic_is_kept_on_one_interface_by_its_whole_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,21 +338,6 @@ def test_a_lost_rank_is_told_in_plain_words_without_a_trace(said: str, told: str
         assert words in str(again)
 
 
-def _told_to_torchrun(error: Exception, folder: Path) -> dict[str, Any]:
-    reasons.leave(failures.describe(error, 2), folder / "error.json")
-    told: dict[str, Any] = json.loads((folder / "error.json").read_text())["message"]
-    return told
-
-
-def test_torchruns_report_shows_traces_of_causes_alone(tmp_path: Path) -> None:
-    lost = _told_to_torchrun(RuntimeError(f"{GLOO}pair.cc:561] Connection closed by peer [10.0.0.7]:4711"), tmp_path)
-    assert lost["message"].startswith("Rank 2 lost another rank")
-    assert "py_callstack" not in lost["extraInfo"]
-    assert "bad label" in _told_to_torchrun(ValueError("bad label"), tmp_path)["extraInfo"]["py_callstack"]
-    refused = _told_to_torchrun(RequestError("No such data."), tmp_path)
-    assert (refused["message"], list(refused["extraInfo"])) == ("No such data.", ["timestamp", "lockstep"])
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -399,40 +353,6 @@ def test_what_only_looks_like_a_lost_rank_keeps_its_trace(error: Exception) -> N
     assert not failure.is_echo
     assert isinstance(told, RunError)
     assert str(error) in told.trace
-
-
-def test_a_rank_that_lost_another_before_training_is_an_echo() -> None:
-    failure = failures.describe(failures.RankLostError("Rank 1: rank 0 came, but ended."), 1)
-    assert (failure.is_echo, str(failure.error())) == (True, "Rank 1: rank 0 came, but ended.")
-
-
-def test_how_to_go_on_depends_on_what_was_asked() -> None:
-    assert failures.again(_config()) == "continue with --resume auto"
-    assert failures.again(_config(resume="runs/x")) == "start the same command again"
-    assert failures.again(_config(), has_folder=False) == "start the same command again"
-
-
-def test_an_error_that_cannot_say_its_words_is_told_by_its_name() -> None:
-    class MuteError(Exception):
-        def __str__(self) -> str:
-            raise ValueError
-
-    assert failures.describe(MuteError(), 1).sentence == "Rank 1 failed: MuteError"
-
-
-class _Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stream", [_Screen(), io.StringIO()])
-def test_only_a_terminal_hears_that_processes_are_started(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("TERM", "dumb")
-    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(variable, raising=False)
-    spawn._say("starting 2 processes …")
-    assert stream.getvalue() == ("starting 2 processes …\n" if stream.isatty() else "")
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,6 @@ def test_a_job_that_ends_has_lost_nobody() -> None:
     assert not begun.fewer()
 
 
-def test_several_agents_of_one_host_are_several_nodes() -> None:
-    state = _Agreed(Nodes(0, (HERE, HERE)))
-    begun = Members(state, HERE)
-    state.nodes = Nodes(0, (HERE,))
-    assert begun.fewer()
-
-
 @dataclass
 class _Stuck:
     """A store whose server was lost by the network: requests never return, until the test lets them."""

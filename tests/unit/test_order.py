@@ -94,15 +94,6 @@ def test_keys_are_frozen() -> None:
     assert counter.keys(2, 0, 1, 2).tolist() == [5469611413434694482, 2710547988631909741]
 
 
-def test_a_number_depends_on_its_own_index_alone() -> None:
-    keys = counter.keys(3, 42, 7)
-    indices = np.array([5, 0, 123_456_789, 2**61, 5], np.int64)
-    together = counter.bits(keys, indices)
-    for place, index in enumerate(indices):
-        assert np.array_equal(counter.bits(keys, np.array([index]))[:, 0], together[:, place])
-    assert len(np.unique(together)) == 3 * 4
-
-
 def test_numbers_are_uniform() -> None:
     random = counter.bits(counter.keys(2, 1), np.arange(50_000))
     for row in random:

@@ -62,16 +62,6 @@ def test_memory_order(name: str, asked: str, expected: bool) -> None:
     assert weight.is_contiguous(memory_format=torch.channels_last) is expected
 
 
-def test_what_has_other_dimensions_keeps_its_order() -> None:
-    model = nn.ModuleList([nn.Conv2d(2, 3, 3), nn.Conv3d(2, 3, 3), nn.Conv1d(2, 3, 3)])
-    strides = [model.get_parameter(f"{index}.weight").stride() for index in (1, 2)]
-    held = [id(item) for item in model.parameters()]
-    placed = _precision("fp32", "on").place(model, CPU)
-    assert placed.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
-    assert [placed.get_parameter(f"{index}.weight").stride() for index in (1, 2)] == strides
-    assert [id(item) for item in placed.parameters()] == held
-
-
 def test_auto_follows_the_hardware() -> None:
     assert resolve("auto", CPU) == ("bf16" if hardware.has_bf16_units() else "fp32")
     assert resolve("fp16", CPU) == "fp16"
@@ -108,12 +98,6 @@ def test_the_norm_is_the_whole_models_unscaled(name: str) -> None:
     assert norm is not None
     assert norm.item() == pytest.approx(10.0, rel=1e-6)
     assert (before - model.weight).detach().flatten().tolist() == pytest.approx([1.5] * 4, rel=1e-5)
-
-
-def test_without_a_limit_nothing_is_measured() -> None:
-    model = nn.Linear(2, 2)
-    model(torch.ones(1, 2)).sum().backward()
-    assert _precision("fp32").step(optim.build(model, OptimConfig()).each, clip=None) is None
 
 
 def _mixed() -> nn.Module:
@@ -202,11 +186,3 @@ def test_a_continued_run_keeps_the_scale() -> None:
     assert _precision("bf16").state() == {}
     _precision("bf16").load_state({})
     _precision("fp32").load_state(precision.state())  # a run that is continued in another precision
-
-
-def test_an_expanded_buffer_gets_memory_of_its_own() -> None:
-    model = nn.Module()
-    model.register_buffer("shared", torch.ones(1).expand(3))
-    placed = Precision.of(PrecisionConfig(name="fp32"), torch.device("cpu")).place(model, torch.device("cpu"))
-    placed.get_buffer("shared").copy_(torch.arange(3.0))
-    assert placed.get_buffer("shared").tolist() == [0.0, 1.0, 2.0]

@@ -16,10 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import said
-
-from ..command import until
-
 SAYS = """
 import os, sys
 from pathlib import Path
@@ -160,12 +156,3 @@ def test_who_holds_on_to_a_stream_writes_to_the_console(tmp_path: Path) -> None:
     assert done.stderr == "within\nafter\n"
     assert path.read_text() == "within\n"
     assert other.read_text() == ""
-
-
-def test_a_stream_that_is_no_file_is_kept_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "output" / "rank_0.txt"
-    with said.kept(path, shown=True):
-        print("by print")
-        os.write(1, b"by C\n")
-    assert capsys.readouterr().out == "by print\n"
-    until(lambda: sorted(path.read_text().splitlines()) == ["by C", "by print"], 5)

@@ -13,7 +13,7 @@ from lockstep.config import ParallelConfig
 from lockstep.errors import RequestError
 from lockstep.kinds import KINDS
 from lockstep.strategies import table
-from lockstep.strategies.data_parallel import DeviceReplicas, InAutocast, ThreadReplicas
+from lockstep.strategies.data_parallel import DeviceReplicas, ThreadReplicas
 from lockstep.world import World
 
 
@@ -81,23 +81,6 @@ def test_autocast_holds_in_every_replica() -> None:
     assert [dtype for _, dtype, _ in named] == [torch.bfloat16] * 3 + [torch.float16] * 3 + [torch.float32] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
-@pytest.mark.parametrize("on", [True, False])
-def test_the_callers_dtype_holds_in_a_thread_with_autocast_of_its_own(dtype: torch.dtype | None, on: bool) -> None:
-    # torch.nn.DataParallel's threads enter autocast as here: without a dtype.
-    model = _Witness()
-    replica = InAutocast(model)
-
-    def work() -> None:
-        with torch.amp.autocast("cpu", enabled=on):
-            replica(torch.randn(3, 4), dtype)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert [seen for _, seen, _ in model.seen] == [dtype or torch.float32]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, the replicas go there")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_replicas_on_devices_are_handed_the_callers_dtype(dtype: torch.dtype) -> None:
@@ -145,13 +128,6 @@ def test_copies_of_a_compiled_model_are_refused(name: str, inner: bool) -> None:
     table.build(ParallelConfig(strategy=name, devices=1), World.alone()).wrap(model)
 
 
-def test_evaluation_runs_in_one_piece() -> None:
-    model = _Witness()
-    with torch.no_grad():
-        ThreadReplicas(model, 2)(torch.randn(4, 4))
-    assert [thread for thread, _, _ in model.seen] == [threading.current_thread().name]
-
-
 def test_the_first_replicas_statistics_are_kept() -> None:
     torch.manual_seed(1)
     model, alone = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
@@ -181,15 +157,6 @@ def test_an_exception_in_a_replica_is_raised_and_the_threads_go_on(at: int) -> N
     with pytest.raises(ValueError, match="a negative sample"):
         replicas(bad)
     assert replicas(x).shape == (6, 1)
-
-
-def test_parameters_are_shared_and_the_module_is_left_as_it_was() -> None:
-    model = _net()
-    held = {name: (id(item), item.detach().clone()) for name, item in model.named_parameters()}
-    _pass(ThreadReplicas(model, 3), torch.randn(6, 1, 8, 8, dtype=torch.float64))
-    for name, item in model.named_parameters():
-        assert id(item) == held[name][0]
-        assert torch.equal(item.detach(), held[name][1])
 
 
 @pytest.mark.parametrize("name", list(KINDS))

@@ -67,14 +67,6 @@ def test_short_limits_get_no_warning(time: str, is_warned: bool, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("time", "seconds"),
-    [("20", 1200), ("20:00", 1200), ("1:20:00", 4800), ("1-12", 129_600), ("1-0:30", 88_200), ("0:0:1", 1)],
-)
-def test_times_are_read_as_slurm_reads_them(time: str, seconds: int) -> None:
-    assert SlurmRequest(time=time).time_s == seconds
-
-
-@pytest.mark.parametrize(
     ("request_", "strategy", "devices", "layout"),
     [
         (SlurmRequest(nodes=2, gpus_per_node="2"), "auto", None, Layout("ddp", 2, 4, None)),
