@@ -114,6 +114,11 @@ def test_a_batch_that_leaves_ranks_without_work_is_refused() -> None:
         BatchPlan.solve(10, 3, accumulation=4)
     with pytest.raises(RequestError, match=r"; use --batch 8 or 12, or --micro-batch 2 or more\.$"):
         BatchPlan.solve(10, 4, micro_size=1)
+    assert [len(BatchPlan.solve(3, 2, devices=2).split(0, 3, rank)[0]) for rank in range(2)] == [2, 1]
+    with pytest.raises(RequestError, match=r"into 2 ranks of 2 devices: .* use --batch 3 or more, or at most 1 "):
+        BatchPlan.solve(2, 2, devices=2)
+    with pytest.raises(RequestError, match=r"on 2 ranks of 3 devices: .* use --micro-batch 3 or more"):
+        BatchPlan.solve(10, 2, micro_size=2, devices=3)
 
 
 @given(plans(), st.integers(1, 40))
@@ -133,14 +138,6 @@ def test_what_is_advised_for_a_micro_size_works(plan: BatchPlan, micro: int) -> 
         BatchPlan.solve(plan.global_size, ranks, micro_size=larger, devices=devices)
         with pytest.raises(RequestError):
             BatchPlan.solve(plan.global_size, ranks, micro_size=larger - 1, devices=devices)
-
-
-def test_a_batch_that_leaves_a_rank_of_several_devices_without_work_is_refused() -> None:
-    assert [len(BatchPlan.solve(3, 2, devices=2).split(0, 3, rank)[0]) for rank in range(2)] == [2, 1]
-    with pytest.raises(RequestError, match=r"into 2 ranks of 2 devices: .* use --batch 3 or more, or at most 1 "):
-        BatchPlan.solve(2, 2, devices=2)
-    with pytest.raises(RequestError, match=r"on 2 ranks of 3 devices: .* use --micro-batch 3 or more"):
-        BatchPlan.solve(10, 2, micro_size=2, devices=3)
 
 
 @given(plans(), sizes, st.booleans())

@@ -16,42 +16,19 @@ import lockstep
 SOURCE = Path(lockstep.__file__).parent
 
 # Lower knows nothing of higher. Packages count as one room, whose files may import each other.
-LAYERS: list[list[str]] = [
-    [
-        "bounded",
-        "beats",
-        "synonyms",
-        "errors",
-        "files",
-        "validity",
-        "config",
-        "options",
-        "topology",
-        "kinds",
-        "locks",
-        "batching",
-        "result",
-        "proof",
-        "failures",
-        "hardware",
-        "versions",
-        "interrupts",
-        "own",
-        "pulse",
-        "relay",
-        "said",
-        "stacks",
-        "notes",
-        "watch",
-        "submit",
-    ],
-    ["shared_memory", "world", "state", "randomness"],
-    ["data", "models", "nn", "precision", "optim", "losses", "strategies", "launchers", "record"],
-    ["checkpoint", "resume", "meter", "evaluation", "verify", "doctor"],
-    ["job", "saving", "announce", "proofs", "engine", "folders", "runs"],
-    ["prove"],
-    ["cli"],
-    ["__main__", "__init__"],
+LAYERS = [
+    rooms.split()
+    for rooms in (
+        "bounded beats synonyms errors files validity config options topology kinds locks batching result proof "
+        "failures hardware versions interrupts own pulse relay said stacks notes watch submit",
+        "shared_memory world state randomness",
+        "data models nn precision optim losses strategies launchers record",
+        "checkpoint resume meter evaluation verify doctor",
+        "job saving announce proofs engine folders runs",
+        "prove",
+        "cli",
+        "__main__ __init__",
+    )
 ]
 SIBLINGS = LAYERS[2]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

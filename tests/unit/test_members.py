@@ -8,7 +8,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -87,23 +87,6 @@ def test_a_store_that_never_answers_is_given_up() -> None:
     stuck.free.set()
 
 
-def test_a_bounded_store_is_a_store() -> None:
-    store = BoundedStore(HashStore(), 5)
-    under = PrefixStore("job", store)
-    under.set("a", "1")
-    under.multi_set(["b", "c"], ["2", "3"])  # type: ignore[attr-defined]
-    assert under.multi_get(["a", "b", "c"]) == [b"1", b"2", b"3"]
-    assert under.compare_set("d", "", "4") == b"4"
-    assert under.compare_set("d", "3", "5") == b"4"
-    assert under.add("n", 2) == 2
-    assert (under.check(["a"]), under.check(["a", "z"])) == (True, False)
-    under.set_timeout(timedelta(seconds=0.2))
-    with pytest.raises(TimeoutError):
-        under.get("z")
-    threading.Timer(0.2, lambda: under.set("late", "here")).start()
-    under.wait(["late"], timedelta(seconds=10))
-
-
 class _Touches:
     """A pickle of this makes a file where it is loaded."""
 
@@ -126,14 +109,6 @@ def _state() -> _RendezvousState:
     state.last_heartbeats[node] = datetime.now(UTC)
     state.deadline = datetime.now(UTC)
     return state
-
-
-def test_torchs_own_state_is_read() -> None:
-    store = HashStore()
-    _put(store, _state())
-    found = PlainState(store, "job").get_state()
-    assert found is not None
-    assert pickle.loads(found[0]).participants == _state().participants
 
 
 def test_a_state_that_would_run_something_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import pty
-import shlex
 import signal
 import struct
 import subprocess
@@ -91,20 +90,6 @@ def test_the_last_words_of_a_rank_that_dies_are_on_the_console_and_kept(number: 
     assert "by a program\n" in kept
     assert "by C, and no more\n" in kept
     assert ("Fatal Python error: Aborted" in kept) == (number == signal.SIGABRT)
-
-
-def test_a_closed_console_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "output" / "rank_0.txt"
-    shell = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(SAYS)} {shlex.quote(str(path))} shown 2>&-"
-    says = subprocess.run(
-        ["sh", "-c", shell.replace('os.write(2, b"by C', 'os.write(1, b"by C')],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert says.returncode == 0
-    assert "after\n" in says.stdout
-    assert "by print\n" in path.read_text()
 
 
 TERMINAL = """
