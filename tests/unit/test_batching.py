@@ -95,16 +95,15 @@ def test_a_micro_size_is_kept_to_with_the_fewest_micro_batches(plan: BatchPlan, 
         assert max(len(share) for share in fewer.split(0, fewer.global_size, 0)) > micro
 
 
-@pytest.mark.parametrize(
-    ("size", "ranks", "accumulation", "line"),
-    [
-        (256, 4, 2, "global batch 256 = 4 ranks × 2 micro-batches × 32"),
-        (10, 4, 1, "global batch 10 = 4 ranks × 1 micro-batch × 2 or 3"),
-        (7, 1, 1, "global batch 7 = 1 rank × 1 micro-batch × 7"),
-    ],
-)
-def test_the_plan_in_a_line(size: int, ranks: int, accumulation: int, line: str) -> None:
-    assert str(BatchPlan.solve(size, ranks, accumulation=accumulation)) == line
+def test_the_plan_in_a_line() -> None:
+    plans_by_line = {
+        "global batch 10 = 4 ranks × 1 micro-batch × 2 or 3": BatchPlan.solve(10, 4),
+        "global batch 7 = 1 rank × 1 micro-batch × 7": BatchPlan.solve(7, 1),
+        "global batch 256 = 2 ranks × 3 devices × 2 micro-batches × 21 or 22": BatchPlan.solve(
+            256, 2, accumulation=2, devices=3
+        ),
+    }
+    assert [str(plan) for plan in plans_by_line.values()] == [*plans_by_line]
 
 
 def test_a_batch_that_leaves_ranks_without_work_is_refused() -> None:

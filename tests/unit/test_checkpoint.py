@@ -98,14 +98,13 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_with_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
-    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
-    values = bits.view(dtype)  # any bits: NaNs with payloads, subnormal numbers
-    tensors = {"model/a": values.reshape(2, 3), "model/b.c": values[0], "ema/none": values[:0].reshape(0, 7)}
-    loaded = came_back(tmp_path, tensors, {"step": 1})
-    assert all(same_bits(loaded[name], tensors[name]) for name in tensors)
-    assert loaded["model/b.c"].shape == ()
+def test_every_dtype_comes_back_with_the_same_bits(tmp_path: Path) -> None:
+    for dtype in DTYPES:
+        bits = torch.randint(0, 2 if dtype == torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
+        values = bits.view(dtype)  # any bits: NaNs with payloads, subnormal numbers
+        tensors = {"model/a": values.reshape(2, 3), "model/b.c": values[0], "ema/none": values[:0].reshape(0, 7)}
+        loaded = came_back(tmp_path / str(dtype), tensors, {"step": 1})
+        assert all(same_bits(loaded[name], tensors[name]) for name in tensors), dtype
 
 
 def test_meta_and_tied_and_strided_tensors_come_back(tmp_path: Path) -> None:
