@@ -508,7 +508,7 @@ MUTANTS = (
         "interrupts.py",
         "self.insisted = True",
         "self.insisted = False",
-        "unit/test_interrupts.py::test_the_second_signal_ends_the_process_at_once",
+        "unit/test_interrupts.py::test_what_a_signal_means_depends_on_when_the_first_one_came",
     ),
     Mutant(
         "the loudest failure is the cause",

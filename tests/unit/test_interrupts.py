@@ -11,9 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.interrupts import _ECHO_S, INSIST, STOPPING, StopRequest
+from lockstep.interrupts import _ECHO_S, INSIST, STOPPING, Heard, Interrupts, StopRequest
 
 from ..command import until
+
+
+def test_what_a_signal_means_depends_on_when_the_first_one_came() -> None:
+    times_s = iter((100.0, 100.0, 100.0 + _ECHO_S, 100.0 + _ECHO_S + 0.001))
+    interrupts = Interrupts(lambda: next(times_s))
+    before = (interrupts.asked, interrupts.insisted)
+    found = [(interrupts.hear(), interrupts.asked, interrupts.insisted) for _ in range(4)]
+    assert before == (False, False)
+    assert found == [
+        (Heard.FIRST, True, False),
+        (Heard.ECHO, True, False),
+        (Heard.ECHO, True, False),
+        (Heard.SECOND, True, True),
+    ]
+
 
 # However slowly it runs, the second signal of this process is soon after the first.
 _ASKED_TWICE = """
