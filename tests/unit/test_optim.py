@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,21 @@ def test_muon_takes_the_matrices_alone() -> None:
         optim.build(nn.BatchNorm1d(3), _config(optimizer="muon"))
     with pytest.raises(RequestError, match="no parameter that trains"):
         optim.build(nn.ReLU(), OptimConfig())
+
+
+def test_sgd_is_the_formula() -> None:
+    model = nn.Linear(1, 1, bias=False).double()
+    start = model.weight.item()
+    config = _config(lr=0.5, momentum=0.9, nesterov=True, weight_decay=0.01)
+    optimizers = optim.build(model, config)
+    expected, buffer = start, 0.0
+    for gradient in (1.0, -2.0, 0.5):
+        model.weight.grad = torch.full_like(model.weight, gradient)
+        optimizers.each[0].step()
+        decayed = gradient + 0.01 * expected
+        buffer = 0.9 * buffer + decayed if buffer else decayed
+        expected -= 0.5 * (decayed + 0.9 * buffer)
+    assert math.isclose(model.weight.item(), expected, rel_tol=1e-12)
 
 
 def test_the_average_follows_the_weights_and_keeps_the_models_buffers() -> None:
