@@ -181,13 +181,6 @@ class Checkpointed(Dropping):
         return found
 
 
-class Leaky(nn.Sequential):
-    """A net whose slopes are drawn."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__(nn.Linear(FEATURES, 16), nn.RReLU(), nn.Linear(16, classes))
-
-
 class Unseedable(Plain):
     """A net with a generator of its own."""
 
@@ -255,14 +248,6 @@ class CoupledByHand(Plain):
         return self[2](y - y.mean(0))  # type: ignore[no-any-return]
 
 
-class NoisyByNumPy(Plain):
-    """A net that adds noise from NumPy's generator."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.from_numpy(np.random.standard_normal(x.shape)).to(x.dtype)
-        return super().forward(x + noise)  # type: ignore[no-any-return]
-
-
 class Infinite(Plain):
     """A net whose gradients are no numbers."""
 
@@ -270,67 +255,11 @@ class Infinite(Plain):
         return self[2]((self[0](x) * 0).sqrt())  # type: ignore[no-any-return]
 
 
-class Irreversible(Plain):
-    """A net that raises in its backward pass."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = super().forward(x)
-        if scores.requires_grad:
-            scores.register_hook(_no_way)
-        return scores
-
-
-def _no_way(gradient: Tensor) -> None:
-    raise RuntimeError("no way back")
-
-
 class Single(Plain):
     """A net that computes in float32, whatever it is given."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float())  # type: ignore[no-any-return]
-
-
-class Strict(Plain):
-    """A net that refuses other numbers than float32 by itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32:
-            raise TypeError("float32 only")
-        return super().forward(x)  # type: ignore[no-any-return]
-
-
-class SingleBackward(Plain):
-    """A net whose backward pass has no float64."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = super().forward(x)
-        if scores.requires_grad:
-            scores.register_hook(lambda gradient: gradient @ torch.eye(scores.shape[1]))
-        return scores
-
-
-class Scaled(Coupled):
-    """A net with a layer of one number, beside one that couples samples."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        self.temperature = Temperature()
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self[3](self[2](self[1](self[0](x))))
-        return first * self.temperature(x.new_ones(()))  # type: ignore[no-any-return]
-
-
-class Temperature(nn.Module):
-    """A number that is learnt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logarithm = nn.Parameter(torch.zeros(()))
-
-    def forward(self, one: Tensor) -> Tensor:
-        return one * self.logarithm.exp()
 
 
 class ByFirst(Plain):
@@ -408,11 +337,6 @@ def updating_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
 def raising_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Raise."""
     raise KeyError("nothing")
-
-
-def failing_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Raise what torch raises."""
-    raise RuntimeError("no such kernel")
 
 
 def two_argument_step(model: nn.Module, x: Tensor) -> None:

@@ -19,7 +19,6 @@ from lockstep.errors import RequestError
 from lockstep.options import override
 from lockstep.prove.answer import Answer, Report, examine
 from lockstep.prove.cases import Case
-from lockstep.prove.causes import Cause
 from lockstep.prove.gaps import Gradients, gaps
 from lockstep.prove.gradients import Workbench
 from lockstep.prove.switches import NOTHING, Off
@@ -123,36 +122,26 @@ def test_a_loss_of_ones_own_that_sums_agrees(pool: RankPool) -> None:
 
 FOUND: list[tuple[list[str], dict[str, Any]]] = [
     (["randomness"], {"model": "tests.judged:Dropping"}),
-    (["randomness"], {"model": "tests.judged:Noisy"}),
     (["randomness"], {"model": "tests.judged:SkippingAtRandom"}),
     (["randomness"], {"model": "tests.judged:DroppingTransformer", "data": "tests.judged:texts"}),
     (["randomness"], {"model": "tests.judged:Checkpointed"}),
-    (["randomness"], {"model": "tests.judged:Leaky"}),
     (["randomness"], {"loss": "tests.judged:noisy_loss"}),
     (["randomness of its own"], {"model": "tests.judged:Unseedable"}),
-    (["randomness of its own"], {"model": "tests.judged:NoisyByNumPy"}),
     (["a wrong count"], {"step": "tests.judged:halved_step"}),
     (["accumulation"], {"fault": "accumulation"}),
-    (["accumulation", "randomness"], {"fault": "accumulation", "model": "tests.judged:Dropping"}),
     (["local BatchNorm"], {"model": "tests.judged:Normed", "batchnorm": "local"}),
     (["randomness", "local BatchNorm"], {"model": "tests.judged:DroppingAndNormed", "batchnorm": "local"}),
     (["data"], {"data": "tests.judged:unseeded", "workers": 0}),
-    (["data", "randomness"], {"data": "tests.judged:unseeded", "workers": 0, "model": "tests.judged:Dropping"}),
     (["a loss that divides by the local batch"], {"loss": "tests.judged:mean_loss"}),
     (["a loss that couples samples"], {"loss": "tests.judged:pairwise_loss"}),
     (["mean of means"], {"step": "tests.judged:mean_step"}),
     (["mean of means", "randomness"], {"step": "tests.judged:mean_step", "model": "tests.judged:Dropping"}),
     (["a wrong count"], {"fault": "wrong count"}),
-    (
-        ["a wrong count", "local BatchNorm"],
-        {"fault": "wrong count", "model": "tests.judged:Normed", "batchnorm": "local"},
-    ),
     (["shared parameters"], {"fault": "sharing", "model": "tests.judged:Tied"}),
     (["data"], {"fault": "order"}),
     (["several together"], {"model": "tests.judged:NoisyInTraining"}),
     (["coupled samples"], {"model": "tests.judged:Coupled"}),
     (["coupled samples"], {"model": "tests.judged:ByFirst"}),
-    (["coupled samples"], {"model": "tests.judged:Scaled"}),
     (["coarser arithmetic"], {"model": "tests.judged:PartlySingle"}),
 ]
 
@@ -184,7 +173,6 @@ def test_a_step_that_knows_its_ranks_agrees(pool: RankPool) -> None:
         ("no_step", "--step leaves no gradient"),
         ("updating_step", "--step changes the model's weights: leave optimizer.step() out"),
         ("raising_step", "--step raised KeyError"),
-        ("failing_step", "--step raised RuntimeError"),
         ("two_argument_step", "--step raised TypeError"),
     ],
 )
@@ -197,14 +185,6 @@ def test_a_step_that_cannot_be_judged_is_refused(pool: RankPool, step: str, said
 def test_what_is_no_number_in_one_process_is_refused(pool: RankPool) -> None:
     said = pool.run(2, _examined, RANKS, {"model": "tests.judged:Infinite"}, 1e-9, "", "")
     assert all(each.startswith("One process's gradients are not finite numbers (0.weight") for each in said)
-
-
-def test_a_model_that_raises_in_its_backward_pass_is_refused(pool: RankPool) -> None:
-    for said in pool.run(2, _examined, RANKS, {"model": "tests.judged:Irreversible"}, 1e-9, "", ""):
-        assert re.match(
-            r"One process's step of --model tests\.judged:Irreversible raised RuntimeError( at .*)?: no way back; ",
-            said,
-        )
 
 
 def test_randomness_under_dp_is_explained(pool: RankPool) -> None:
@@ -222,13 +202,6 @@ def test_a_bit_that_flips_after_the_exchange_is_named(pool: RankPool) -> None:
 def test_only_what_a_cause_touches_is_laid_to_it(pool: RankPool) -> None:
     (cause,) = examined(pool, model="tests.judged:Frozen", loss="tests.judged:mean_loss")["ddp"].causes
     assert sorted(cause.tensors) == ["2.bias", "2.weight"]  # a frozen layer has no gradient
-
-
-def test_a_cause_in_several_batches_has_its_largest_part() -> None:
-    cause = Cause("data", "ranks read other samples", {"a": 0.3, "b": 0.1}, 1e-15)
-    both = cause.merged(Cause("data", "ranks read other samples", {"b": 0.4, "c": 0.2}, 1e-14))
-    assert list(both.tensors.items()) == [("b", 0.4), ("a", 0.3), ("c", 0.2)]
-    assert both.rest == 1e-14
 
 
 def test_the_layer_that_couples_samples_is_named(pool: RankPool) -> None:
@@ -259,11 +232,6 @@ def test_dp_has_statistics_of_its_own_by_design_unless_asked_for(pool: RankPool)
     assert alone["dp"].fails
 
 
-def test_a_batch_with_a_sample_a_rank_has_no_uneven_one(pool: RankPool) -> None:
-    answer = examined(pool, fault="wrong count", batch=2)["ddp"]
-    assert causes(answer) == ["a wrong count"]
-
-
 def test_what_is_so_by_design_is_told_with_what_agrees_without(pool: RankPool) -> None:
     report = pool.run(2, _examined, RANKS, {"model": "tests.judged:Dropping"}, 1e-9, "", "")[0]
     check = report.check()
@@ -275,8 +243,6 @@ def test_what_is_so_by_design_is_told_with_what_agrees_without(pool: RankPool) -
     ("values", "where"),
     [
         ({"model": "tests.judged:Single"}, "tests.judged:Single cannot run in float64: at aten::addmm, RuntimeError"),
-        ({"model": "tests.judged:Strict"}, "tests.judged:Strict cannot run in float64: at aten::.*, TypeError"),
-        ({"model": "tests.judged:SingleBackward"}, "cannot run in float64: at aten::.*, RuntimeError"),
         (
             {"loss": "tests.judged:single_loss"},
             "with its loss cannot run in float64: at aten::nll_loss.*, RuntimeError",

@@ -99,17 +99,6 @@ def test_what_hybrid_cannot_do_is_refused(
     assert re.search(told, refusal(capsys, *given, *words))
 
 
-def test_where_one_level_is_left_it_is_said(tmp_path: Path) -> None:
-    alone = command(
-        tmp_path, *DIGITS, "--strategy", "hybrid", "--devices", 2, "--max-steps", 1, "--output", tmp_path / "alone"
-    )
-    assert alone.code == 0, alone.err
-    assert "one rank: here hybrid computes what dp does\n" in alone.out
-    first, _ = _by_hand(tmp_path, "--max-steps", 1, "--output", tmp_path / "single", each=(1, 1))
-    assert first.code == 0, first.err
-    assert "one device in each rank: here hybrid computes what ddp does with --batchnorm local\n" in first.out
-
-
 NET = {"model": "mlp", "data": "fake", "samples": 61, "image_size": 8, "lr": 0.05, "max_steps": 20}
 
 

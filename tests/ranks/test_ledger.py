@@ -234,12 +234,6 @@ def test_a_rewound_ledger_holds_the_steps_up_to_there(tmp_path: Path, every: int
         assert other.findings(kept + other.pages(other.steps()[step:], every), steps=len(steps)) == ""
 
 
-def test_without_a_ledger_there_is_nothing_to_rewind_or_to_carry_over(tmp_path: Path) -> None:
-    rewind(tmp_path / NAME, step=3)
-    carry_over(tmp_path, tmp_path / "new", step=3)
-    assert list(tmp_path.iterdir()) == []
-
-
 # ---- the judgement
 
 

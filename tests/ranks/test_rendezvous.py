@@ -78,17 +78,17 @@ def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
     assert "rank 1 is claimed twice, by process" in twice[0]
     assert "on ann and by process" in twice[0]
     assert "on bob" in twice[0]
-    twice = hear([claim_of(0, 2), claim_of(0, 2)], timeout_s=5)
+    twice = hear([claim_of(0, 2), claim_of(0, 2)], timeout_s=1)
     assert "rank 0 is claimed twice" in twice[1]
     if scheme == "tcp":  # there the second is of another job, which finds the first one's port taken
-        assert "1 of 2 ranks came within --timeout 5 s; missing: rank 1" in twice[0]
+        assert "1 of 2 ranks came within --timeout 1 s; missing: rank 1" in twice[0]
     else:
         assert len(set(twice)) == 1
     sizes = hear([claim_of(0, 2), claim_of(1, 3)])
     assert len(set(sizes)) == 1
     assert "disagree on the world size: rank 0" in sizes[0]
-    missing = hear([claim_of(0, 4), claim_of(2, 4)], timeout_s=5)
-    assert "2 of 4 ranks came within --timeout 5 s; missing: rank 1, 3" in missing[0]
+    missing = hear([claim_of(0, 4), claim_of(2, 4)], timeout_s=1)
+    assert "2 of 4 ranks came within --timeout 1 s; missing: rank 1, 3" in missing[0]
     assert len(set(missing)) == 1
     kinds = hear([claim_of(0, 2), claim_of(1, 2, accelerator="cuda", gpus=("g",))])
     assert [answer.startswith("The ranks compute on different accelerators") for answer in kinds] == [True] * 2

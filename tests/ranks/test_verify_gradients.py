@@ -63,9 +63,3 @@ def test_a_step_of_ones_own_is_judged(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], words: list[object], said: str) -> None:
     assert said in refusal(capsys, *words)
-
-
-def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path: Path) -> None:
-    done = command(tmp_path, "verify", "gradients", "digits", "--devices", 3, "--batch", 2, *CPU)
-    assert done.code == 2, done
-    assert "Global batch 2 does not split into 3 ranks" in done.err

@@ -21,9 +21,8 @@ from lockstep.checkpoint.layout import SUMS, digest, render
 from lockstep.cli import flags
 from lockstep.cli.main import main
 from lockstep.errors import Stopped
-from lockstep.files import write_json
 from lockstep.proof import Check
-from lockstep.prove import on_disk, records
+from lockstep.prove import records
 from lockstep.runs import run
 from lockstep.verify import pages
 from lockstep.verify.pages import EVAL, TRAIN, Page
@@ -619,13 +618,3 @@ def test_a_summary_of_an_earlier_start_is_no_summary_of_this_one(tmp_path: Path)
     assert [(check.name, check.found) for check in judged.failing] == []
     assert judged.unfinished == "it was killed after step 65 of 70, or still runs"
     assert _found(copy)["summary"].found == f"the one there is an earlier start's: {judged.unfinished}"
-
-
-def test_the_folder_is_found(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on_disk.find(copy) == copy
-    for part in ("checkpoints", "checkpoints/last", "checkpoints/step-00000069"):
-        assert on_disk.find(copy / part).resolve() == copy.resolve()
-    monkeypatch.chdir(copy / "checkpoints" / "last")
-    assert on_disk.find(Path()).resolve() == copy.resolve()
-    write_json(copy / "summary.json", {"proof": {}})
-    assert on_disk.read(copy).summary is None

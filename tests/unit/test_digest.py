@@ -20,7 +20,7 @@ from lockstep.errors import RunError
 from lockstep.options import override
 from lockstep.record.base import Nothing
 from lockstep.verify import finite
-from lockstep.verify.digest import _LAYERED, _LAYERS, differing, digest, digests, largest_gap
+from lockstep.verify.digest import differing, digest, digests
 from lockstep.world import World
 
 from ..reading import NoReading
@@ -134,13 +134,6 @@ def test_rows_that_change_places_are_seen_within_two_turns(weight: Tensor, order
     assert digests([weight]).tolist() != digests([moved]).tolist()
 
 
-def test_no_two_words_meet_in_both_layerings() -> None:
-    first, second = _LAYERS
-    for words in range(_LAYERED, 4 * _LAYERED):
-        depths = words // first, words // second
-        assert math.lcm(*depths) >= min(first * depths[0], second * depths[1])
-
-
 def test_views_and_memory_orders_are_digested_where_they_lie() -> None:
     whole = _some(4096)
     image = whole.view(4, 16, 8, 8).contiguous(memory_format=torch.channels_last)
@@ -156,14 +149,6 @@ def test_a_copy_may_lie_in_another_order() -> None:
     assert all(own[name].stride() != each.stride() for name, each in copy.items())
     assert differing(own, copy) == []
     assert differing(own, {"conv": _flipped(copy["conv"], 99), "row": copy["row"]}) == ["conv"]
-
-
-def test_the_largest_gap_is_that_of_the_values() -> None:
-    a = torch.tensor([1.0, -2.0, 3.0])
-    assert largest_gap(a, torch.tensor([1.0, 2.0, 3.5])) == 4.0
-    assert largest_gap(a.to(torch.complex64), torch.tensor([1.0, -2.0, 3.0 + 2.0j])) == 2.0
-    assert largest_gap(torch.zeros(0), torch.zeros(0)) == 0.0
-    assert math.isnan(largest_gap(a, torch.tensor([1.0, math.nan, 3.0])))
 
 
 # ---- numbers that are none
@@ -191,11 +176,6 @@ def test_large_and_whole_numbers_and_nothing_are_finite() -> None:
         assert finite.found(World.alone(), tensors) == []
     assert not finite.suspect([])
     assert not finite.suspect([torch.zeros(0), torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)])
-
-
-def test_the_error_names_three_tensors_and_what_to_do() -> None:
-    said = str(finite.error(7, [f"model/{name}" for name in "abcde"], "Lower --lr."))
-    assert all(part in said for part in ("step 7", "model/a, model/b, model/c)", "Lower --lr."))
 
 
 class Masked(nn.Module):
