@@ -345,24 +345,23 @@ def test_one_bit_that_flips_while_training_is_found(
     ("name", "every", "bit"),
     [
         ("model/stem.0.weight", 1, 30),
-        ("model/stem.0.weight", None, None),
+        ("model/stem.0.weight", 3, None),
         (f"optimizer/{WEIGHT}/momentum_buffer", 3, None),
         (f"ema/{WEIGHT}", 1, None),
     ],
 )
 def test_a_replica_that_ruins_the_others_is_never_said_to_hold(
-    pool: RankPool, name: str, every: int | None, bit: int | None
+    pool: RankPool, name: str, every: int, bit: int | None
 ) -> None:
     said, (proof, *_) = _trained(pool, 3, Fault(name, bit=bit), verify_every=every, ema=0.9)
     if every == 1:
         assert said.startswith("ProofError: The replicas are not the same bits after step 4: rank 1 differs"), said
         assert f" {name} by " in said
-    if said.startswith("ProofError"):
-        assert "rank 1 differs from the others in " in said
         assert proof.outcome == Check.FAILS
     else:  # before the next comparison, all are alike again: none of them is a number
+        assert said.startswith("RunError: The loss at step "), said
         assert "--verify-every 1 tells, from a checkpoint of before." in said
-        assert proof.outcome != Check.HOLDS
+        assert proof.outcome == Check.OPEN
 
 
 def _replicated(world: World, values: dict[str, Any]) -> set[str]:
