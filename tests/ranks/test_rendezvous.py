@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from lockstep.errors import AbsentError, RequestError
-from lockstep.launchers import meeting_files, stores
+from lockstep.launchers import meeting_files, rendezvous, stores
 from lockstep.launchers.claims import Claim
 from lockstep.launchers.rendezvous import RollCall, StartMovedError
 
@@ -100,7 +100,8 @@ def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
     assert not (tmp_path / "meeting").exists()
 
 
-def test_a_server_that_was_stopped_is_not_waited_for_without_end() -> None:
+def test_a_server_that_was_stopped_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 1.0)
     port = free_port()
     serves = f"kept = stores.serve('127.0.0.1', {port}, 10)"
     code = f"from lockstep.launchers import stores; {serves}; print(flush=True); input()"
@@ -110,7 +111,7 @@ def test_a_server_that_was_stopped_is_not_waited_for_without_end() -> None:
         server.stdout.readline()
         meeting = stores.connect("127.0.0.1", port, 10)
         server.send_signal(signal.SIGSTOP)
-        with pytest.raises(AbsentError, match=r"the store went away during the roll call .*no answer within 5 s"):
+        with pytest.raises(AbsentError, match=r"the store went away during the roll call .*no answer within 1 s"):
             RollCall(meeting, claim_of(1, 2)).take(2)
         server.kill()
 
@@ -143,8 +144,9 @@ def test_ranks_whose_start_nobody_tells_find_it_out(before: int) -> None:
     assert kept.hosted
 
 
-def test_a_dead_world_on_another_host_is_never_joined(tmp_path: Path) -> None:
+def test_a_dead_world_on_another_host_is_never_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The claims of a run that was killed elsewhere: nobody can see that process, and it answers nothing."""
+    monkeypatch.setattr(rendezvous, "_HEAR_S", 1.0)
     doors = doors_to("file", tmp_path, [0, 1])
     old = [claim_of(rank, 2, host="gone", boot="another") for rank in range(2)]
     for door, claim in zip(doors, old, strict=True):
@@ -156,7 +158,8 @@ def test_a_dead_world_on_another_host_is_never_joined(tmp_path: Path) -> None:
     assert time.monotonic() - start < 30
 
 
-def test_a_place_where_nobody_can_meet_is_one_sentence(tmp_path: Path) -> None:
+def test_a_place_where_nobody_can_meet_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_PROBE_S", 1.0)
     (tmp_path / "notes.txt").write_text("not ours\n")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
