@@ -27,7 +27,7 @@ from lockstep.record.base import Recorders
 from lockstep.record.console import PLAIN_EVERY_S, Screen, Terminal
 from lockstep.record.jsonl import JsonLines, encode, rewind
 from lockstep.record.table import build
-from lockstep.record.telemetry import HostClock
+from lockstep.record.telemetry import HostClock, Telemetry
 from lockstep.record.tensorboard import TensorBoard
 from lockstep.result import RunResult
 from lockstep.topology import Topology
@@ -425,6 +425,16 @@ def test_the_clock_times_steps_and_not_what_lies_between(monkeypatch: pytest.Mon
     assert clock.flush() == []
     assert clock.percentiles(50, 100) == [2.5, 4.0]
     assert next(now_s, None) is None
+
+
+def test_telemetry_of_a_cpu_is_the_processs_own() -> None:
+    sampler = Telemetry([torch.device("cpu")])
+    sample, peak = sampler.sample(), sampler.peak_memory_bytes()
+    assert sample["host_memory_bytes"] > 10e6  # Python and torch
+    assert sample["process_cpu_percent"] >= 0
+    assert peak["device"] is None
+    assert peak["host"] is not None
+    assert peak["host"] > 10e6
 
 
 # --- all together ---
