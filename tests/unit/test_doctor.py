@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from lockstep.cli import doctor
 from lockstep.cli.main import main
 from lockstep.cli.symptoms import show
 from lockstep.config import RunConfig
@@ -440,3 +442,20 @@ def test_ranks_that_fail_are_not_examined_again(monkeypatch: pytest.MonkeyPatch)
     assert main(["doctor", "--devices", "2", "--accelerator", "cpu", "--max-restarts", "1"]) == 0
     (parallel,) = (config.parallel for config in launched)
     assert (parallel.launcher, parallel.max_restarts) == ("elastic", 0)
+
+
+@pytest.mark.parametrize("gone", [BrokenPipeError(), SystemExit(1)])
+def test_a_reader_that_has_gone_does_not_change_the_verdict(
+    gone: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    green = SimpleNamespace(findings=[], absent=[])
+    shown = []
+
+    def show(visit: object, report: object) -> None:
+        shown.append(report)
+        raise gone
+
+    monkeypatch.setattr(doctor._Visit, "show", show)
+    monkeypatch.setattr("lockstep.cli.doctor.launchers.launch", lambda visit, config: green)
+    assert doctor.main(["--accelerator", "cpu"]) == 0
+    assert shown == [green]
