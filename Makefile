@@ -18,15 +18,13 @@ demo: $(READY)  ## train real digits on two processes
 	$(BIN)/lockstep train digits --strategy ddp --devices 2 --accelerator cpu
 
 test: $(READY)  ## what holds before a change lands, in minutes
-	$(PYTEST) -m "not long" tests/real tests/faults tests/ranks tests/unit
+	$(PYTEST) -m "not long and not slow" tests/real tests/faults tests/ranks tests/unit
 
 test-all: $(READY)  ## the whole suite
 	$(PYTEST)
 
 test-ci: $(READY)  ## all but seven eighths of the slow ones: SLICE=3/8
-	LOCKSTEP_TEST_COLD=1 $(BIN)/python -m pytest --slowest 10 tests/real
-	$(BIN)/python -m pytest --slowest 10 tests/faults
-	$(PYTEST) --slowest 10 --slice $(SLICE) tests/slow tests/ranks tests/unit
+	$(PYTEST) --slowest 10 --slice $(SLICE) tests/real tests/faults tests/slow tests/ranks tests/unit
 
 mutants: $(READY)  ## seventy defects, one after the other: whether a test notices each
 	$(BIN)/python -m tests.mutants

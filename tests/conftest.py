@@ -38,7 +38,7 @@ _COSTLY = ("cluster",)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what CI asks for."""
     group = parser.getgroup("tiers")
-    group.addoption("--slice", metavar="K/N", type=_slice, help="of tests/slow, only the K-th part of N, from 0")
+    group.addoption("--slice", metavar="K/N", type=_slice, help="of the slow tests, only the K-th part of N, from 0")
     group.addoption("--slowest", metavar="N", type=int, help="tell each tier's time and its N slowest tests")
 
 
@@ -63,8 +63,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before the workers' names of the groups are told
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take the slice, and keep together what uses the same daemons."""
+    for item in items:
+        if _tier(item.nodeid) == "slow":
+            item.add_marker(pytest.mark.slow)
     if part := config.getoption("slice"):
-        left_out = [item for item in items if _tier(item.nodeid) == "slow" and not _is_in(item.nodeid, *part)]
+        slow = {item for item in items if item.get_closest_marker("slow")}
+        left_out = [item for item in items if item in slow and not _is_in(item.nodeid, *part)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     for item in items:
@@ -84,7 +88,7 @@ def _is_in(nodeid: str, number: int, count: int) -> bool:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Tell which slice ran, and where the time went."""
     if part := config.getoption("slice"):
-        terminalreporter.write_line(f"tests/slow: slice {part[0]} of {part[1]}, from 0")
+        terminalreporter.write_line(f"slow tests: slice {part[0]} of {part[1]}, from 0")
     count = config.getoption("slowest")
     if count is None:
         return

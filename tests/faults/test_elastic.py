@@ -191,6 +191,7 @@ def test_a_stop_while_nodes_are_to_come_together_again_is_one(tmp_path: Path) ->
     assert "Stopped while ranks were to start again; continue with --resume auto." in ended.err
 
 
+@pytest.mark.slow
 def test_a_stop_while_ranks_save_for_another_node_lets_them_save(tmp_path: Path) -> None:
     port = free_port()
     run = "train --data tests.own_data:very_slow --model mlp --batch 8 --accelerator cpu --strategy ddp --workers 0"
@@ -219,6 +220,7 @@ def test_nodes_that_need_one_that_was_stopped_are_stopped_too(tmp_path: Path) ->
         assert "lockstep: Stopped on request at step " in each.err
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_while_the_nodes_agree_is_done_without(tmp_path: Path) -> None:
     port = free_port()
     words = [*RUN.split(), "--epochs", 4, "--devices", 1, "--nodes", "2:4", "--init-method", f"tcp://127.0.0.1:{port}"]
@@ -237,6 +239,7 @@ def test_a_node_that_is_lost_while_the_nodes_agree_is_done_without(tmp_path: Pat
     assert "2 ranks" in ended[0].out
 
 
+@pytest.mark.slow
 def test_a_node_that_is_not_needed_is_told_when_the_job_ends(tmp_path: Path) -> None:
     words, first, second = _two_nodes(tmp_path)
     with first, second, start(tmp_path, *words) as third:
@@ -247,6 +250,7 @@ def test_a_node_that_is_not_needed_is_told_when_the_job_ends(tmp_path: Path) -> 
     assert ended[2].err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_run_taken_up_at_an_older_checkpoint_is_so_again_after_a_restart(undisturbed: Path, tmp_path: Path) -> None:
     with start(tmp_path, *RUN.split(), "--devices", 2) as whole:
         _at(tmp_path, 100)

@@ -47,6 +47,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.long
 def test_ranks_that_torchrun_starts_again_come_to_the_same_bits(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with _torchrun(tmp_path, "--nproc-per-node", 2) as agent:
@@ -63,7 +64,10 @@ def test_ranks_that_torchrun_starts_again_come_to_the_same_bits(undisturbed: Pat
     assert weights(run) == weights(undisturbed)
 
 
-@pytest.mark.parametrize(("apart", "steps"), [("0", (40, 100)), ("1", (40,))])
+@pytest.mark.parametrize(
+    ("apart", "steps"),
+    [pytest.param("0", (40, 100), marks=pytest.mark.slow), pytest.param("1", (40,), marks=pytest.mark.long)],
+)
 def test_ranks_under_two_agents_that_count_apart_meet_again(
     apart: str, steps: tuple[int, ...], undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -21,8 +21,9 @@ import pytest
 from ..command import ROOT, Ended, Running, end, events, gone, sentence, until, weights
 from .hosts import Host, hosts
 
-pytestmark = pytest.mark.usefixtures("namespaces")
+pytestmark = [pytest.mark.usefixtures("namespaces"), pytest.mark.long]
 
+SLOW = pytest.mark.slow
 PORT = 29500
 RUN = ("--strategy", "ddp", "--accelerator", "cpu", "--batch", "60", "--log-every", "1")
 STEPS = ("--max-steps", "4")
@@ -85,7 +86,7 @@ def spawned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str,
     return of
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
+@pytest.mark.parametrize("scheme", ["tcp", pytest.param("file", marks=SLOW), pytest.param("env", marks=SLOW)])
 def test_ranks_of_three_hosts_come_to_the_bits_of_one(
     scheme: str, tmp_path: Path, spawned: Callable[..., dict[str, bytes]]
 ) -> None:
@@ -102,6 +103,7 @@ def test_ranks_of_three_hosts_come_to_the_bits_of_one(
     assert not meeting.exists()
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_nodes_comes_to_the_bits_of_one(
     tmp_path: Path, spawned: Callable[..., dict[str, bytes]]
 ) -> None:
@@ -117,6 +119,7 @@ def test_torchrun_on_two_nodes_comes_to_the_bits_of_one(
     assert weights(tmp_path / "run") == spawned(4)
 
 
+@pytest.mark.slow
 def test_a_slow_and_lossy_network_changes_nothing_but_time(
     tmp_path: Path, spawned: Callable[..., dict[str, bytes]]
 ) -> None:
@@ -222,7 +225,7 @@ def test_ports_that_a_firewall_keeps_closed_are_explained_in_time(tmp_path: Path
         assert "a firewall keeps ports between the nodes closed" in sentence(each, code=1)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=SLOW), 2])
 def test_a_host_that_is_cut_off_ends_the_run_in_time(victim: int, tmp_path: Path) -> None:
     with hosts(3) as members:
         words = ("--output", tmp_path / "run", "--stall-timeout", "6", "--max-steps", "100000", "--epochs", "100000")

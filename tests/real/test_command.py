@@ -149,6 +149,7 @@ def _by_hand(folder: Path, url: str) -> Path:
     return folder / "run"
 
 
+@pytest.mark.long
 def test_every_launcher_gives_the_same_bits(whole: Whole, tmp_path: Path) -> None:
     spawned, _ = whole(*PLAIN, *DDP)
     for way in ("torchrun", "tcp", "file"):

@@ -19,6 +19,7 @@ def _run(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.long
 def test_a_loop_of_ones_own_gives_the_same_loss_on_each_world() -> None:
     runs = [
         _run("--strategy", "single"),

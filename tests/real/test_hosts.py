@@ -13,7 +13,7 @@ import pytest
 from ..command import gone, until
 from .hosts import Host, hosts
 
-pytestmark = pytest.mark.usefixtures("namespaces")
+pytestmark = [pytest.mark.usefixtures("namespaces"), pytest.mark.long]
 
 _ECHOES = """
 import socket

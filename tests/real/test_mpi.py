@@ -16,6 +16,8 @@ from ..needs import need
 from ..ports import free_port
 from .conftest import CODE, RUN
 
+pytestmark = pytest.mark.long
+
 STARTERS = {
     # Ranks that are bound to one core each would compute in fewer threads, and so with other bits.
     "mpirun.openmpi": ("--oversubscribe", "--bind-to", "none", "-n", "2"),

@@ -15,7 +15,7 @@ from ..curves import apart, of_run
 from .conftest import CODE
 from .hosts import Host, hosts
 
-pytestmark = pytest.mark.usefixtures("namespaces")
+pytestmark = [pytest.mark.usefixtures("namespaces"), pytest.mark.long]
 
 PORT = 29500
 STALL_S = 5
@@ -103,6 +103,7 @@ def test_nodes_that_are_left_go_on_and_the_lost_one_is_taken_in_again(undisturbe
     assert alike(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 def test_a_node_with_rank_0_is_lost_while_ranks_wait_in_a_collective(undisturbed: Path, tmp_path: Path) -> None:
     """Nodes are numbered by their addresses, wherever they meet; and by default ranks wait ten minutes for one."""
     with hosts(3) as (a, b, c):
@@ -121,6 +122,7 @@ def test_a_node_with_rank_0_is_lost_while_ranks_wait_in_a_collective(undisturbed
     assert alike(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 def test_all_end_where_the_node_is_lost_at_which_they_meet(tmp_path: Path) -> None:
     with hosts(3) as (a, b, c):
         agents = start_all((a, b, c), a, tmp_path, "--timeout", 10)
@@ -142,6 +144,7 @@ def is_told_that_it_is_cut_off(agent: Running) -> str:
     return told
 
 
+@pytest.mark.slow
 def test_an_address_that_means_loopback_is_explained(tmp_path: Path) -> None:
     """Each host would serve a store of its own there, and wait: by number, by Debian's habit, by /etc/hosts."""
     with hosts(2) as (a, b):
@@ -168,6 +171,7 @@ def test_an_address_that_means_loopback_is_explained(tmp_path: Path) -> None:
     assert "(Connection refused); a means 10.77.0.1 on b, and rank 0 may know the name as another" in told[5]
 
 
+@pytest.mark.slow
 def test_a_node_that_joins_or_leaves_torchrun_is_taken_in_or_done_without(undisturbed: Path, tmp_path: Path) -> None:
     """With torchrun's own agents, which by themselves let nobody join: they look for an address that nobody tells."""
     with hosts(2) as (a, b):

@@ -24,6 +24,7 @@ import pytest
 from ..command import ROOT, command, end, gone, losses, processes, refusal, sentence, start, until, weights
 from ..ports import free_port
 
+pytestmark = pytest.mark.long
 HAS_RAY = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(
     not HAS_RAY and os.environ.get("CI") != "true", reason="Ray is not installed: pip install 'lockstep-torch[ray]'"
@@ -229,6 +230,7 @@ def test_what_the_cluster_cannot_give_is_refused(cluster: Cluster, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @needs_ray
 def test_a_rank_of_several_devices_takes_as_many_processors(cluster: Cluster, tmp_path: Path) -> None:
     words = (*DIGITS, "--strategy", "hybrid", "--nodes", 2, "--devices", 1, "--max-steps", 2, "--output", "run")

@@ -18,6 +18,8 @@ from ..command import command, end, events, gone, losses, sentence, start, until
 from .conftest import CODE, RUN
 from .slurm import Cluster
 
+pytestmark = pytest.mark.long
+
 _SUBMIT = ("submit", "slurm", "--time", "20:00")
 _PYTHON = f"{sys.executable} -m lockstep"
 _TRAIN = f"{_PYTHON} {' '.join(map(str, RUN))}"
@@ -106,6 +108,7 @@ def test_a_run_that_is_signalled_saves_requeues_itself_and_ends_with_the_same_bi
     assert not list(run.glob(".slurm-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["pre-empted", "near its limit"])
 def test_a_run_that_slurm_itself_stops_saves_requeues_itself_and_goes_on(
     why: str, cluster: Cluster, tmp_path: Path
