@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -143,6 +144,16 @@ def processes(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Return the command's process and all that it started."""
     parent = psutil.Process(process.pid)
     return [parent, *parent.children(recursive=True)]
+
+
+def ranks_of(process: subprocess.Popen[str], word: str = "spawn_main") -> list[psutil.Process]:
+    """Return what the command started, by a word of its command line: ranks as a rule; not what ends meanwhile."""
+    found = []
+    for each in processes(process)[1:]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if word in " ".join(each.cmdline()):
+                found.append(each)
+    return found
 
 
 def gone(found: Sequence[psutil.Process]) -> bool:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from lockstep import checkpoint
@@ -28,6 +27,7 @@ from ..command import (
     gone,
     losses,
     processes,
+    ranks_of,
     refusal,
     sentence,
     start,
@@ -232,17 +232,13 @@ def test_to_go_on_after_a_rank_was_lost_in_start_up_does_not_extend_an_earlier_r
     before = losses(folder / "runs" / "digits-resnet8")
     longer = ("train", "digits", "--batch", 50, "--max-steps", 14)
     with start(folder, *longer, *DDP) as run:
-        until(lambda: len(_ranks(run)) == 2)
-        _ranks(run)[1].kill()
+        until(lambda: len(ranks_of(run)) == 2)
+        ranks_of(run)[1].kill()
         assert "continue with --resume auto" in sentence(end(run), code=1)
     went_on = command(folder, *longer, "--strategy", "single", "--resume", "auto")
     assert "nothing to resume in runs/digits-resnet8-2: a new run" in went_on.out
     assert losses(folder / "runs" / "digits-resnet8") == before
     assert len(losses(folder / "runs" / "digits-resnet8-2")) == 14
-
-
-def _ranks(run: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [each for each in processes(run) if any("spawn_main" in word for word in each.cmdline())]
 
 
 def test_a_run_that_is_refused_leaves_no_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import re
 import signal
@@ -23,7 +22,7 @@ from lockstep.launchers.plain_state import PlainState
 from lockstep.launchers.table import launch
 
 from .. import entries
-from ..command import Running, command, end, events, gone, losses, processes, sentence, start, until, weights
+from ..command import Running, command, end, events, gone, losses, processes, ranks_of, sentence, start, until, weights
 from ..ports import free_port
 from ..starting import config
 
@@ -47,17 +46,8 @@ def _is_taken(folder: Path) -> bool:
 
 def _ranks(agent: Running, size: int) -> list[psutil.Process]:
     """Return the processes of an agent's ranks."""
-    found = _spawned(agent)
+    found = ranks_of(agent)
     assert len(found) == size
-    return found
-
-
-def _spawned(agent: Running) -> list[psutil.Process]:
-    found = []
-    for each in processes(agent)[1:]:
-        with contextlib.suppress(psutil.NoSuchProcess):  # by now, or but for its parent's notice
-            if "spawn_main" in " ".join(each.cmdline()):
-                found.append(each)
     return found
 
 
@@ -323,7 +313,7 @@ def test_a_rank_that_is_lost_after_training_costs_but_time(number: signal.Signal
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_while_ranks_start_is_told_as_one(number: signal.Signals, tmp_path: Path) -> None:
     with start(tmp_path, *RUN.split(), "--devices", 2, "--max-restarts", 2) as agent:
-        until(lambda: len(_spawned(agent)) == 2)
+        until(lambda: len(ranks_of(agent)) == 2)
         agent.send_signal(number)
         ended = end(agent)
     assert ended.code == 75, ended.err
@@ -338,7 +328,7 @@ def test_a_stop_while_ranks_start_again_says_how_to_go_on(tmp_path: Path) -> Non
         _at(tmp_path, 10)
         first = _ranks(agent, 2)
         first[1].kill()
-        until(lambda: gone(first) and len(_spawned(agent)) == 2)
+        until(lambda: gone(first) and len(ranks_of(agent)) == 2)
         agent.send_signal(signal.SIGTERM)
         ended = end(agent)
     assert ended.code == 75, ended.err

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ..command import LIMIT_S, ROOT, command, start
+from ..command import CODE, LIMIT_S, command, start
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -133,7 +133,7 @@ def test_no_other_file_takes_the_place_of_a_closed_one(numbers: tuple[int, ...],
     closes = "; ".join(f"os.close({number})" for number in numbers)
     closed = ("-c", f"import os, sys; {closes}; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])")
     words = [sys.executable, *closed, "-m", "lockstep", *TALKING.split(), "--strategy", "ddp", "--devices", "2"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "PYTHONPATH": CODE, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0
     kept = [path.read_text() for path in sorted((tmp_path / "run" / "output").glob("rank_*.txt"))]

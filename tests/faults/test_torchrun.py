@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ..command import ROOT, Running, command, end, events, gone, losses, processes, until, weights
+from ..command import CODE, Running, command, end, events, gone, losses, ranks_of, until, weights
 from ..ports import free_port
 
 RUN = (
@@ -25,7 +25,7 @@ def _torchrun(folder: Path, *words: object, **env: str) -> Running:
     return Running(
         [*agent, "-m", "lockstep", *RUN.split(), "--resume", "auto"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **env},
+        env={**os.environ, "PYTHONPATH": CODE, "CUDA_VISIBLE_DEVICES": "", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -35,7 +35,7 @@ def _torchrun(folder: Path, *words: object, **env: str) -> Running:
 
 def _ranks(*agents: Running) -> dict[int, psutil.Process]:
     """Return the processes of the agents' ranks, without those that the ranks have started."""
-    found = [each for agent in agents for each in processes(agent)[1:] if "train" in each.cmdline()]
+    found = [each for agent in agents for each in ranks_of(agent, "lockstep train")]
     return {int(each.environ()["RANK"]): each for each in found}
 
 

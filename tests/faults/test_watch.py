@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ..command import Ended, command, end, gone, processes, start, until
+from ..command import Ended, command, end, gone, ranks_of, start, until
 from ..ports import free_port
 
 STALL_S = 4
@@ -118,7 +118,7 @@ def test_ranks_that_were_all_stopped_are_told_by_their_parent(ranks: int, launch
     with start(tmp_path, *words) as parent:
         steps = tmp_path / "run" / "steps.jsonl"
         until(lambda: steps.exists() and steps.read_text().count('"event": "step"') > 5, 60)
-        found = [each for each in processes(parent)[1:] if "spawn_main" in " ".join(each.cmdline())]
+        found = ranks_of(parent)
         assert len(found) == ranks
         for each in found:
             each.suspend()

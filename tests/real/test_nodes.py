@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 
-from ..command import Running, command, end, events, gone, losses, processes, sentence, until
+from ..command import Running, command, end, events, gone, losses, processes, ranks_of, sentence, until
 from ..curves import apart, of_run
 from .conftest import CODE
 from .hosts import Host, hosts
@@ -52,11 +51,6 @@ def start_all(members: Sequence[Host], meets_at: Host, folder: Path, *words: obj
         agents.append(start(host, folder, *elastic(meets_at, *words)))
     at(folder, 40)
     return agents
-
-
-def ranks_of(agent: Running) -> list[psutil.Process]:
-    """Return the processes of an agent's ranks."""
-    return [each for each in processes(agent)[1:] if "spawn_main" in " ".join(each.cmdline())]
 
 
 def at(folder: Path, step: int) -> None:

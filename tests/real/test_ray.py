@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ..command import ROOT, command, end, gone, losses, processes, refusal, sentence, start, until, weights
+from ..command import CODE, command, end, gone, losses, processes, refusal, sentence, start, until, weights
 from ..ports import free_port
 
 pytestmark = pytest.mark.long
@@ -211,7 +211,7 @@ def test_a_rank_that_does_not_answer_ends_with_the_program_that_it_has_started(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     (tmp_path / "beside.py").write_text(_BESIDE)
-    env = {**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": CODE, "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(
         [sys.executable, "beside.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
     )
