@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep import checkpoint
 from lockstep.config import RunConfig
@@ -79,3 +81,38 @@ def test_a_run_that_is_stopped_saves_the_step_it_has_come_to(tmp_path: Path) -> 
     with pytest.raises(Stopped, match="at step 23 of 45 and saved"):
         train(override(RunConfig(), epochs=1, **values), World.alone(), Nothing())
     assert checkpoint.load(tmp_path).meta["step"] == 23
+
+
+MASK = torch.tensor([True, False, True])
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "if": lambda x: 1 if x[0] > 0 else 0,
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: x.cpu(),
+    "nonzero": lambda x: x.nonzero(),
+    "masked_select": lambda x: x.masked_select(MASK),
+    "x[mask]": lambda x: x[MASK],
+    "x[mask] = values": lambda x: x.__setitem__(MASK, torch.zeros(2)),
+}
+
+
+def test_a_read_is_seen() -> None:
+    for name, read in READS.items():
+        with pytest.raises(AssertionError, match="the host reads a value"), NoReading():
+            pytest.fail(f"{name} is not seen: {read(torch.arange(3.0))}")
+    assert torch.arange(3.0).tolist() == [0.0, 1.0, 2.0], "afterwards it is allowed again"
+
+
+def test_a_copy_from_the_device_is_seen_unless_nobody_waits_for_it() -> None:
+    with FakeTensorMode():  # where there is no GPU, tensors that only say that they lie on one
+        x, here = torch.ones(3, device="cuda"), torch.empty(3)
+        copies: tuple[Callable[[], Tensor], ...] = (lambda: x.to("cpu"), lambda: here.copy_(x))
+        for copy in copies:
+            with pytest.raises(AssertionError, match="the host reads a value"), NoReading():
+                copy()
+        with NoReading():
+            x.to("cpu", non_blocking=True)
+            here.copy_(x, non_blocking=True)
+            x.copy_(here)

@@ -34,18 +34,17 @@ SIBLINGS = LAYERS[2]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 
-def _files() -> list[Path]:
-    return sorted(SOURCE.rglob("*.py"))
+FILES = {path.relative_to(SOURCE): path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def _room(file: Path) -> str:
-    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
+    return file.parts[0].removesuffix(".py")
 
 
 def _imported(file: Path) -> Iterator[str]:
     """Yield the rooms that a file imports from, wherever in it the import stands."""
-    package = ["lockstep", *file.relative_to(SOURCE).parts[:-1]]
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    package = ["lockstep", *file.parts[:-1]]
+    for node in ast.walk(ast.parse(FILES[file])):
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = [*base, *(node.module.split(".") if node.module else [])]
@@ -60,16 +59,15 @@ def _imported(file: Path) -> Iterator[str]:
 
 
 def test_every_file_has_a_layer() -> None:
-    assert {_room(file) for file in _files()} == set(LEVEL)
+    assert {_room(file) for file in FILES} == set(LEVEL)
 
 
-@pytest.mark.parametrize("file", _files(), ids=lambda file: str(file.relative_to(SOURCE)))
-def test_imports_point_down(file: Path) -> None:
-    room = _room(file)
-    upward = {name for name in _imported(file) if name != room and LEVEL[name] > LEVEL[room]}
-    assert not upward
-    if room in SIBLINGS:
-        assert not {name for name in _imported(file) if name in SIBLINGS and name != room}
+def test_imports_point_down() -> None:
+    for file in FILES:
+        room = _room(file)
+        others = set(_imported(file)) - {room}
+        assert [name for name in others if LEVEL[name] > LEVEL[room]] == [], file
+        assert room not in SIBLINGS or others.isdisjoint(SIBLINGS), file
 
 
 @pytest.mark.parametrize("module", ["lockstep", "lockstep.cli.main", "lockstep.cli.train", "lockstep.cli.info"])
@@ -79,12 +77,11 @@ def test_the_command_starts_without_torch(module: str) -> None:
 
 
 def test_the_environment_is_read_in_the_launchers_alone() -> None:
-    readers = {_room(file) for file in _files() if "os.environ" in file.read_text() or "getenv" in file.read_text()}
-    assert readers <= {"launchers"}
+    assert {_room(file) for file, text in FILES.items() if "os.environ" in text or "getenv" in text} <= {"launchers"}
 
 
 def test_the_engine_names_no_strategy() -> None:
     # "single" is a word of the language too: only as a name it is the strategy's.
     named = re.compile(r"\b(ddp|dp|DistributedDataParallel|DataParallel)\b|[\"']single[\"']", re.IGNORECASE)
     for name in ("engine.py", "job.py", "meter.py", "evaluation.py"):
-        assert named.findall((SOURCE / name).read_text(encoding="utf-8")) == [], name
+        assert named.findall(FILES[Path(name)]) == [], name

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.kinds import KINDS, Kind
 from lockstep.submit.request import Layout, SlurmRequest, lay_out
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")  # nor is Slurm needed
 
 
 def _script(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -18,35 +23,21 @@ def _script(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def test_a_dry_run_prints_a_script_that_bash_reads_and_makes_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")  # nor is Slurm needed
     flags = ("--nodes", "2", "--gpus-per-node", "a100:4", "--time", "20:00", "--sbatch=--exclusive", "--mem", "8G")
-    script = _script(capsys, *flags, "digits", "--lr", "0.2", "--output", str(tmp_path / "it's 100% mine"))
+    asked = ("digits", "--lr", "0.2", "--output", str(tmp_path / "it's 100% mine"))
+    script = _script(capsys, *flags, *asked)
     subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True)
-    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
-    assert directives[:6] == [
-        "--job-name=digits-resnet8",
-        "--nodes=2",
-        "--ntasks-per-node=4",
-        "--gpus-per-node=a100:4",
-        "--mem=8G",
-        "--time=20:00",
-    ]
+    directives = {line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")}
+    wanted = "--job-name=digits-resnet8 --nodes=2 --ntasks-per-node=4 --gpus-per-node=a100:4 --mem=8G --time=20:00"
+    assert {*wanted.split(), "--requeue", "--signal=USR1@90", "--open-mode=append", "--exclusive"} < directives
     assert f'--output="{tmp_path}/it\'s 100%% mine/slurm-%j.out"' in directives
-    assert {"--requeue", "--signal=USR1@90", "--open-mode=append", "--exclusive"} < set(directives)
     command = script[script.index("srun --kill") : script.index("\ncode=$?\n")]
     words = shlex.split(command.replace("\\\n", ""))
-    assert words[words.index("train") + 1 :] == [
-        *("digits", "--lr", "0.2", "--output", str(tmp_path / "it's 100% mine"), "--resume", "auto"),
-        *("--nodes", "2", "--accelerator", "cuda"),
-    ]
+    started = [*asked, "--resume", "auto", "--nodes", "2", "--accelerator", "cuda"]
+    assert words[words.index("train") + 1 :] == started
     assert list(tmp_path.iterdir()) == []
 
 
@@ -67,7 +58,7 @@ def test_short_limits_get_no_warning(time: str, is_warned: bool, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("request_", "strategy", "devices", "layout"),
+    ("asked", "strategy", "devices", "layout"),
     [
         (SlurmRequest(nodes=2, gpus_per_node="2"), "auto", None, Layout("ddp", 2, 4, None)),
         (SlurmRequest(nodes=2), "auto", None, Layout("ddp", 1, 2, None)),
@@ -75,11 +66,10 @@ def test_short_limits_get_no_warning(time: str, is_warned: bool, capsys: pytest.
         (SlurmRequest(), "auto", None, Layout("single", 1, 1, None)),
         (SlurmRequest(gpus_per_node="4"), "dp", None, Layout("dp", 1, 1, 4)),
         (SlurmRequest(), "dp", 2, Layout("dp", 1, 1, 2)),
-        (SlurmRequest(nodes=2, gpus_per_node="4"), "whole", None, Layout("whole", 1, 2, 4)),
+        (SlurmRequest(nodes=2, gpus_per_node="4"), "hybrid", None, Layout("hybrid", 1, 2, 4)),
     ],
 )
 def test_there_is_one_task_a_gpu_or_one_a_node(
-    request_: SlurmRequest, strategy: str, devices: int | None, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    asked: SlurmRequest, strategy: str, devices: int | None, layout: Layout
 ) -> None:
-    monkeypatch.setitem(KINDS, "whole", Kind("x", "X", "drives a node", has_ranks=True, drives_all=True))
-    assert lay_out(request_, strategy, devices) == layout
+    assert lay_out(asked, strategy, devices) == layout
