@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -15,7 +14,7 @@ import psutil
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms import v2
+from torchvision.transforms import RandomResizedCrop, v2
 
 from lockstep import failures
 from lockstep.config import DataConfig
@@ -63,8 +62,8 @@ def test_classes_and_files_are_numbered_by_name() -> None:
     assert (len(splits.train), len(splits.test), splits.train.classes) == (120, 80, 2)
     assert splits.train.shape == (3, 64, 64)
     assert fetch(splits.test, range(0, 80, 8))[1].tolist() == [0] * 5 + [1] * 5
-    arrays = tree.scan(DataConfig(name="imagefolder", dir=photographs()))
-    listed = tree.table(arrays, DataConfig(name="imagefolder", dir=photographs()), "test")
+    config = DataConfig(name="imagefolder", dir=photographs())
+    listed = tree.table(tree.scan(config), config, "test")
     expected = [path for name in ("ants", "bees") for path in sorted((photographs() / "val" / name).iterdir())]
     assert [listed.path(index) for index in range(80)] == expected
 
@@ -85,16 +84,14 @@ def test_training_images_are_torchvisions_crops() -> None:
         random = counter.bits(counter.keys(23, seed), np.arange(1))[:, 0]
         left, top, right, bottom = folder.crop_box(image.width, image.height, random)
         expected = v2.functional.resized_crop(image, top, left, bottom - top, right - left, [64, 64])
-        found = np.asarray(folder.vary(image, 64, ("crop", "flip"), random))
         flipped = np.asarray(v2.functional.horizontal_flip(expected))
+        found = np.asarray(folder.vary(image, 64, ("crop", "flip"), random))
         assert np.array_equal(found, np.asarray(expected)) or np.array_equal(found, flipped)
         mirrored += np.array_equal(found, flipped)
     assert 1 <= mirrored <= 11
 
 
 def test_crop_boxes_are_distributed_as_torchvisions() -> None:
-    from torchvision.transforms import RandomResizedCrop
-
     torch.manual_seed(0)
     random = counter.bits(counter.keys(23, 0), np.arange(4000))
     ours, theirs = [], []
@@ -103,9 +100,8 @@ def test_crop_boxes_are_distributed_as_torchvisions() -> None:
         left, top, right, bottom = folder.crop_box(500, 300, random[:, index])
         assert 0 <= left < right <= 500
         assert 0 <= top < bottom <= 300
-        ours.append((left, top, right - left, bottom - top))
-        top, left, height, width = RandomResizedCrop.get_params(blank, [0.08, 1.0], [3 / 4, 4 / 3])
-        theirs.append((left, top, width, height))
+        ours.append((top, left, bottom - top, right - left))
+        theirs.append(RandomResizedCrop.get_params(blank, [0.08, 1.0], [3 / 4, 4 / 3]))
     a, b = np.array(ours, float), np.array(theirs, float)
     error = ((a.var(0) + b.var(0)) / 4000) ** 0.5
     assert (np.abs(a.mean(0) - b.mean(0)) < 4.5 * error).all()
@@ -115,31 +111,33 @@ def test_crop_boxes_are_distributed_as_torchvisions() -> None:
 def test_training_images_are_varied_as_asked_and_no_more() -> None:
     images = [folder.decode(path) for path in sorted((photographs() / "train" / "ants").iterdir())[:12]]
 
-    def found(*augment: str, epoch: int = 0) -> list[torch.Tensor]:
-        return list(fetch(made(photographs(), augment=augment).train, range(12), epoch=epoch)[0])
+    def found(*augment: str, epoch: int = 0) -> torch.Tensor:
+        return fetch(made(photographs(), augment=augment).train, range(12), epoch=epoch)[0]
 
     normalise = v2.Normalize(folder.MEAN, folder.STD)
     whole = [normalise(v2.functional.pil_to_tensor(folder.centre(image, 64)).float()) for image in images]
     plain = found()
-    torch.testing.assert_close(torch.stack(plain), torch.stack(whole), rtol=1e-5, atol=1e-5)
-    assert torch.equal(torch.stack(found(epoch=1)), torch.stack(plain))
-
-    flipped = [torch.equal(x, original.flip(2)) for x, original in zip(found("flip"), plain, strict=True)]
-    kept = [torch.equal(x, original) for x, original in zip(found("flip"), plain, strict=True)]
-    assert [not each for each in flipped] == kept
-    assert 1 <= sum(flipped) <= 11
-
+    torch.testing.assert_close(plain, torch.stack(whole), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found(epoch=1), plain)
+    mirrored = (found("flip") != plain).flatten(1).any(1)
+    assert 1 <= int(mirrored.sum()) <= 11
+    mirrors = mirrored[:, None, None, None]
+    assert torch.equal(found("flip"), torch.where(mirrors, plain.flip(3), plain))
     cropped = found("crop")
-    assert not any(torch.equal(x, original) for x, original in zip(cropped, plain, strict=True))
-    both = [x.flip(2) if mirrored else x for x, mirrored in zip(found("crop", "flip"), flipped, strict=True)]
-    assert torch.equal(torch.stack(both), torch.stack(cropped))
+    assert (cropped != plain).flatten(1).any(1).all()
+    assert torch.equal(found("crop", "flip"), torch.where(mirrors, cropped.flip(3), cropped))
+    cut = found("cutout")
+    changed = cut != plain
+    assert changed.flatten(1).any(1).all()
+    assert (cut[changed] == 0).all(), "cutout comes after normalisation"
 
 
-@pytest.mark.parametrize("augment", [("crop", "flip"), ("crop", "flip", "cutout")], ids=["plain", "cutout"])
-def test_a_sample_does_not_depend_on_its_batch_or_worker(augment: tuple[str, ...]) -> None:
+def test_a_sample_does_not_depend_on_its_batch_or_worker() -> None:
+    augment = ("crop", "flip", "cutout")
     here, workers = made(photographs(), augment=augment), made(photographs(), workers=2, augment=augment)
     x, y = fetch(here.train, [7, 100, 3, 64, 7], epoch=4)
-    fetch(workers.train, [1, 2], [3], epoch=0)
+    unfinished = workers.train.stream([np.array([index]) for index in range(50)], epoch=0)
+    next(unfinished)  # which leaves nothing in the next epoch
     again, labels = fetch(workers.train, [7, 100], [], [3], [64, 7], epoch=4)
     assert torch.equal(x, again)
     assert torch.equal(y, labels)
@@ -147,14 +145,6 @@ def test_a_sample_does_not_depend_on_its_batch_or_worker(augment: tuple[str, ...
     assert not torch.equal(fetch(here.train, [7], epoch=5)[0], x[:1])
     assert torch.equal(fetch(here.test, [7], epoch=5)[0], fetch(workers.test, [7], epoch=6)[0])
     workers.close()
-
-
-def test_cutout_comes_after_normalisation() -> None:
-    x, _ = fetch(made(photographs(), augment=("cutout",)).train, range(4))
-    plain, _ = fetch(made(photographs()).train, range(4))
-    changed = x != plain
-    assert changed.flatten(1).any(1).all()
-    assert (x[changed] == 0).all()
 
 
 # --- damage
@@ -165,33 +155,25 @@ def test_a_damaged_image_is_named(small: Path, workers: int) -> None:
     path = sorted((small / "train" / "bees").iterdir())[1]
     truncate(path)
     splits = made(small, workers=workers)
-    with pytest.raises(RequestError, match="--skip-corrupt") as caught:
+    with pytest.raises(RequestError, match=f"{path}.*--skip-corrupt"):
         fetch(splits.train, [0, 1], [2, 4])
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
     splits.close()
 
 
 def test_damaged_images_are_left_out_and_counted_where_asked(small: Path) -> None:
     bees = sorted((small / "train" / "bees").iterdir())
+    note = small / "val" / "ants" / "note.jpg"
+    note.write_text("not an image")
     truncate(bees[1])
-    (small / "val" / "ants" / "note.jpg").write_text("not an image")
     splits = made(small, skip_corrupt=True)
-    assert splits.train.skipped == (str(bees[1]),)
-    assert splits.test.skipped == (str(small / "val" / "ants" / "note.jpg"),)
+    assert (splits.train.skipped, splits.test.skipped) == ((str(bees[1]),), (str(note),))
     assert (len(splits.train), len(splits.test)) == (5, 4)
     x, y = fetch(splits.train, range(5))
     assert y.tolist() == [0, 0, 0, 1, 1]
-    whole = made(small)
-    assert torch.equal(x[:3], fetch(whole.train, range(3))[0])
-
-
-def test_a_class_whose_images_are_all_damaged_is_refused(small: Path) -> None:
-    images = sorted((small / "train" / "bees").iterdir())
-    for path in images:
+    assert torch.equal(x[:3], fetch(made(small).train, range(3))[0])
+    for path in bees:
         truncate(path)
-    sentence = rf"leaves class folder \S+/train/bees without an image: none of its {len(images)} can be decoded, "
-    with pytest.raises(RequestError, match=sentence + images[0].name):
+    with pytest.raises(RequestError, match=rf"train/bees without an image: none of its 3 .*{bees[0].name}"):
         made(small, skip_corrupt=True)
 
 
@@ -206,8 +188,6 @@ def test_classes_that_are_empty_missing_or_hidden(small: Path) -> None:
     (small / "val" / "bees").rename(small / "val" / "beees")
     with pytest.raises(RequestError, match=r"differ: beees, bees \(2 in all\); beees is in val only"):
         made(small)
-    with pytest.raises(RequestError, match="train is not there"):
-        made(small / "train")
     shutil.rmtree(small / "val")
     with pytest.raises(RequestError, match="val is not there"):
         made(small)
@@ -242,31 +222,21 @@ def test_workers_stay_between_epochs_and_end_at_close() -> None:
     assert children() - before == set()
 
 
-def test_an_unfinished_epoch_leaves_nothing_in_the_next() -> None:
-    splits = made(photographs(), workers=2, augment=("crop",))
-    unfinished = splits.train.stream([np.array([index]) for index in range(50)], epoch=0)
-    next(unfinished)
-    x, y = fetch(splits.train, [110], [5], epoch=1)
-    assert y.tolist() == [1, 0]
-    assert torch.equal(x, fetch(made(photographs(), augment=("crop",)).train, [110, 5], epoch=1)[0])
-    splits.close()
-
-
 def test_workers_leave_interrupts_to_the_rank_and_a_dead_one_is_one_sentence() -> None:
     before = children()
     splits = made(photographs(), workers=2, image_size=224)
     stream = splits.train.stream([np.arange(index, index + 4) for index in range(100)], epoch=0)
     next(stream)
     next(stream)  # answers come in order, and the second worker's is the second: both have begun, and ignore signals
-    workers = sorted(children() - before, key=lambda process: process.pid)
+    workers = list(children() - before)
     assert len(workers) == 2
     for worker in workers:
-        os.kill(worker.pid, signal.SIGINT)
+        worker.send_signal(signal.SIGINT)
     for _ in range(10):
         next(stream)
 
     def go_on() -> None:
-        os.kill(workers[0].pid, signal.SIGKILL)
+        workers[0].kill()
         list(stream)
 
     # torch notices by SIGCHLD too, and then raises in whatever the rank is doing: a RuntimeError, outside the stream.

@@ -38,10 +38,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
 def test_generators_continue_where_they_were() -> None:
     seed_all(3, 0)
     _draw()
-    saved = save_generators(ALONE, CPU)
+    saved = json.loads(json.dumps(save_generators(ALONE, CPU)))
     expected = _draw()
     seed_all(4, 0)
-    load_generators(ALONE, json.loads(json.dumps(saved)), 5, devices=CPU)
+    load_generators(ALONE, saved, 5, devices=CPU)
     assert _draw() == expected
 
 
@@ -53,37 +53,28 @@ def test_seeds_depend_on_all_numbers() -> None:
     assert len(draws) == 4
 
 
-def test_every_gpu_that_is_driven_continues(gpus: dict[int, torch.Tensor]) -> None:
-    saved = save_generators(ALONE, GPUS)
-    assert len(saved[0]["gpus"]) == 2
-    before = {index: state.clone() for index, state in gpus.items()}
-    for index in gpus:
-        gpus[index] = torch.Generator().manual_seed(10 + index).get_state()
-    untouched = gpus[1]
+def test_every_gpu_that_is_driven_continues_and_no_other(gpus: dict[int, torch.Tensor]) -> None:
+    saved, before = save_generators(ALONE, GPUS), gpus.copy()
+    gpus |= {index: torch.Generator().manual_seed(10 + index).get_state() for index in gpus}
+    between = gpus.copy()
     load_generators(ALONE, saved, 5, devices=GPUS)
-    assert torch.equal(gpus[2], before[2])
-    assert torch.equal(gpus[0], before[0])
-    assert gpus[1] is untouched
+    for index, expected in ((0, before), (1, between), (2, before)):
+        assert torch.equal(gpus[index], expected[index])
 
 
 @pytest.mark.usefixtures("gpus")
 def test_other_devices_or_ranks_start_from_the_fallback() -> None:
-    of_two = save_generators(ALONE, GPUS)
     pair = World(Topology(rank=1, size=2), torch.device("cpu"))
-    draws = []
-    for world, saved in ((ALONE, of_two), (pair, save_generators(ALONE, CPU)), (ALONE, of_two)):
-        _draw()
+    for world, saved in ((ALONE, save_generators(ALONE, GPUS)), (pair, save_generators(ALONE, CPU))):
         load_generators(world, saved, 7, 30, devices=CPU)
-        draws.append(_draw())
-    seed_all(7, 30, 0)
-    assert draws[0] == draws[2] == _draw()
-    seed_all(7, 30, 1)
-    assert draws[1] == _draw()
+        draws = _draw()
+        seed_all(7, 30, world.rank)
+        assert draws == _draw()
 
 
 @pytest.mark.parametrize("name", list(KINDS))
 def test_every_strategy_names_the_devices_it_drives(name: str) -> None:
-    world = World(Topology(), torch.device("cuda", 2))
     several = KINDS[name].drives_all
-    strategy = table.build(ParallelConfig(strategy=name, gpus="2,0" if several else "2"), world)
+    config = ParallelConfig(strategy=name, gpus="2,0" if several else "2")
+    strategy = table.build(config, World(Topology(), torch.device("cuda", 2)))
     assert strategy.devices == (GPUS if several else GPUS[:1])
