@@ -7,11 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 Tables = tuple[TensorDataset, TensorDataset]
-OBJECT = nn.Identity()
-NUMBERS = [1, 2]
 
 
 def none() -> None: ...
@@ -52,9 +50,8 @@ def sparse() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Embedding(9, 9, sparse=True))
 
 
-def _tables(labels: Tensor, more: Tensor | None = None) -> Tables:
-    held_out = labels if more is None else more
-    return TensorDataset(torch.zeros(len(labels), 2), labels), TensorDataset(torch.zeros(9, 2), held_out)
+def _tables(train: Tensor, test: Tensor) -> Tables:
+    return TensorDataset(torch.zeros(len(train), 2), train), TensorDataset(torch.zeros(len(test), 2), test)
 
 
 def outside() -> Tables:
@@ -66,11 +63,11 @@ def empty() -> Tables:
 
 
 def fractions() -> Tables:
-    return _tables(torch.arange(9) / 2)
+    return _tables(torch.arange(9) / 2, torch.arange(9) / 2)
 
 
 def vectors() -> Tables:
-    return _tables(torch.arange(9) % 3)
+    return _tables(torch.arange(9) % 3, torch.arange(9) % 3)
 
 
 def one_set() -> TensorDataset:
@@ -91,30 +88,12 @@ def streams() -> tuple[_Stream, _Stream]:
     return _Stream(), _Stream()
 
 
-class _Words(Dataset[tuple[Tensor, str]]):
-    classes = 3
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str]:
-        return torch.zeros(2), "3"
-
-
-def words() -> tuple[_Words, _Words]:
-    return _Words(), _Words()
-
-
 def broken() -> NoReturn:
     raise FileNotFoundError("my.csv")
 
 
 def by_samples(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
     return scores.sum(1)
-
-
-def plain_number(scores: Tensor, labels: Tensor, reduction: str) -> float:
-    return 1.0
 
 
 def detached(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
