@@ -1,4 +1,4 @@
-"""The command line without a run: help, refusals, and which value wins. Nothing here imports torch."""
+"""The command line without a run: help, output, and which value wins. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +34,7 @@ def test_a_signal_after_another_rank_was_lost_is_no_orderly_stop(
             raise KeyboardInterrupt from None
 
     monkeypatch.setattr(info, "main", lose)
-    assert "ended by a signal after another rank was lost" in refusal(capsys, "info", code=1)
-
-
-def test_a_damaged_data_set_is_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    cifar = ("train", "digits", "--data", "cifar10", "--no-download", "--data-dir", tmp_path)
-    assert "data_batch_1" in refusal(capsys, *cifar)
-    for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"):
-        (folder / name).write_bytes(b"not it")
-    said = refusal(capsys, *cifar)
-    assert "data_batch_1" in said
-    assert str(folder) in said
+    assert "after another rank was lost" in refusal(capsys, "info", code=1)
 
 
 def test_refusals_and_help_import_no_torch() -> None:
@@ -62,17 +49,20 @@ def test_refusals_and_help_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_help_names_every_verb_and_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_verb_every_flag_and_all_that_a_flag_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     told = capsys.readouterr().out
-    assert main(["--help"]) == 0
-    assert capsys.readouterr().out == told
     assert all(f"  {verb} " in told for verb in VERBS)
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--help"])
     told = capsys.readouterr().out
-    assert told.startswith("usage: lockstep train")
     assert [leaf.key for leaf in leaves() if f"--{leaf.key} " not in told and f"--{leaf.key}," not in told] == []
+    takes: dict[str, Iterable[str]] = {"strategy": KINDS, "launcher": launchers.names(), "data": sets.names()}
+    takes |= {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS}
+    for key, names in takes.items():
+        found = re.search(rf"--{key} .*?(?=--\w|╰|\+-)", told, re.DOTALL)
+        assert found
+        assert [name for name in names if not re.search(rf"\b{name}\b", found[0])] == []
 
 
 def _lockstep(words: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -84,7 +74,6 @@ def test_output_that_cannot_be_written(words: str) -> None:
     with Path("/dev/full").open("w") as full:
         ended = _lockstep(words, stdout=full, stderr=subprocess.PIPE)
     assert sentence(Ended(ended.returncode, "", ended.stderr), code=1).endswith("No space left on device.")
-    assert len(ended.stderr.splitlines()) == 1
     gone, ours = os.pipe()
     os.close(gone)  # as `| head` does
     ended = _lockstep(words, stdout=ours, stderr=subprocess.PIPE)
@@ -92,7 +81,6 @@ def test_output_that_cannot_be_written(words: str) -> None:
     assert (ended.returncode, ended.stderr) == (1, "")
     ended = _lockstep(words, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "80"})
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "lockstep" in ended.stdout
 
 
 def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path: Path) -> None:
@@ -103,20 +91,22 @@ def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path: Path) -> No
     plain = flatten(recipe("digits"))
     differ = {key: value for key, value in found.items() if value != plain[key]}
     assert differ == {"batch": 96, "lr": 0.5, "augment": ["flip"], "nesterov": False}
-    assert flags.parse([f"--config={file}"], prog="lockstep train").batch.size == 96
 
 
-def test_every_flag_reaches_its_option() -> None:
-    given = (
-        "--model mlp --gpus 1,0 --milestones 1 2.5 --schedule multistep --clip 1 --drop-last --rank 0 --world-size 1"
-    )
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--schedule multistep --milestones 1 2.5", {"milestones": [1.0, 2.5]}),
+        ("--drop-last --rank 0 --world-size 1", {"drop-last": True, "rank": 0, "world-size": 1}),
+        ("--data=cifar10 --data_dir x", {"data": "cifar10", "data-dir": "x"}),
+        ("digits --augment --lr=1e-2", {"augment": [], "lr": 0.01}),
+        ("digits --augment=crop flip", {"augment": ["crop", "flip"]}),
+        ("digits --clip none", {"clip": None}),
+    ],
+)
+def test_every_flag_reaches_its_option(given: str, expected: dict[str, Any]) -> None:
     found = flatten(flags.parse(given.split(), prog="lockstep train"))
-    assert (found["model"], found["gpus"], found["milestones"]) == ("mlp", "1,0", [1.0, 2.5])
-    assert (found["clip"], found["drop-last"], found["rank"], found["world-size"]) == (1.0, True, 0, 1)
-    assert flags.parse(["--data=cifar10", "--data_dir", "x"], prog="lockstep train").data.dir == Path("x")
-    assert flags.parse(["digits", "--augment", "--lr=1e-2"], prog="lockstep train").data.augment == ()
-    assert flags.parse(["digits", "--augment=crop", "flip"], prog="lockstep train").data.augment == ("crop", "flip")
-    assert flags.parse(["--clip", "none", "--classes", "None"], prog="lockstep train").optim.clip is None
+    assert {key: found.get(key) for key in expected} == expected
 
 
 def test_a_sentence_is_printed_letter_by_letter(
@@ -130,24 +120,3 @@ def test_a_sentence_is_printed_letter_by_letter(
     monkeypatch.setattr(info, "main", fail)
     assert main(["info"]) == 2
     assert capsys.readouterr().err == f"lockstep: {sentence}\n"
-
-
-@pytest.mark.parametrize(
-    ("key", "names"),
-    [
-        ("strategy", [*KINDS, "auto"]),
-        ("launcher", [*launchers.names(), "auto"]),
-        ("data", list(sets.names())),
-        ("optimizer", list(OPTIMIZERS)),
-        ("schedule", list(SCHEDULES)),
-        ("precision", list(PRECISIONS)),
-    ],
-)
-def test_the_help_of_a_flag_names_all_that_it_takes(
-    key: str, names: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["train", "--help"])
-    found = re.search(rf"--{key} .*?(?=--\w|╰|\+-)", capsys.readouterr().out, re.DOTALL)
-    assert found
-    assert [name for name in names if not re.search(rf"\b{name}\b", found[0])] == []

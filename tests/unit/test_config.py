@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -32,34 +31,19 @@ def test_the_set_of_flags_is_frozen() -> None:
     assert sorted(leaf.key for leaf in leaves()) == sorted(FLAGS.split())
 
 
-def test_a_config_is_frozen() -> None:
-    for config in (RunConfig(), RunConfig().batch):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            config.size = 3  # type: ignore[union-attr,misc]
-
-
-CHANGED: dict[str, Any] = {
-    "model": "my.nets:Net",
-    "classes": 7,
+ODD: dict[str, Any] = {
     "data_dir": 'with "quotes" and ü',
-    "download": False,
     "augment": ["crop", "flip"],
     "lr": 1 / 3,
     "weight_decay": 5e-324,
     "schedule": "multistep",
     "milestones": [60, 120.5],
-    "micro_batch": 3,
-    "gpus": "4,6",
-    "output": Path("runs/a"),
     "seed": 2**63 - 1,
 }
 
 
-@pytest.mark.parametrize(
-    "config", [RunConfig(), override(RunConfig(), **CHANGED), *map(recipe, recipes())], ids=["plain", "odd", *recipes()]
-)
+@pytest.mark.parametrize("config", [RunConfig(), override(RunConfig(), **ODD), *map(recipe, recipes())])
 def test_toml_and_back_is_the_same(config: RunConfig, tmp_path: Path) -> None:
-    assert from_toml(to_toml(config)) == config
     (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
     assert read_toml(tmp_path / "config.toml") == config
     assert override(RunConfig(), **flatten(config)) == config
