@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,6 @@ class Unused(Dropped):
     def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
         super().__init__(classes, in_channels, image_size)
         self.forgotten = nn.Linear(3, 3)
-
-
-class TooFew(Dropped):
-    """A net with an output less than there are classes."""
-
-    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
-        super().__init__(classes - 1, in_channels, image_size)
-
-
-class Pair(Dropped):
-    """A net that returns auxiliary scores beside the scores."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return super().forward(x), super().forward(x)
 
 
 class Busy(Dropped):
@@ -140,7 +127,7 @@ class Interrupting(Dropped):
 
 
 def signalling(classes: int, in_channels: int) -> nn.Module:
-    """Return the resnet8 that the recipe trains, which sends its own command the signal that the environment asks for.
+    """Return a resnet8 that sends its own command a signal: SIGNALLING holds the arguments of `_Signal`.
 
     A test that watches from outside may be held up until a short run has ended; this net cannot be too late.
     """
@@ -150,18 +137,18 @@ def signalling(classes: int, in_channels: int) -> nn.Module:
     return net
 
 
+@dataclass
 class _Signal:
     """Sends `number` in the `at`-th training pass of rank 0, `pause_s` after its begin, and waits until it is heard.
 
     It goes to the command's process, or to all of its `group`.
     """
 
-    def __init__(self, number: int, at: int, *, group: bool = False, pause_s: float = 0) -> None:
-        self.number = number
-        self.at = at
-        self.group = group
-        self.pause_s = pause_s
-        self.passes = 0
+    number: int
+    at: int
+    group: bool = False
+    pause_s: float = 0
+    passes: int = 0
 
     def __call__(self, net: nn.Module, inputs: Any) -> None:
         self.passes += net.training
@@ -172,14 +159,11 @@ class _Signal:
         command = os.getpid() if parent is None else parent.pid
         assert command is not None
         (os.killpg if self.group else os.kill)(command, self.number)
-        while not (stop := _stop_request()) or not stop.asked:  # SIGKILL ends this rank with the command
+        while True:  # until what hears signals in training has it; SIGKILL ends this rank with the command
+            hearer = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+            if isinstance(hearer, StopRequest) and hearer.asked:
+                return
             time.sleep(0.005)
-
-
-def _stop_request() -> StopRequest | None:
-    """Return what hears this process's signals in training."""
-    hearer = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    return hearer if isinstance(hearer, StopRequest) else None
 
 
 class Normed(nn.Module):
