@@ -35,7 +35,7 @@ FROZEN = {
     "resnet34": (21_282_122, "f391b25383cebed4"),
     "resnet50": (23_520_842, "d8e077e0f0cdeb98"),
 }
-LIGHT = ["convnet-small", "mlp", "pyramidnet-20-48", "resnet8", "resnet18", "resnet20"]
+LIGHT = ["convnet-small", "mlp", "pyramidnet-20-48", "resnet8", "resnet18"]
 
 
 def _build(name: str, classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Module:
