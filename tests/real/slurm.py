@@ -20,12 +20,10 @@ from pathlib import Path
 from ..command import until
 from ..ports import free_port
 
-NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "salloc", "scancel", "scontrol", "squeue")
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
 _SBIN = ("/usr/sbin", "/usr/local/sbin", "/sbin")
 _CPUS = 4  # what each node claims to have, whatever the machine has
 _GPUS = 2
-_LIMIT_S = 120.0
-_APART_S = 2.5
 _PR_SET_PDEATHSIG = 1
 
 _CONF = """\
@@ -74,31 +72,18 @@ class Cluster:
     folder: Path
     env: dict[str, str]
 
-    def ask(self, *words: str) -> str:
+    def ask(self, *words: str, folder: Path | None = None, **more: str) -> str:
         """Return what one of Slurm's commands says; fail with its words where it fails."""
-        done = self.run(*words)
+        env = {**os.environ, **self.env, **more}
+        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
-
-    def run(self, *words: str, folder: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end."""
-        return subprocess.run(
-            words,
-            cwd=folder,
-            env={**os.environ, **self.env, **env},
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_S,
-            check=False,
-        )
 
     def submit(self, script: str, folder: Path, *flags: str, **env: str) -> int:
         """Submit a script of the user's own from `folder`; return the job's number."""
         path = folder / "job.sh"
         path.write_text(script, encoding="utf-8")
-        done = self.run("sbatch", "--parsable", *flags, str(path), folder=folder, **env)
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout)
+        return int(self.ask("sbatch", "--parsable", *flags, str(path), folder=folder, **env))
 
     def about(self, job: int) -> dict[str, str]:
         """Return what the controller says about a job."""
@@ -106,18 +91,15 @@ class Cluster:
 
     def start_again(self, job: int) -> None:
         """Have a job that requeues itself start soon; Slurm would hold it back for two minutes."""
-        until(lambda: self.about(job)["JobState"] == "PENDING", _LIMIT_S)
+        until(lambda: self.about(job)["JobState"] == "PENDING")
         # A node refuses what was granted in the second in which it ended the job before: "Job credential revoked".
-        time.sleep(_APART_S)
+        time.sleep(2.5)
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
-    def ended(self, job: int, limit_s: float = 120.0) -> str:
+    def ended(self, job: int) -> str:
         """Wait until the job has ended for good; return its last state."""
-
-        def is_over() -> bool:
-            return self.about(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-
-        until(is_over, limit_s)
+        last = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        until(lambda: self.about(job)["JobState"] in last)
         return self.about(job)["JobState"]
 
 
@@ -139,17 +121,18 @@ def cluster() -> Iterator[Cluster]:
         of_munge = [f"--{name}={folder}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
         _start(daemons, folder, "munged", "--foreground", "--force", f"--key-file={folder}/munge.key", *of_munge)
         until(socket.exists, 20)
-        _start(daemons, folder, "slurmctld", "-D", env=env)
+        _start(daemons, folder, "slurmctld", "-D", **env)
         for node in ("n1", "n2"):
-            _start(daemons, folder, "slurmd", "-D", "-N", node, env=env)
+            _start(daemons, folder, "slurmd", "-D", "-N", node, **env)
         running = Cluster(folder, env)
         until(lambda: _idle(running) == 2, 60)
         try:
             yield running
         finally:
             for job in running.ask("squeue", "--noheader", "--format=%A").split():
-                running.run("scancel", job)  # which may have ended meanwhile
-                running.run("scancel", "--signal=KILL", "--full", job)
+                with contextlib.suppress(AssertionError):  # it may have ended meanwhile
+                    running.ask("scancel", job)
+                    running.ask("scancel", "--signal=KILL", "--full", job)
             with contextlib.suppress(AssertionError):
                 until(lambda: not running.ask("squeue", "--noheader").strip(), 30)
 
@@ -171,15 +154,13 @@ def _prepare(folder: Path) -> None:
     (folder / "cgroup.conf").write_text("CgroupAutomount=no\n", encoding="utf-8")
 
 
-def _start(
-    daemons: contextlib.ExitStack, folder: Path, *words: str, env: dict[str, str] | None = None
-) -> subprocess.Popen[bytes]:
+def _start(daemons: contextlib.ExitStack, folder: Path, *words: str, **env: str) -> None:
     program = _find(words[0])
     assert program, f"{words[0]} is not installed"
     log = daemons.enter_context((folder / f"{words[0]}-{words[-1].strip('/').split('/')[-1]}.out").open("wb"))
     process = subprocess.Popen(
         [program, *words[1:]],
-        env={**os.environ, **(env or {})},
+        env={**os.environ, **env},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
@@ -187,7 +168,6 @@ def _start(
         preexec_fn=_end_with_parent,
     )
     daemons.callback(_end, process)
-    return process
 
 
 def _end_with_parent() -> None:
