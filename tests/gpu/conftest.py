@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from lockstep.topology import Topology
+from lockstep.world import World
+
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _reproducible_cublas() -> None:
-    """Set what --deterministic needs before CUDA starts, as the launchers do in a rank's own process."""
+def _gpu() -> None:
+    """Skip without a GPU; set what --deterministic needs before CUDA starts, as the launchers do in a rank."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU that torch can use")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[World]:
+    """Give one rank in a process group of NCCL and gloo, as ranks of a larger world have it."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    world = World.join(Topology(), device, HashStore(), timeout_s=60)
+    yield world
+    world.close()
+
+
+def doubled(world: World) -> World:
+    """Return the same rank, which takes itself for one of two: it exchanges with itself alone.
+
+    So everything that several ranks run is run, and the sums are this rank's own.
+    """
+    return World(Topology(size=2, local_size=2), world.device, world.group)
+
+
+@contextlib.contextmanager
+def never_waits() -> Iterator[None]:
+    """Fail where the host waits for the GPU within the block."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

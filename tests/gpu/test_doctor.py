@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from lockstep.doctor import copies, devices, nvml
 
 from ..command import command
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use")
-
-several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+from .conftest import several
 
 
 def test_the_driver_tells_of_every_gpu() -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ..command import command
-
-several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+from .conftest import several
 
 
 @several

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from lockstep.randomness import load_generators, save_generators, seed_all
 from lockstep.world import World
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use")
 
 DEVICES = tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
 

@@ -11,8 +11,6 @@ from lockstep.checkpoint import Checkpoints, load
 from lockstep.record.telemetry import Telemetry, step_clock
 from lockstep.state import State
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 def test_the_clock_times_the_gpu_and_not_the_host() -> None:
     device = torch.device("cuda")

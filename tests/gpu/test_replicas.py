@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from lockstep.config import RunConfig
 from lockstep.engine import advance
@@ -18,16 +16,13 @@ from lockstep.job import Job, assemble
 from lockstep.meter import Meter
 from lockstep.options import override
 from lockstep.record.base import Nothing
-from lockstep.topology import Topology
 from lockstep.verify import finite
 from lockstep.verify.digest import differing, digest, digests
 from lockstep.verify.replicas import ReplicaCheck, facts
 from lockstep.world import World
 
 from ..reading import NoReading
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use")
-several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+from .conftest import doubled, joined, never_waits, several
 
 NET = {"model": "resnet8", "data": "digits", "batch": 48, "precision": "fp32", "accelerator": "cuda"}
 SIZES = (1, 7, 513, 4097, 70_001)
@@ -35,25 +30,6 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64),
     *(torch.int64, torch.int32, torch.uint8, torch.bool),
 )
-
-
-class Pair(NamedTuple):
-    """A world of one rank, and the same rank that takes itself for one of two: it exchanges with itself alone.
-
-    So a check in the second does all that it does among several ranks, and finds them alike.
-    """
-
-    alone: World
-    doubled: World
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    world = World.join(Topology(), device, HashStore(), timeout_s=60)
-    yield Pair(world, World(Topology(size=2, local_size=2), device, world.group))
-    world.close()
 
 
 def _some(size: int, dtype: torch.dtype) -> Tensor:
@@ -94,26 +70,23 @@ def test_numbers_that_are_none_are_found_there(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer": "adamw", "lr": 1e-3, "ema": 0.9}])
-def test_nothing_is_waited_for_before_the_exchange(pair: Pair, options: dict[str, object]) -> None:
-    job = _on_gpu(pair.alone, "ddp", max_steps=1, **options)
-    meter = Meter(pair.alone, Nothing(), log_every=1, total_steps=1)
-    meter.start()
-    advance(job, 0, next(iter(job.batches(0))), meter)  # an optimizer has a state after its first step
-    tensors = job.replicated()
-    assert any(name.startswith("optimizer/") for name in tensors)
-    for turn in (0, 1):
-        facts(tensors, pair.alone.device, turn)  # what is made once
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with NoReading():
-                facts(tensors, pair.alone.device, turn)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    check = ReplicaCheck(pair.doubled, job.replicated, 1)
-    for step in (1, 2):
-        check.check(step, 0.1)
-    assert (check.checks, check.agreed_at) == (2, 2)
+def test_nothing_is_waited_for_before_the_exchange(options: dict[str, object]) -> None:
+    with joined() as alone:
+        job = _on_gpu(alone, "ddp", max_steps=1, **options)
+        meter = Meter(alone, Nothing(), log_every=1, total_steps=1)
+        meter.start()
+        advance(job, 0, next(iter(job.batches(0))), meter)  # an optimizer has a state after its first step
+        tensors = job.replicated()
+        assert any(name.startswith("optimizer/") for name in tensors)
+        for turn in (0, 1):
+            facts(tensors, alone.device, turn)  # what is made once
+            torch.cuda.synchronize()
+            with never_waits(), NoReading():
+                facts(tensors, alone.device, turn)
+        check = ReplicaCheck(doubled(alone), job.replicated, 1)  # which does all that it does among several ranks
+        for step in (1, 2):
+            check.check(step, 0.1)
+        assert (check.checks, check.agreed_at) == (2, 2)
 
 
 def test_one_gpu_has_no_copies() -> None:

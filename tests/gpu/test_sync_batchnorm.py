@@ -7,28 +7,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 
 from lockstep.nn.sync_batchnorm import SyncBatchNorm
-from lockstep.topology import Topology
 from lockstep.world import World
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use")
+from .conftest import doubled, joined, never_waits
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[World]:
-    """One rank that takes itself for one of two, in a process group of NCCL and gloo: it exchanges with itself alone.
-
-    So everything that several ranks run is run, and the sums are this rank's own.
-    """
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    world = World.join(Topology(), device, HashStore(), timeout_s=60)
-    yield World(Topology(size=2, local_size=2), device, world.group)
-    world.close()
+    """One rank that takes itself for one of two."""
+    with joined() as world:
+        yield doubled(world)
 
 
 def _trained(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor | None]:
@@ -91,8 +83,5 @@ def test_the_host_never_waits(pair: World, momentum: float | None) -> None:
     layer = SyncBatchNorm.of(nn.BatchNorm2d(8, momentum=momentum).to(pair.device), pair)
     x = torch.randn(4, 8, 6, 6, device=pair.device, requires_grad=True)
     layer(x).sum().backward()  # the first exchange sets up NCCL
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         layer(x).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
-import lockstep
 from lockstep import checkpoint, optim
 from lockstep.config import OptimConfig, PrecisionConfig, RunConfig
 from lockstep.data import sets
@@ -27,12 +22,11 @@ from lockstep.meter import Meter
 from lockstep.options import override
 from lockstep.precision import Precision
 from lockstep.record.base import Nothing
-from lockstep.topology import Topology
 from lockstep.world import World
 
+from ..command import COLD, end, start
 from ..curves import Curve, Losses, apart, same_bits
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use")
+from .conftest import joined, never_waits
 
 LAW = 1e-9
 STEPS = 20
@@ -57,12 +51,9 @@ def cuda() -> World:
 
 @pytest.fixture
 def nccl() -> Iterator[World]:
-    """One rank in a process group of NCCL and gloo, as ranks of a larger world have it."""
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    world = World.join(Topology(), device, HashStore(), timeout_s=60)
-    yield world
-    world.close()
+    """One rank in a process group of NCCL and gloo."""
+    with joined() as world:
+        yield world
 
 
 @pytest.fixture
@@ -257,38 +248,23 @@ def test_a_step_never_makes_the_host_wait(cuda: World, options: dict[str, Any]) 
     meter = Meter(cuda, Nothing(), log_every=100, total_steps=job.total_steps)
     for step in range(3):  # the first steps may allocate and choose algorithms
         advance(job, step, next(batches), meter)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         for step in range(3, 8):
             advance(job, step, next(batches), meter)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def _environment() -> dict[str, str]:
-    """Return ours, so that the command finds this package, and has to set up cuBLAS by itself."""
-    path = os.pathsep.join(filter(None, [str(Path(lockstep.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    kept = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
-    return kept | {"PYTHONPATH": path}
 
 
 @pytest.mark.parametrize("strategy", KINDS)
 @pytest.mark.parametrize("launcher", ["auto", "torchrun"])
-def test_the_command_trains_on_the_gpu(tmp_path: Path, strategy: str, launcher: str) -> None:
-    start = [sys.executable, "-m"]
-    if launcher == "torchrun":
-        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m"]
-    flags = ["--strategy", strategy, "--gpus", "0", "--precision", "bf16", "--deterministic"]
-    flags += ["--max-steps", "5", "--output", "run"]
-    done = subprocess.run(
-        [*start, "lockstep", "train", "digits", *flags],
-        cwd=tmp_path,
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_command_trains_on_the_gpu(
+    tmp_path: Path, strategy: str, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    words = ("--strategy", strategy, "--gpus", 0, "--precision", "bf16", "--deterministic", "--max-steps", 5)
+    through = torchrun if launcher == "torchrun" else COLD
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # which the command has to set by itself
+    started = start(tmp_path, "train", "digits", *words, "--output", "run", through=through, CUDA_VISIBLE_DEVICES="0")
+    ended = end(started, 200)
+    assert ended.code == 0, ended
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 5
     assert summary["peak_memory_bytes"]["device"] > 0
