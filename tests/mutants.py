@@ -627,7 +627,14 @@ MUTANTS = (
         "launchers/claims.py",
         "if other is not claim:",
         "if False:",
-        "unit/test_launchers.py::test_a_rank_that_drives_several_gpus_takes_all_its_own",
+        "unit/test_launchers.py::test_each_rank_takes_gpus_of_its_own",
+    ),
+    Mutant(
+        "a store that answers late changes the exit code",
+        "__main__.py",
+        "if bounded.any_left() or code",
+        "if code",
+        "unit/test_watch.py::test_a_store_that_answers_while_the_process_ends_does_not_change_the_exit_code",
     ),
     Mutant(
         "the loudest failure is the cause",

@@ -140,23 +140,6 @@ def test_last_best_and_the_one_before_are_kept(tmp_path: Path, saves: list[Save]
     assert load(tmp_path).meta["step"] == saves[-1][0]
 
 
-@pytest.mark.parametrize(
-    ("saves", "steps"),
-    [
-        ([(20, False)], ["10", "20", "20.2"]),
-        ([(20, False), (30, False)], ["20.2", "30"]),
-        ([(15, True)], ["10", "15", "20"]),
-    ],
-)
-def test_the_good_one_that_a_run_goes_on_from_stays_until_there_are_two_newer_ones(
-    tmp_path: Path, saves: list[Save], steps: list[str]
-) -> None:
-    folder = save_all(tmp_path, (10, False), (20, False))
-    damage(folder / "step-00000020")
-    save_all(tmp_path, *saves, origin=load_good(folder / "last").origin)
-    assert kept(folder) == steps
-
-
 def test_what_is_loaded_while_the_run_goes_on_is_one_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

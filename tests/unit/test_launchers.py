@@ -137,52 +137,35 @@ def test_devices_are_checked_against_what_there_is(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "visible", "taken"),
+    ("strategy", "ranks", "taken"),
     [
-        ("", [None, None], [("GPU-0", 0), ("GPU-1", 1)]),
-        ("4,6", [None, None], [("GPU-4", 4), ("GPU-6", 6)]),
-        ("1,0", ["4,6", "4,6"], [("GPU-6", 1), ("GPU-4", 0)]),
-        ("", ["GPU-5", "3"], [("GPU-5", 0), ("GPU-3", 0)]),  # one bound to each rank, so that each has index 0
+        ("ddp", [("", None)] * 2, ["GPU-0", "GPU-1"]),
+        ("ddp", [("4,6", None)] * 2, ["GPU-4", "GPU-6"]),
+        ("ddp", [("1,0", "4,6")] * 2, ["GPU-6", "GPU-4"]),
+        ("ddp", [("", "GPU-5"), ("", "3")], ["GPU-5", "GPU-3"]),  # one bound to each rank, so that each has index 0
+        ("hybrid", [("4,6", None), ("1,0", None)], ["GPU-4 GPU-6", "GPU-1 GPU-0"]),
+        ("hybrid", [("6", None), ("", "6")], []),
     ],
 )
-def test_a_rank_takes_the_gpu_that_its_claim_names(
-    gpus: str, visible: list[str | None], taken: list[tuple[str, int]], shows: Callable[[int], None]
+def test_each_rank_takes_gpus_of_its_own(
+    strategy: str, ranks: list[tuple[str, str | None]], taken: list[str], shows: Callable[[int], None]
 ) -> None:
     shows(8)
-    parallel = override(RunConfig(), gpus=gpus, accelerator="cuda").parallel
-    came = []
-    for rank, (named, (uuid, index)) in enumerate(zip(visible, taken, strict=True)):
-        env = {} if named is None else {"CUDA_VISIBLE_DEVICES": named}
-        assert devices.gpu_index(parallel, env, rank) == index
-        assert hardware.gpus(named)[index].uuid == uuid
-        came.append(claim_of(rank, 2, accelerator="cuda", gpus=devices.gpu_ids(parallel, env)))
-    claims.check_together(came)
-
-
-@pytest.mark.parametrize(
-    ("options", "taken"),
-    [
-        ([{"gpus": "4,6"}, {"gpus": "1,0"}], [("GPU-4", "GPU-6"), ("GPU-1", "GPU-0")]),
-        ([{"devices": 2}, {"gpus": "7,2"}], [("GPU-0", "GPU-1"), ("GPU-7", "GPU-2")]),
-        ([{}, {"gpus": "7"}], None),  # the first takes all eight
-    ],
-)
-def test_a_rank_that_drives_several_gpus_takes_all_its_own(
-    options: list[dict[str, Any]], taken: list[tuple[str, ...]] | None, shows: Callable[[int], None]
-) -> None:
-    shows(8)
-    came = []
-    for rank, own in enumerate(options):
-        parallel = devices.resolve(override(RunConfig(), strategy="hybrid", nodes=2, **own), {}).parallel
-        ids = devices.gpu_ids(parallel, {})
-        assert hardware.gpus(None)[devices.gpu_index(parallel, {}, rank)].uuid == ids[0]
-        came.append(claim_of(rank, 2, accelerator="cuda", gpus=ids, drives_all=devices.drives_all(parallel)))
-    if taken is None:
-        with pytest.raises(RequestError, match=r"Ranks 0 and 1 on .* would share one GPU .GPU-7.; give each"):
+    found, came = [], []
+    for rank, (gpus, visible) in enumerate(ranks):
+        env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        parallel = devices.resolve(override(RunConfig(), strategy=strategy, gpus=gpus, nodes=2), env).parallel
+        ids, drives_all = devices.gpu_ids(parallel, env), devices.drives_all(parallel)
+        own = devices.of_rank(ids, rank, drives_all=drives_all)
+        assert hardware.gpus(visible)[devices.gpu_index(parallel, env, rank)].uuid == own[0]
+        found.append(" ".join(own))
+        came.append(claim_of(rank, 2, accelerator="cuda", gpus=ids, drives_all=drives_all))
+    if not taken:
+        with pytest.raises(RequestError, match=r"Ranks 0 and 1 on .* would share one GPU .GPU-6.; give each"):
             claims.check_together(came)
         came[1] = dataclasses.replace(came[1], host="b", boot="b")
     else:
-        assert [claim.gpus for claim in came] == taken
+        assert found == taken
     claims.check_together(came)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -176,3 +178,33 @@ def test_among_many_ranks_that_are_read_now_and_then_the_server_is_not_silent(tm
         seen = ranks[1].seen()
         assert 0 not in seen or seen[0].silent_s < 0.2  # three beats are silence (see launchers/guard.py)
     assert 0 in seen
+
+
+_HANGS = """
+import sys, time, types
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+from lockstep import __main__ as command, bounded
+
+class Slow:  # what is left of the interpreter takes long to end, so that the call comes back before it has
+    def __del__(self, sleep=time.sleep):
+        sleep(3)
+
+sys.modules["held"] = types.ModuleType("held")
+sys.modules["held"].slow = Slow()
+
+def fails():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
+    try:
+        bounded.within(0.2, lambda: store.get("what never comes"), "hangs")
+    except bounded.Late:
+        return 1
+
+command.run = fails
+command.main()
+"""
+
+
+def test_a_store_that_answers_while_the_process_ends_does_not_change_the_exit_code() -> None:
+    done = subprocess.run([sys.executable, "-c", _HANGS], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr  # and not −6, with which C++ would abort it
