@@ -637,6 +637,20 @@ MUTANTS = (
         "unit/test_watch.py::test_a_store_that_answers_while_the_process_ends_does_not_change_the_exit_code",
     ),
     Mutant(
+        "a job that never reaches a checkpoint requeues itself for ever",
+        "submit/script.py",
+        "_IDLE_STARTS = 3",
+        "_IDLE_STARTS = 10**6",
+        "real/test_slurm.py::test_a_job_requeues_itself_unless_it_is_done_cancelled_or_never_reaches_a_checkpoint",
+    ),
+    Mutant(
+        "a job that was cancelled requeues itself",
+        "submit/script.py",
+        'if [ "$state" != RUNNING ]; then',
+        "if false; then",
+        "real/test_slurm.py::test_a_job_requeues_itself_unless_it_is_done_cancelled_or_never_reaches_a_checkpoint",
+    ),
+    Mutant(
         "the loudest failure is the cause",
         "failures.py",
         "(failure.is_echo, failure.time)",
