@@ -51,11 +51,10 @@ def _train(world: World, values: dict[str, Any]) -> dict[int, float]:
 def curve(pool: RankPool, folder: Path, ranks: int, **values: Any) -> Curve:
     """Return ({step: loss}, weights) of a run on `ranks` ranks, in float64 unless `values` say otherwise."""
     asked = {"precision": "fp64", "strategy": "ddp" if ranks > 1 else "single", "epochs": 1000} | values
-    limit_s = 600 if asked.get("compile") else 120  # a compiler takes minutes where others keep the cores busy
-    collectives = asked.get("collectives", "auto")
+    limit_s = 600 if values.get("compile") else 120  # a compiler takes minutes where others keep the cores busy
+    collectives = values.get("collectives", "auto")
     losses = pool.run(ranks, _train, asked | {"output": folder}, timeout_s=limit_s, collectives=collectives)[0]
-    state = checkpoint.load(folder)
-    return losses, {name: tensor.numpy() for name, tensor in state.tensors.items()}
+    return losses, {name: tensor.numpy() for name, tensor in checkpoint.load(folder).tensors.items()}
 
 
 @lru_cache
@@ -80,10 +79,8 @@ def spread(strategy: str, replicas: int) -> tuple[int, dict[str, Any]]:
     each = replicas if kind.drives_all else 1
     if kind.has_two_levels:
         each = 2 if replicas > 2 and replicas % 2 == 0 else 1
-    return replicas // each if kind.has_ranks else 1, {
-        "strategy": strategy,
-        "devices": each if kind.drives_all else None,
-    }
+    ranks = replicas // each if kind.has_ranks else 1
+    return ranks, {"strategy": strategy, "devices": each if kind.drives_all else None}
 
 
 def apart(ours: Curve, theirs: Curve) -> float:
@@ -119,5 +116,4 @@ def same_bits(ours: Curve, theirs: Curve) -> bool:
 
 def of_run(folder: Path) -> Curve:
     """Return ({step: loss}, weights) of the run in a folder."""
-    state = checkpoint.load(folder)
-    return dict(losses(folder)), {name: tensor.numpy() for name, tensor in state.tensors.items()}
+    return dict(losses(folder)), {name: tensor.numpy() for name, tensor in checkpoint.load(folder).tensors.items()}
