@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lockstep.config import DataConfig
 from lockstep.data.order import Order
 from lockstep.data.sets import build
 from lockstep.data.shared import shared
+from lockstep.data.source import Splits
 from lockstep.errors import RequestError
 from lockstep.topology import Topology
 from lockstep.world import World
@@ -30,26 +32,32 @@ from ..pool import RankPool
 from ..real_data import photographs
 
 
+def _built(world: World, config: DataConfig) -> Splits:
+    return build(config, seed=3, world=world, dtype=torch.float32, channels_last=False)
+
+
 def _own_node(world: World) -> World:
     """Return the world with each rank on a node of its own."""
     topology = Topology(rank=world.rank, size=world.size, node=world.rank, nodes=world.size)
     return dataclasses.replace(world, topology=topology)
 
 
-def _epoch(world: World, config: DataConfig) -> tuple[list[int], dict[int, bytes]]:
-    """Return the samples this rank trained on in epoch 1, in order, and each one's bytes."""
-    splits = build(config, seed=3, world=world, dtype=torch.float32, channels_last=False)
+def _epoch(world: World, config: DataConfig) -> list[tuple[int, bytes]]:
+    """Return the samples that this rank trains on in epoch 1, and each one's bytes."""
+    splits = _built(world, config)
     samples = len(splits.train)
     order = Order(samples, seed=3, epoch=1)
     plan = BatchPlan.solve(64, world.size, accumulation=2)
-    parts = [plan.split(*plan.batch(step, samples), world.rank) for step in range(plan.steps(samples))]
-    shares = [order.indices(share.start, share.stop).copy() for step in parts for share in step]
-    seen: dict[int, bytes] = {}
+    parts = [
+        share for step in range(plan.steps(samples)) for share in plan.split(*plan.batch(step, samples), world.rank)
+    ]
+    shares = [order.indices(share.start, share.stop).copy() for share in parts]
+    seen = []
     for share, (x, y, _) in zip(shares, splits.train.stream(shares, epoch=1), strict=True):
         assert len(x) == len(y) == len(share)
-        seen |= {int(index): each.numpy().tobytes() for index, each in zip(share, x, strict=True)}
+        seen += [(int(index), each.numpy().tobytes()) for index, each in zip(share, x, strict=True)]
     splits.close()
-    return [int(index) for share in shares for index in share], seen
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -65,20 +73,16 @@ def _epoch(world: World, config: DataConfig) -> tuple[list[int], dict[int, bytes
 def test_any_number_of_ranks_computes_the_same_samples_once(pool: RankPool, config: DataConfig) -> None:
     if config.name == "imagefolder":
         config = dataclasses.replace(config, dir=photographs())
-    ((alone, expected),) = pool.run(1, _epoch, config)
-    assert len(set(alone)) == len(alone)
-    answers = pool.run(3, _epoch, config)
-    together = [index for indices, _ in answers for index in indices]
-    assert sorted(together) == sorted(alone)
-    assert {index: data for _, seen in answers for index, data in seen.items()} == expected
+    (alone,) = pool.run(1, _epoch, config)
+    assert len(dict(alone)) == len(alone)
+    assert sorted(chain(*pool.run(3, _epoch, config))) == sorted(alone)
 
 
-_FOLDERS = ("/dev/shm", tempfile.gettempdir())
-_SHARED = re.compile(rf" ({'|'.join(map(re.escape, _FOLDERS))})/lockstep-\w{{8}}( \(deleted\))?$")
-"""A line of /proc/self/maps for a file that `shared` has made: mkstemp's names have eight random characters."""
+_SHARED = re.compile(rf"({'|'.join(map(re.escape, ('/dev/shm', tempfile.gettempdir())))})/lockstep-\w{{8}}( .*)?$")
+"""In a line of /proc/self/maps, a file that `shared` has made: mkstemp's names have eight random characters."""
 
 
-def _maps(world: World) -> dict[str, Any]:
+def _maps(world: World) -> tuple[bool, list[int], list[str]]:
     gc.collect()  # what tests before this one have left mapped
     built = []
 
@@ -88,64 +92,21 @@ def _maps(world: World) -> dict[str, Any]:
 
     result = shared(world, arrays)
     world.barrier()
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    mapped = [line.split(maxsplit=5) for line in lines if _SHARED.search(line)]
+    mapped = [found[0] for line in Path("/proc/self/maps").read_text().splitlines() if (found := _SHARED.search(line))]
     result["a"][0] = world.rank  # private: no other rank sees it
     world.barrier()
-    return {
-        "built": built,
-        "sum": int(result["a"][1:].sum()),
-        "first": int(result["a"][0]),
-        "rest": [result["b"].tolist(), int(result["c"])],
-        "mapped": [fields[5] for fields in mapped],
-        "left": [str(path) for folder in _FOLDERS for path in Path(folder).glob("lockstep-*")],
-    }
+    return bool(built), [int(result["a"][0]), *(int(result[name].sum()) for name in "abc")], mapped
 
 
 def test_a_host_holds_one_copy_and_nothing_is_left_behind(pool: RankPool) -> None:
     answers = pool.run(3, _maps)
-    for rank, answer in enumerate(answers):
-        assert answer["built"] == ([0] if rank == 0 else [])
-        assert answer["sum"] == 1_000_002 * 1_000_003 // 2
-        assert answer["first"] == rank
-        assert answer["rest"] == [[[7] * 3] * 2, 5]
-        assert len(answer["mapped"]) == 1, "the arrays are not mapped from one file"
-        assert answer["mapped"][0].endswith(" (deleted)")
-    paths = {answer["mapped"][0].removesuffix(" (deleted)") for answer in answers}
-    assert len(paths) == 1
-    assert not any(path in answer["left"] for path in paths for answer in answers)
-
-
-def _refused(world: World, config: DataConfig, apart: bool) -> str:
-    try:
-        build(config, seed=0, world=_own_node(world) if apart else world, dtype=torch.float32, channels_last=False)
-    except RequestError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["one node", "two nodes"])
-def test_an_error_of_one_rank_reaches_all(pool: RankPool, tmp_path: Path, apart: bool) -> None:
-    sentences = pool.run(2, _refused, DataConfig(name="cifar10", dir=tmp_path, download=False), apart)
-    assert sentences[0] == sentences[1]
-    assert "cifar-10-batches-py" in sentences[0]
-
-
-def _fails_on_the_second_node(world: World) -> str:
-    def arrays() -> dict[str, Any]:
-        if world.rank == 1:
-            raise OSError("disk gone")
-        return {"a": np.zeros(3)}
-
-    try:
-        shared(_own_node(world), arrays)
-    except RequestError as error:
-        return str(error)
-    return ""
-
-
-def test_an_error_of_another_node_reaches_all(pool: RankPool) -> None:
-    assert pool.run(2, _fails_on_the_second_node) == ["disk gone"] * 2
+    whole = 1_000_002 * 1_000_003 // 2
+    assert [(built, numbers) for built, numbers, _ in answers] == [
+        (rank == 0, [rank, whole + rank, 42, 5]) for rank in range(3)
+    ]
+    ((path,),) = {tuple(mapped) for _, _, mapped in answers}
+    assert path.endswith(" (deleted)")
+    assert not Path(path.removesuffix(" (deleted)")).exists()
 
 
 def _uneven_nodes(world: World) -> int:
@@ -159,48 +120,48 @@ def test_nodes_may_have_different_numbers_of_ranks(pool: RankPool) -> None:
     assert pool.run(3, _uneven_nodes) == [3, 3, 9]
 
 
-def _copy(folder: Path) -> Path:
-    """Return a copy of the photographs that may be changed."""
-    shutil.copytree(photographs(), folder / "copy", copy_function=shutil.copyfile)
-    for path in (folder / "copy").rglob("*/"):
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the photographs that may be changed."""
+    shutil.copytree(photographs(), tmp_path / "copy", copy_function=shutil.copyfile)
+    for path in (tmp_path / "copy").rglob("*/"):
         path.chmod(0o755)
-    return folder / "copy"
+    return tmp_path / "copy"
 
 
-def _differing(world: World, folders: list[str]) -> str:
-    config = DataConfig(name="imagefolder", dir=Path(folders[world.rank]), image_size=16, workers=0)
-    return _refused(world, config, True)
+def _told(world: World, folders: list[Path], apart: bool, way: str) -> str:
+    """Return with what sentence images are refused, or without folders own data, which on rank 1 differ in a `way`."""
+    world = _own_node(world) if apart else world
+    own = DataConfig(name="tests.own_data:differing", workers=0)
+    folder = folders and DataConfig(name="imagefolder", dir=folders[world.rank], image_size=16, workers=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_data, "WAY", way if world.rank == 1 else "")
+        try:
+            _built(world, folder or own)
+        except RequestError as error:
+            return str(error)
+    return ""
 
 
-def test_hosts_with_different_files_are_refused(pool: RankPool, tmp_path: Path) -> None:
-    copy = _copy(tmp_path)
-    folders = [str(photographs()), str(copy)]
-    assert pool.run(2, _differing, folders) == ["", ""]
+def test_what_is_wrong_or_differs_on_one_rank_is_told_by_all(pool: RankPool, copy: Path, tmp_path: Path) -> None:
+    def hear(words: str, *folders: Path, apart: bool = False, way: str = "") -> None:
+        told = pool.run(2, _told, [*folders], apart, way)
+        assert all(words in each if words else not each for each in told), told
+
+    absent = tmp_path / "absent"
+    hear("absent/train is not there", absent, absent)
+    hear("absent/train is not there", copy, absent, apart=True)
+    hear("", photographs(), copy, apart=True)
     next((copy / "train" / "ants").iterdir()).unlink()
-    first, second = pool.run(2, _differing, folders)
-    for sentence in (first, second):
-        assert "rank 1 has train images 119 (rank 0 has 120), train names of digest" in sentence
-
-
-_DIFFERENT = {"fewer": "train samples", "relabelled": "train labels", "classes": "classes", "gone": "raised OSError"}
-
-
-def _own_differing(world: World) -> list[str]:
-    """Return the sentence for each way in which rank 1's own data set may differ."""
-    sentences = []
-    for way in _DIFFERENT:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(own_data, "WAY", way if world.rank == 1 else "")
-            sentences.append(_refused(world, DataConfig(name="tests.own_data:differing", workers=0), False))
-    return sentences
-
-
-def test_ranks_with_different_own_data_are_refused(pool: RankPool) -> None:
-    first, *others = pool.run(3, _own_differing)
-    assert others == [first, first]
-    for words, sentence in zip(_DIFFERENT.values(), first, strict=True):
-        assert words in sentence
-        assert "\n" not in sentence
+    hear("rank 1 has train images 119 (rank 0 has 120)", photographs(), copy, apart=True)
+    hear("")
+    for words, way in (
+        ("train samples", "fewer"),
+        ("train labels", "relabelled"),
+        ("classes", "classes"),
+        ("raised OSError", "gone"),
+    ):
+        hear(words, way=way)
 
 
 _MODULE = """
@@ -213,8 +174,6 @@ class Mine(torch.utils.data.Dataset):
 
 def mine(): return Mine(), Mine()
 """
-
-
 _SPAWNS = """
 import multiprocessing, numpy, torch
 from lockstep.config import DataConfig
@@ -237,16 +196,15 @@ def test_workers_that_are_spawned_find_a_module_in_the_current_folder(tmp_path: 
     assert done.stdout.split("\n")[0] == "[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]", done.stderr
 
 
-def _skipping(world: World, folder: str) -> tuple[tuple[str, ...], int]:
-    config = DataConfig(name="imagefolder", dir=Path(folder), image_size=16, workers=0, skip_corrupt=True)
-    splits = build(config, seed=0, world=world, dtype=torch.float32, channels_last=False)
-    return splits.train.skipped, len(splits.train)
+def _skipping(world: World, folder: Path) -> tuple[tuple[str, ...], int]:
+    config = DataConfig(name="imagefolder", dir=folder, image_size=16, workers=0, skip_corrupt=True)
+    train = _built(world, config).train
+    return train.skipped, len(train)
 
 
-def test_corrupt_files_are_found_by_all_ranks_together(pool: RankPool, tmp_path: Path) -> None:
-    copy = _copy(tmp_path)
+def test_corrupt_files_are_found_by_all_ranks_together(pool: RankPool, copy: Path) -> None:
     ants = sorted((copy / "train" / "ants").iterdir())
     for index in (1, 2, 6):
         ants[index].write_bytes(ants[index].read_bytes()[:500])
     expected = (tuple(str(ants[index]) for index in (1, 2, 6)), 117)
-    assert pool.run(3, _skipping, str(copy)) == [expected] * 3
+    assert pool.run(3, _skipping, copy) == [expected] * 3
