@@ -140,6 +140,17 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {path.name: hashlib.sha256(path.read_bytes()).digest() for path in last.glob("*.safetensors")}
 
 
+def gate(folder: Path, step: int, below: int = 10**9) -> None:
+    """Hold a run of `own_data.gated` in this folder at a step, or at any from there that is `below` another."""
+    (folder / "gate.part").write_text(f"{step} {below}")
+    (folder / "gate.part").replace(folder / "gate")
+
+
+def at(folder: Path, step: int) -> None:
+    """Return once the run in this folder has made so many steps."""
+    until(lambda: len(losses(folder / "run")) >= step)
+
+
 def processes(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Return the command's process and all that it started."""
     parent = psutil.Process(process.pid)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,8 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.config import RunConfig
-from lockstep.errors import ProofError, RequestError, Stopped
-from lockstep.interrupts import StopRequest
+from lockstep.errors import Stopped
 from lockstep.launchers import stores
 from lockstep.launchers.claims import Claim
 from lockstep.launchers.rendezvous import RollCall
@@ -25,26 +23,14 @@ from lockstep.world import World
 
 def total(config: RunConfig, world: World) -> dict[str, Any]:
     """Return what every rank can say about the world."""
-    ranks = world.sum(torch.tensor([1.0, float(world.rank)])).tolist()
+    topology = world.topology
     return {
-        "sum": ranks,
-        "ranks": world.gather([world.rank, world.topology.local_rank, world.topology.local_size, os.getpid()]),
+        "sum": world.sum(torch.tensor([1.0, float(world.rank)])).tolist(),
+        "ranks": world.gather([world.rank, topology.local_rank, topology.local_size, os.getpid()]),
         "threads": world.gather(torch.get_num_threads()),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
         "seed": config.seed,
     }
-
-
-class _Unreadable:
-    """What can be pickled, but not read again."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return int, ("none",)
-
-
-def unreadable(config: RunConfig, world: World) -> _Unreadable:
-    """Return what no process can read."""
-    return _Unreadable()
 
 
 def unpicklable(config: RunConfig, world: World) -> object:
@@ -71,56 +57,17 @@ def _killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _refuse() -> None:
-    raise RequestError("The data set has no image.")
-
-
-def _disprove() -> None:
-    raise ProofError("Rank 1 differs in fc.weight.")
-
-
-_FAILURES = {
-    "raise": _raise,
-    "exit": lambda: sys.exit(3),
-    "vanish": lambda: os._exit(7),
-    "killed": _killed,
-    "refuse": _refuse,
-    "disprove": _disprove,
-}
-
-
-def stoppable(config: RunConfig, world: World) -> None:
-    """Say in a file that this rank runs, and stop on SIGTERM as the engine does."""
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    _note(config, world)
-    while not world.max(torch.tensor(len(asked))):
-        time.sleep(0.02)
-    raise Stopped("Stopped after step 3; resume with --resume auto.")
-
-
-def stubborn(config: RunConfig, world: World) -> None:
-    """Say in files that this rank runs, with a data worker, and that it is asked to stop; and do not stop."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    samples = cast(Dataset[int], list(range(1000)))  # a list has all that a loader asks for
-    loader = DataLoader(samples, num_workers=1, persistent_workers=True)
-    batches = iter(loader)
-    next(batches)
-    signal.signal(signal.SIGTERM, lambda number, frame: (config.data.dir / f"asked_{world.rank}").touch())
-    _note(config, world)
-    time.sleep(120)
+_FAILURES = {"raise": _raise, "exit": lambda: sys.exit(3), "vanish": lambda: os._exit(7), "killed": _killed}
 
 
 def fed(config: RunConfig, world: World) -> None:
     """Read from data workers, and end in the way that the config's data folder names while they go on."""
     samples = cast(Dataset[Tensor], torch.arange(1000.0).unbind())
-    loader = DataLoader(samples, batch_size=1, num_workers=2, persistent_workers=True)
-    next(batches := iter(loader))
+    batches = iter(DataLoader(samples, batch_size=1, num_workers=2, persistent_workers=True))
+    next(batches)
     world.barrier()
     if config.data.dir.name == "stop":
         raise Stopped("Enough.")
-    if config.data.dir.name == "raise":
-        _refuse()
     del batches
 
 
@@ -150,27 +97,8 @@ def abort(config: RunConfig, world: World) -> None:
     time.sleep(60)
 
 
-def busy(config: RunConfig, world: World) -> None:
-    """Kill rank 1, while the others are in a long step and would hear a request to stop."""
-    world.barrier()
-    if world.rank == 1:
-        _killed()
-    with StopRequest():
-        time.sleep(30)
-
-
 def desert(path: str, rank: int, size: int) -> None:
     """Answer the roll call at a file, and end with code 3 before the process group is formed."""
     call = RollCall(stores.open_file(Path(path)), Claim(rank=rank, size=size, accelerator="cpu"))
     call.take(60)
     os._exit(3)
-
-
-def _note(config: RunConfig, world: World) -> None:
-    world.barrier()
-    (config.data.dir / f"rank_{world.rank}").write_text(str(os.getpid()))
-
-
-def started(config: RunConfig, world: World) -> str:
-    """Return how this rank starts processes of its own, such as data workers."""
-    return multiprocessing.get_start_method()

@@ -9,45 +9,47 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
 Pair = tuple[torch.Tensor, int]
+Splits = tuple[Dataset[Pair], Dataset[Pair]]
+
+WAY = ""
+"""How `differing` differs."""
 
 
-class _Labelled(Dataset[Pair]):
-    """Sixty images, read one by one, of three classes, as they say; sample 41 is of a fourth."""
-
-    classes = 3
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, index: int) -> Pair:
-        return torch.full((1, 8, 8), float(index)), 3 if index == 41 else index % 3
+def _pause(seconds: float, _: int) -> None:
+    time.sleep(seconds)
 
 
-def beyond_the_classes() -> tuple[Dataset[Pair], TensorDataset]:
-    """Return a training set with a label that no class has."""
-    return _Labelled(), TensorDataset(torch.zeros(6, 1, 8, 8), torch.arange(6) % 3)
-
-
-class _Drawn(Dataset[Pair]):
-    """Forty samples, each drawn anew from the three generators that transforms draw from."""
+class _Samples(Dataset[Pair]):
+    """Samples of four classes; `reads` is called with the index of each before it is read."""
 
     classes = 4
 
+    def __init__(self, samples: int = 40, reads: Callable[[int], object] = hash) -> None:
+        self.samples, self.reads = samples, reads
+
     def __len__(self) -> int:
-        return 40
+        return self.samples
+
+    def __getitem__(self, index: int) -> Pair:
+        self.reads(index)
+        return torch.sin(torch.arange(8.0) * (index + 1)), index % 4
+
+
+class _Drawn(_Samples):
+    """Samples drawn anew from the three generators that transforms draw from."""
 
     def __getitem__(self, index: int) -> Pair:
         return torch.cat([torch.randn(2), torch.tensor([random.random(), np.random.rand()])]), index % 4
 
 
-def drawn() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return two sets whose samples are varied at random."""
+def drawn() -> Splits:
     return _Drawn(), _Drawn()
 
 
@@ -59,70 +61,69 @@ def split_at_random() -> tuple[TensorDataset, TensorDataset]:
     return first, second
 
 
-WAY = ""
-"""How `differing` differs."""
-
-
-class _Targets(_Drawn):
-    def __init__(self, samples: int, classes: int, shift: int) -> None:
-        self.samples, self.classes = samples, classes
-        self.targets = [(index + shift) % 4 for index in range(samples)]
-
-    def __len__(self) -> int:
-        return self.samples
-
-
-def differing() -> tuple[Dataset[Pair], Dataset[Pair]]:
+def differing() -> Splits:
     """Return data that tests may make different on one rank."""
     if WAY == "gone":
         raise OSError("no such file")
-    train = _Targets(
-        samples=39 if WAY == "fewer" else 40, classes=5 if WAY == "classes" else 4, shift=WAY == "relabelled"
-    )
+    train = _Drawn(samples=39 if WAY == "fewer" else 40)
+    train.classes = 5 if WAY == "classes" else 4
+    train.targets = [(index + (WAY == "relabelled")) % 4 for index in range(len(train))]  # type: ignore[attr-defined]
     return train, _Drawn()
 
 
-class _Holding(_Drawn):
-    def __init__(self) -> None:
-        self.read = 0
+class _Labelled(_Samples):
+    """Images of three classes, as they say; sample 41 is of a fourth."""
+
+    classes = 3
 
     def __getitem__(self, index: int) -> Pair:
-        self.read += 1
-        time.sleep(0.02)
-        if index == 23 and self.read > 50:
-            ctypes.PyDLL(None).sleep(600)  # a C function that keeps Python's lock
-        return torch.zeros(4), index % 4
+        return torch.full((1, 8, 8), float(index)), 3 if index == 41 else index % 3
 
 
-def holding() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data of which one sample stops all of its process's Python."""
-    return _Holding(), _Drawn()
+def beyond_the_classes() -> tuple[Dataset[Pair], TensorDataset]:
+    return _Labelled(60), TensorDataset(torch.zeros(6, 1, 8, 8), torch.arange(6) % 3)
 
 
-class _Eventful(_Drawn):
-    """At sample 23, something happens to the process that reads it."""
-
-    def __init__(self, happens: Callable[[], object]) -> None:
-        self._happens = happens
-
-    def __getitem__(self, index: int) -> Pair:
-        if index == 23:
-            self._happens()
-        return torch.zeros(4), index % 4
+# ---- data that take their time
 
 
-def _burn() -> None:
-    raise OSError("disk on fire")
+def evaluated_slowly() -> Splits:
+    """Return data whose evaluation takes four seconds and more, and a batch of it little."""
+    return _Samples(), _Samples(2_500, partial(_pause, 0.001))
 
 
-def hanging() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data of which one sample never comes, as from a disk that does not answer."""
-    return _Eventful(partial(time.sleep, 600)), _Drawn()
+def _wait_at_gate(_: int) -> None:
+    while _is_closed():
+        time.sleep(0.002)
 
 
-def debugged() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data of which one sample has a breakpoint."""
-    return _Eventful(breakpoint), _Drawn()
+def _is_closed() -> bool:
+    try:
+        first, last = map(int, Path("gate").read_text().split())
+        return first <= Path("run/steps.jsonl").read_bytes().count(b'"event": "step"') < last
+    except FileNotFoundError:
+        return False
+
+
+def gated() -> Splits:
+    """Return data that nobody can read while the file `gate` says so: "3 9" where the run in `run` is at steps 3–8."""
+    return _Samples(160, _wait_at_gate), _Samples(8)
+
+
+# ---- data of which sample 23 does something to the process that reads it
+
+
+def _do(happens: Callable[[], object], index: int) -> None:
+    if index == 23:
+        happens()
+
+
+def _at_23(happens: Callable[[], object]) -> Splits:
+    return _Samples(reads=partial(_do, happens)), _Samples()
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _talk() -> None:
@@ -131,84 +132,38 @@ def _talk() -> None:
     os.system("echo by a program")
 
 
-def talking() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data of which one sample makes its process talk."""
-    return _Eventful(_talk), _Drawn()
-
-
-def crashing() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data of which one sample ends its process in C code."""
-    return _Eventful(partial(ctypes.string_at, 0)), _Drawn()
-
-
-def broken() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data of which one sample cannot be read."""
-    return _Eventful(_burn), _Drawn()
-
-
-def leaving() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data that end their process in the middle of training, as if all were well."""
-    return _Eventful(partial(os._exit, 0)), _Drawn()
-
-
 def _start_and_end() -> None:
     with subprocess.Popen(["sleep", "600"]) as program:
         program.terminate()
 
 
-def starting() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data of which one sample starts a program, and ends it as programs are ended."""
-    return _Eventful(_start_and_end), _Drawn()
+breaking = partial(_at_23, partial(_raise, OSError("disk on fire")))
+hanging = partial(_at_23, partial(time.sleep, 600))
+crashing = partial(_at_23, partial(ctypes.string_at, 0))
+leaving = partial(_at_23, partial(os._exit, 0))
+exiting = partial(_at_23, partial(os._exit, 7))
+talking = partial(_at_23, _talk)
+starting = partial(_at_23, _start_and_end)
+debugged = partial(_at_23, breakpoint)
 
 
-def _move() -> None:
-    os.chdir("further")
-
-
-def moving() -> tuple[Dataset[Pair], Dataset[Pair]]:
+def moving() -> Splits:
     """Return data that change the working folder, when they are made and when one sample is read."""
     os.chdir("elsewhere")
-    return _Eventful(_move), _Drawn()
+    return _at_23(partial(os.chdir, "further"))
 
 
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def interrupting() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data of which one sample raises what Ctrl-C does."""
-    return _Eventful(_interrupt), _Drawn()
-
-
-def exiting() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data of which one sample ends the process that reads it."""
-    return _Eventful(partial(os._exit, 7)), _Drawn()
-
-
-class _Slow(Dataset[Pair]):
-    classes = 4
-
-    def __init__(self, samples: int, sample_s: float = 0.003) -> None:
-        self.samples, self.sample_s = samples, sample_s
-
-    def __len__(self) -> int:
-        return self.samples
+class _Holding(_Samples):
+    read = 0
 
     def __getitem__(self, index: int) -> Pair:
-        time.sleep(self.sample_s)
-        return torch.sin(torch.arange(8.0) * (index + 1)), index % 4
+        self.read += 1
+        time.sleep(0.02)
+        if index == 23 and self.read > 50:
+            ctypes.PyDLL(None).sleep(600)  # a C function that keeps Python's lock
+        return super().__getitem__(index)
 
 
-def evaluated_slowly() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data whose evaluation takes ten seconds and more, and a batch of it one, and two on a busy machine."""
-    return _Slow(40), _Slow(10_000, 0.001)
-
-
-def very_slow() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data of which eight samples take four seconds."""
-    return _Slow(400, 0.5), _Slow(8)
-
-
-def slow() -> tuple[Dataset[Pair], Dataset[Pair]]:
-    """Return data that keeps a run going for some seconds."""
-    return _Slow(400), _Slow(40)
+def holding() -> Splits:
+    """Return data of which one sample stops all of its process's Python, once the run is under way."""
+    return _Holding(), _Samples()

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from lockstep.config import RunConfig
 from lockstep.launchers import stores
 from lockstep.launchers.claims import Claim
 from lockstep.options import override
 
-from .command import ROOT, start, until
+from .command import ROOT, Running, end, start
 from .ports import free_port
-
-STARTED_S = 60.0  # torch may take long to import on a busy machine
 
 
 def config(**values: Any) -> RunConfig:
@@ -27,25 +22,14 @@ def config(**values: Any) -> RunConfig:
 
 def start_rank(
     entry: str, *, through: Sequence[str] = (), env: Mapping[str, str] | None = None, **values: Any
-) -> subprocess.Popen[str]:
+) -> Running:
     options = json.dumps({"accelerator": "cpu", **values})
     return start(ROOT, entry, options, through=through, module="tests.run_entry", **(env or {}))
 
 
-def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=STARTED_S)
-    finally:
-        process.kill()
-    return process.returncode, out, err
-
-
-def noted(folder: Path, size: int) -> list[psutil.Process]:
-    """Return the processes of the ranks, and of their data workers, once all have said that they run."""
-    notes = [folder / f"rank_{rank}" for rank in range(size)]
-    until(lambda: all(note.exists() and note.read_text() for note in notes), STARTED_S)
-    ranks = [psutil.Process(int(note.read_text())) for note in notes]
-    return [process for rank in ranks for process in (rank, *rank.children(recursive=True))]
+def outcome(process: Running) -> tuple[int, str, str]:
+    ended = end(process)
+    return ended.code, ended.out, ended.err
 
 
 def claim_of(rank: int, size: int, **values: Any) -> Claim:

@@ -1,0 +1,167 @@
+"""Signals to a run, however it was started: it saves and stops, or ends at once, and leaves nobody behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep import checkpoint
+from lockstep.interrupts import STOPPING
+
+from ..command import (
+    LIMIT_S,
+    Running,
+    at,
+    command,
+    end,
+    events,
+    gate,
+    gone,
+    losses,
+    processes,
+    ranks_of,
+    sentence,
+    start,
+    until,
+)
+
+RUN = (
+    "train --data tests.own_data:gated --model mlp --accelerator cpu --batch 8 --epochs 1000 --log-every 1 --workers 1 "
+    "--output run"
+)
+DDP = ("--strategy", "ddp", "--devices", 2)
+WAYS: dict[str, tuple[object, ...]] = {
+    "single": (),
+    "spawn": DDP,
+    "elastic": (*DDP, "--max-restarts", 2),
+    "torchrun": (),
+}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def _held(folder: Path, way: str) -> tuple[Running, list[psutil.Process]]:
+    """Start a run whose data workers stop after some steps; return it, and all its processes."""
+    gate(folder, 3)
+    run = start(folder, *RUN.split(), *WAYS[way], through=TORCHRUN if way == "torchrun" else ())
+    until(lambda: len(losses(folder / "run")) >= 3 or run.poll() is not None)
+    family = processes(run)
+    assert len(family) >= (2 if way == "single" else 5)
+    return run, family
+
+
+@pytest.mark.parametrize(
+    ("way", "number", "group"),
+    [
+        ("single", signal.SIGTERM, True),
+        ("spawn", signal.SIGINT, True),
+        ("elastic", signal.SIGTERM, False),
+        ("torchrun", signal.SIGTERM, False),
+    ],
+)
+def test_the_first_signal_saves_and_stops(way: str, number: signal.Signals, group: bool, tmp_path: Path) -> None:
+    run, family = _held(tmp_path, way)
+    with run:
+        (os.killpg if group else os.kill)(run.pid, number)
+        run.says(STOPPING)
+        (tmp_path / "gate").unlink()
+        ended = end(run)
+    made = len(losses(tmp_path / "run"))
+    assert f"lockstep: Stopped on request at step {made} of 20000 and saved" in ended.err, ended
+    assert ended.code == 75 or way == "torchrun"
+    assert checkpoint.load(tmp_path / "run").meta["step"] == made
+    assert not (tmp_path / "run" / "failures").exists()
+    until(lambda: gone(family), 5)
+
+
+@pytest.mark.parametrize("way", ["spawn", "elastic"])
+def test_a_second_signal_ends_all_at_once(way: str, tmp_path: Path) -> None:
+    run, family = _held(tmp_path, way)
+    with run:
+        run.send_signal(signal.SIGTERM)
+        run.says(STOPPING)
+        time.sleep(0.8)  # for half a second it would be the first one once more
+        assert run.poll() is None
+        run.send_signal(signal.SIGTERM)
+        assert sentence(end(run, 20), code=1).startswith("Killed by a second signal, without saving")
+        until(lambda: gone(family), 5)
+
+
+@pytest.mark.parametrize("way", ["single", "spawn", "elastic"])
+def test_nobody_outlives_a_command_that_is_killed(way: str, tmp_path: Path) -> None:
+    run, family = _held(tmp_path, way)
+    with run:
+        run.kill()
+        run.communicate()
+        until(lambda: gone(family), 10)
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [("spawn", "Stopped "), ("elastic", "Stopped while ranks were to start again; continue with --resume auto.")],
+    ids=["spawn", "elastic"],
+)
+def test_a_stop_while_ranks_start_is_told_as_one(way: str, words: str, tmp_path: Path) -> None:
+    with start(tmp_path, *RUN.split(), *WAYS[way], "--workers", 0) as run:
+        until(lambda: len(ranks_of(run)) >= 2)
+        if way == "elastic":
+            at(tmp_path, 3)
+            first = ranks_of(run)
+            first[0].kill()
+            until(lambda: gone(first) and len(ranks_of(run)) == 2)
+        run.send_signal(signal.SIGTERM)
+        assert sentence(end(run), code=75).startswith(words)
+
+
+def test_a_stop_does_not_wait_for_the_end_of_an_evaluation(tmp_path: Path) -> None:
+    words = ["train", "digits", *DDP, "--batch", 50, "--max-steps", 12, "--model", "tests.models:SlowToEvaluate"]
+    words += ["--output", "run", "--resume", "auto"]
+    with start(tmp_path, *words, "--eval-batch", 2) as run:  # 45 seconds and more
+        until(lambda: bool(events(tmp_path / "run", "evaluate")))
+        run.send_signal(signal.SIGTERM)
+        assert "Stopped on request at step 12 of 12 and saved" in sentence(end(run, 20), code=75)
+    again = command(tmp_path, *words)
+    assert again.code == 0, again
+    assert [row["step"] for row in events(tmp_path / "run", "eval")] == [12]
+
+
+_CONTROLLED = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+
+
+def test_a_terminal_that_is_closed_stops_a_run_as_a_signal_does(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    words = "train digits --model mlp --accelerator cpu --epochs 1000 --output run --strategy ddp --devices 2"
+    with subprocess.Popen(
+        # What it takes for a terminal to be closed over a process: to be the one that controls it.
+        [sys.executable, "-c", _CONTROLLED, "-m", "lockstep", *words.split()],
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    ) as run:
+        try:
+            os.close(theirs)
+            while not losses(tmp_path / "run"):
+                assert run.poll() is None
+                if select.select([ours], [], [], 0.1)[0]:
+                    os.read(ours, 65536)
+            os.close(ours)
+            assert run.wait(LIMIT_S) == 75
+        finally:
+            run.kill()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit"] == 75
+    assert not list((tmp_path / "run").glob("failures/*"))
