@@ -641,14 +641,14 @@ MUTANTS = (
         "submit/script.py",
         "_IDLE_STARTS = 3",
         "_IDLE_STARTS = 10**6",
-        "real/test_slurm.py::test_a_job_requeues_itself_unless_it_is_done_cancelled_or_never_reaches_a_checkpoint",
+        "real/test_requeue.py::test_a_job_requeues_itself_unless_it_is_done_cancelled_or_never_reaches_a_checkpoint",
     ),
     Mutant(
         "a job that was cancelled requeues itself",
         "submit/script.py",
         'if [ "$state" != RUNNING ]; then',
         "if false; then",
-        "real/test_slurm.py::test_a_job_requeues_itself_unless_it_is_done_cancelled_or_never_reaches_a_checkpoint",
+        "real/test_requeue.py::test_a_job_requeues_itself_unless_it_is_done_cancelled_or_never_reaches_a_checkpoint",
     ),
     Mutant(
         "the loudest failure is the cause",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from lockstep import hardware
-from lockstep.cli.main import main
 
 from ..command import command, end, events, losses, sentence, start, until, weights
 from .conftest import CODE, PACED, RUN
@@ -122,47 +120,6 @@ def test_a_job_that_is_cancelled_saves_and_stays_cancelled(cluster: Cluster, tmp
     assert "and saved; continue with" in ended.out
     assert (run / "checkpoints" / "last").exists()
     assert cluster.about(job)["JobState"] == "CANCELLED"
-
-
-_FAKES = {
-    # Of its words, the fourth is what each rank runs in bash, and the fifth is that one's note.
-    "srun": '[ -z "$SAVED" ] || ln -sfn "$SAVED" run/checkpoints/last; bash -c "$4" "$5" sh -c "exit $CODE"',
-    "squeue": 'echo "$STATE"',
-    "scontrol": 'echo "asked to $1"',
-}
-_STARTS = (
-    # the ranks' exit code, the job's state, the checkpoint that they save; the job's exit code, whether it is requeued
-    (0, "RUNNING", "", 0, False),
-    (1, "RUNNING", "", 1, False),
-    (75, "COMPLETING", "", 75, False),
-    (75, "RUNNING", "step-20", 75, True),
-    (143, "RUNNING", "", 75, True),
-    (75, "RUNNING", "", 75, True),
-    (75, "RUNNING", "step-30", 75, True),
-    (75, "RUNNING", "", 75, True),
-    (75, "RUNNING", "", 75, True),
-    (75, "RUNNING", "", 75, False),
-)
-
-
-def test_a_job_requeues_itself_unless_it_is_done_cancelled_or_never_reaches_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The script, with programs that stand in for Slurm's."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["submit", "slurm", "--dry-run", "digits", "--output", "run"]) == 0
-    script = capsys.readouterr().out
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    for name, text in _FAKES.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
-    for row in _STARTS:
-        code, state, saved, exits, is_requeued = row
-        given = {**env, "CODE": str(code), "STATE": state, "SAVED": saved}
-        done = subprocess.run(["bash", "-c", script], env=given, capture_output=True, text=True, check=False)
-        assert (done.returncode, "asked to requeue" in done.stdout) == (exits, is_requeued), (row, done)
-    assert "stopped 3 times without a new checkpoint" in done.stdout
 
 
 @pytest.mark.parametrize(
