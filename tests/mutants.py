@@ -609,6 +609,20 @@ MUTANTS = (
         "unit/test_curve.py::test_the_others_end_with_the_first_that_fails_and_so_does_all_they_started",
     ),
     Mutant(
+        "what is refused is started again",
+        "launchers/agent.py",
+        "_FINAL = {RequestError.__name__, ProofError.__name__}",
+        "_FINAL = {ProofError.__name__}",
+        "faults/test_restarts.py::test_what_comes_back_is_told_and_what_is_refused_not_tried_again[beyond_the_classes]",
+    ),
+    Mutant(
+        "ranks that start again take up the run that was left",
+        "runs.py",
+        "world.notes.write(_CAME_UPON, _last(path))",
+        'world.notes.write(_CAME_UPON, "")',
+        "faults/test_restarts.py::test_a_run_taken_up_at_an_older_checkpoint_is_so_again_after_a_restart",
+    ),
+    Mutant(
         "a run that has failed exits with 0",
         "cli/main.py",
         "    return error.exit_code\n",

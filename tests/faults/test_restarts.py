@@ -121,6 +121,7 @@ def test_a_run_taken_up_at_an_older_checkpoint_is_so_again_after_a_restart(
         ("leaving", 1, ("exited with code 0 before it was done",)),
         ("beyond_the_classes", 2, ("train sample 41 has label 3",)),
     ],
+    ids=["breaking", "leaving", "beyond_the_classes"],
 )
 def test_what_comes_back_is_told_and_what_is_refused_not_tried_again(
     data: str, code: int, words: tuple[str, ...], tmp_path: Path

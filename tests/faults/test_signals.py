@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -101,8 +102,13 @@ def test_nobody_outlives_a_command_that_is_killed(way: str, tmp_path: Path) -> N
     run, family = _held(tmp_path, way)
     with run:
         run.kill()
-        run.communicate()
-        until(lambda: gone(family), 10)
+        run.wait()
+        try:
+            until(lambda: gone(family), 10)
+        finally:
+            for each in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
 
 
 @pytest.mark.parametrize(
