@@ -24,9 +24,10 @@ import platform
 import secrets
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,6 +61,14 @@ class _Views(NamedTuple):
     rows: tuple[Tensor, ...]
 
 
+class _Numbers(NamedTuple):
+    """The ranks' slots as float64, and this rank's."""
+
+    all: np.ndarray
+    """(ranks, numbers)"""
+    own: np.ndarray
+
+
 class SharedMemory:
     """One rank's side of the memory that all ranks of a host share. Calls are *collective*, by one thread at a time."""
 
@@ -77,6 +86,7 @@ class SharedMemory:
         self._slots = slots.view(_TURNS, self.size, _SLOT_BYTES)
         self._sequence = 0
         self._views: dict[tuple[int, torch.dtype, int], _Views] = {}
+        self._numbers: dict[tuple[int, int], _Numbers] = {}
 
     def reduce_(self, tensor: Tensor, op: Callable[..., Any]) -> None:
         """Put `tensor` (contiguous, the same shape and type on each rank) together over all ranks, in place.
@@ -94,6 +104,20 @@ class SharedMemory:
         parts = [self._exchange(part).all.clone() for part in self._parts(tensor)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
+    def numbers(self, parts: Sequence[np.ndarray], count: int) -> np.ndarray | None:
+        """Return every rank's `count` numbers, all its `parts` in one row of float64, in the order of the ranks.
+
+        The array (ranks, count) is the memory itself: not to be written, and valid until the next collective. None
+        where the numbers fill more than a slot.
+        """
+        if count * 8 > _SLOT_BYTES:
+            return None
+        turn = (self._sequence + 1) % _TURNS
+        everyone, own = self._numbers.get((turn, count)) or self._numbers_of(turn, count)
+        np.concatenate(parts, out=own)
+        self._meet()
+        return everyone
+
     def close(self) -> None:
         """Tell the ranks that still wait for this one that it does not come any more."""
         self._words[self.rank * _LINE + _LEFT] = 1
@@ -107,10 +131,15 @@ class SharedMemory:
 
     def _exchange(self, part: Tensor) -> _Views:
         """Return every rank's `part` (flat, at most a slot), which is valid until the next exchange."""
-        self._sequence = sequence = self._sequence + 1
-        key = (sequence % _TURNS, part.dtype, part.numel())
+        key = ((self._sequence + 1) % _TURNS, part.dtype, part.numel())
         views = self._views.get(key) or self._views_of(*key, part.nbytes)
         views.rows[self.rank].copy_(part)
+        self._meet()
+        return views
+
+    def _meet(self) -> None:
+        """Say that this rank's slot is written, and return once all have written theirs."""
+        self._sequence = sequence = self._sequence + 1
         words = self._words
         words[self.rank * _LINE] = sequence
         for peer in self._peers:
@@ -120,7 +149,13 @@ class SharedMemory:
                 looks += 1
                 if looks > _LOOKS:
                     self._wait(peer)
-        return views
+
+    def _numbers_of(self, turn: int, count: int) -> _Numbers:
+        if len(self._numbers) >= _VIEWS:
+            self._numbers.clear()
+        everyone = self._slots[turn, :, : 8 * count].view(torch.float64).numpy()
+        self._numbers[turn, count] = made = _Numbers(everyone, everyone[self.rank])
+        return made
 
     def _views_of(self, turn: int, dtype: torch.dtype, count: int, size_bytes: int) -> _Views:
         if len(self._views) >= _VIEWS:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -157,6 +158,22 @@ class World:
             dist.all_gather_into_tensor(found, tensor.view(-1), group=self.group)
         self.pulse.enter(before)
         return found.view(self.size, *tensor.shape)
+
+    def numbers(self, *parts: np.ndarray) -> np.ndarray:
+        """Return every rank's `parts` (n_i,), one after the other as float64: (ranks, Σn_i) (*collective*).
+
+        What is on the host already, such as BatchNorm's statistics, spares a tensor's detours here. Read it before the
+        next collective, and write nothing into it: where ranks share memory, it is that memory.
+        """
+        count = sum(map(len, parts))
+        if self.memory is not None:
+            before = self.pulse.phase
+            self.pulse.enter("all-gather")
+            found = self.memory.numbers(parts, count)
+            self.pulse.enter(before)
+            if found is not None:
+                return found
+        return self.stack(torch.from_numpy(np.concatenate(parts, dtype=np.float64))).numpy()
 
     def gather(self, item: Any) -> list[Any]:
         """Return every rank's `item` (small and JSON-able), in the order of the ranks, on all ranks (*collective*)."""

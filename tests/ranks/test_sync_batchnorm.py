@@ -96,7 +96,7 @@ def _same_as_one(pool: RankPool, kind: str, options: dict[str, Any], split: tupl
         torch.testing.assert_close(torch.cat([rank[4] for rank in ranks]), evaluated, **close)
 
 
-@pytest.mark.parametrize(("kind", "options", "splits"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "options", "splits"), CASES, ids=[f"{kind} {options}" for kind, options, _ in CASES])
 def test_equals_one_process(pool: RankPool, kind: str, options: dict[str, Any], splits: list[tuple[int, ...]]) -> None:
     for split in splits:
         _same_as_one(pool, kind, options, split)

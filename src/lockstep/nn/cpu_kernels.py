@@ -20,39 +20,52 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..world import World
+
 _BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 FOLD = 16
 """Pixels shown as one: with as many, any number of channels fills whole vectors and cache lines (16 float32)."""
 
 
-def packed(*parts: Tensor | int) -> Tensor:
-    """Return numbers per channel, and single ones, as one row of float64, for a collective."""
-    rows = [[part] if isinstance(part, int) else part.numpy() for part in parts]
-    return torch.from_numpy(np.concatenate(rows, dtype=np.float64))
+def exchanged(world: World, mean: np.ndarray, var: np.ndarray, count: int) -> np.ndarray:
+    """Return every rank's statistics as one row of float64: (ranks, 2·C + 1) (*collective*)."""
+    return world.numbers(mean, var, np.array([count]))
 
 
-def array(exchanged: Tensor) -> Any:
-    """Return what a collective gave, to compute with."""
-    return exchanged.numpy()
+def summed(world: World, dot: Tensor, total: Tensor) -> np.ndarray:
+    """Return the sums over all ranks, in the order of the ranks: (2, C), float64 (*collective*)."""
+    found: np.ndarray = world.numbers(dot.numpy(), total.numpy()).sum(0)
+    return found.reshape(2, -1)
 
 
-def tensors(dtype: torch.dtype, *arrays: Any) -> list[Tensor]:
-    """Return arrays that were computed as tensors of float32 or float64."""
-    kind = np.float64 if dtype == torch.float64 else np.float32
-    return [torch.from_numpy(each.astype(kind)) for each in arrays]
+def nothing(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the statistics of no sample."""
+    return np.zeros(x.shape[1]), np.zeros(x.shape[1])
 
 
-def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def tensors(dtype: torch.dtype, *arrays: np.ndarray) -> tuple[Tensor, ...]:
+    """Return arrays (C,) as tensors of float64 where `dtype` is that, else of float32."""
+    table = np.array(arrays, np.float64 if dtype == torch.float64 else np.float32)
+    return torch.from_numpy(table).unbind()
+
+
+def track(held: Tensor, new: np.ndarray, momentum: float | Tensor) -> None:
+    """Move running statistics `held` by the share `momentum` towards new ones, in place."""
+    array = held.numpy()  # the buffer's own memory
+    array += float(momentum) * (new - array)
+
+
+def statistics(x: Tensor, eps: float) -> tuple[np.ndarray, np.ndarray]:
     """Return mean and biased variance per channel."""
     x, parts = _fold(x)
     # The buffer is left as it is (momentum 0): it only says in which type to compute the statistics of bf16.
-    unused = torch.zeros(x.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    unused = None if x.dtype in (torch.float32, torch.float64) else torch.zeros(x.shape[1])
     mean, var = torch.batch_norm_update_stats(x, unused, unused, 0.0)
     if parts == 1:
-        return mean, var
+        return mean.numpy(), var.numpy()
     # The variance of the whole is the mean of the parts' variances and the variance of their means.
     spread, mean = torch.var_mean(mean.view(parts, -1), 0, correction=0)
-    return mean, var.view(parts, -1).mean(0).add_(spread)
+    return mean.numpy(), var.view(parts, -1).mean(0).add_(spread).numpy()
 
 
 def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -97,9 +110,9 @@ def input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, means: Any
 ) -> Tensor:
     """Return w/s · (dy - total - x̂ · dot), s the standard deviation; `means` (2, C) are all ranks' of dot and total."""
-    inverse = (var.numpy().astype(np.float64) + eps) ** -0.5
-    inverse = inverse if weight is None else inverse * weight.detach().numpy()
-    scale, slope, offset = tensors(var.dtype, inverse, *(means * -inverse))
+    weights = 1.0 if weight is None else weight.detach().numpy()
+    scales = weights / np.sqrt(var.numpy() + np.float64(eps))
+    scale, slope, offset = tensors(var.dtype, scales, *(means * -scales))
     # Affine in x̂, so the forward's kernel does it in one pass.
     dx = normalise(x, mean, var, slope, offset, eps)
     if dx.dtype == scale.dtype:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from ..world import World
+
 _DENSE = (torch.channels_last, torch.channels_last_3d)
 
 
@@ -21,22 +23,31 @@ def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
     return x.contiguous(memory_format=order)
 
 
-def packed(*parts: Tensor | int) -> Tensor:
-    """Return numbers per channel, and single ones, as one row of float64, for a collective."""
-    like = next(part for part in parts if isinstance(part, Tensor))
+def exchanged(world: World, mean: Tensor, var: Tensor, count: int) -> Tensor:
+    """Return every rank's statistics as one row of float64: (ranks, 2·C + 1) (*collective*)."""
     # `full` fills on the device; a tensor made of a number would be copied from the host, which waits for that.
-    rows = [torch.full((1,), part, device=like.device) if isinstance(part, int) else part for part in parts]
-    return torch.cat([row.double() for row in rows])
+    counted = torch.full((1,), count, dtype=torch.float64, device=mean.device)
+    return world.stack(torch.cat([mean.double(), var.double(), counted]))
 
 
-def array(exchanged: Tensor) -> Any:
-    """Return what a collective gave, to compute with."""
-    return exchanged
+def summed(world: World, dot: Tensor, total: Tensor) -> Tensor:
+    """Return the sums over all ranks: (2, C), float64 (*collective*)."""
+    return world.sum_(torch.stack([dot.double(), total.double()]))
 
 
-def tensors(dtype: torch.dtype, *arrays: Any) -> list[Tensor]:
-    """Return what was computed in float32 or float64."""
-    return [each.to(dtype) for each in arrays]
+def nothing(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the statistics of no sample."""
+    return x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
+
+
+def tensors(dtype: torch.dtype, *computed: Tensor) -> list[Tensor]:
+    """Return tensors (C,) as float64 where `dtype` is that, else as float32."""
+    return [each.to(torch.float64 if dtype == torch.float64 else torch.float32) for each in computed]
+
+
+def track(held: Tensor, new: Tensor, momentum: float | Tensor) -> None:
+    """Move running statistics `held` by the share `momentum` towards new ones, in place."""
+    held.lerp_(new.to(held.dtype), momentum)
 
 
 def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

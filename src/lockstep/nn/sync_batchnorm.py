@@ -72,8 +72,10 @@ class SyncBatchNorm(_BatchNorm):
             return self._of_nothing(x)
         if x.is_cuda:
             x = cuda_kernels.dense(x)
+        kernels = _kernels(x)
         mean, var, count = _global_statistics(x.detach(), self.world, self.eps)
-        self._track(mean, var, count)
+        self._track(mean, var, count, kernels.track)
+        mean, var = kernels.tensors(x.dtype, mean, var)
         y: Tensor = _Normalise.apply(x, self.weight, self.bias, mean, var, count, self.eps, self.world)
         return y
 
@@ -85,16 +87,16 @@ class SyncBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
         return functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    def _track(self, mean: Tensor, var: Tensor, count: Tensor | int) -> None:
+    def _track(self, mean: Any, var: Any, count: Tensor | int, track: Callable[[Tensor, Any, Any], None]) -> None:
         """Move the running statistics towards those of this global micro-batch; the variance's is the unbiased one."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+        running_mean, running_var, batches = self.running_mean, self.running_var, self.num_batches_tracked
+        if running_mean is None or running_var is None or batches is None:
             return
-        self.num_batches_tracked.add_(1)
+        batches.add_(1)
         # Without a momentum the running statistics are the plain average over all batches so far.
-        momentum = self.momentum
-        weight = 1 / self.num_batches_tracked.to(mean.dtype) if momentum is None else momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
-        self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), weight)
+        momentum = 1 / batches.to(torch.float64) if self.momentum is None else self.momentum
+        track(running_mean, mean, momentum)
+        track(running_var, var * (count / (count - 1)), momentum)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         # A process group cannot be copied; a copy of the layer belongs to the same world.
@@ -105,22 +107,20 @@ class SyncBatchNorm(_BatchNorm):
         return copied
 
 
-def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Tensor, Tensor, Tensor | int]:
+def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Any, Any, Tensor | int]:
     """Return all ranks' mean and biased variance per channel (C,), and values per channel (0-dim) (*collective*).
 
-    On a CPU a single value raises `ValueError`. On a GPU the host would have to wait to know it: the running
-    variance becomes NaN there.
+    They are tensors on a GPU, NumPy's arrays on a CPU. There a single value raises `ValueError`. On a GPU the host
+    would have to wait to know it: the running variance becomes NaN there.
     """
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    kernels = _kernels(x)
     channels = x.shape[1]
     local_count = x.numel() // channels
     if world.size == 1:
         _check_count(local_count, "on this rank")
-        mean, var = _kernels(x).statistics(x, eps)
-        return mean.to(dtype), var.to(dtype), local_count
-    kernels = _kernels(x)
-    own = kernels.statistics(x, eps) if local_count else 2 * [torch.zeros(channels, device=x.device)]
-    found = kernels.array(world.stack(kernels.packed(*own, local_count)))
+        return *kernels.statistics(x, eps), local_count
+    own = kernels.statistics(x, eps) if local_count else kernels.nothing(x)
+    found = kernels.exchanged(world, *own, local_count)
     means, variances, counts = found[:, :channels], found[:, channels:-1], found[:, -1:]
     count = counts.sum()
     if not x.is_cuda:
@@ -130,7 +130,6 @@ def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Tensor, Ten
     mean = (means * shares).sum(0)
     # Around the common mean, not the mean of squares less the square of the mean, which loses a small variance.
     var = ((variances + (means - mean) ** 2) * shares).sum(0)
-    mean, var = kernels.tensors(dtype, mean, var)
     return mean, var, count
 
 
@@ -174,7 +173,7 @@ class _Normalise(torch.autograd.Function):
         dot, total = kernels.sums(dy, x, weight, mean, var, ctx.eps)
         dx = None
         if ctx.needs_input_grad[0]:
-            means = kernels.array(ctx.world.sum_(kernels.packed(dot, total))).reshape(2, -1) / ctx.count
+            means = kernels.summed(ctx.world, dot, total) / ctx.count
             dx = kernels.input_gradient(dy, x, weight, mean, var, ctx.eps, means)
         return dx, dot if ctx.needs_input_grad[1] else None, total if ctx.needs_input_grad[2] else None, *[None] * 5
 
