@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,7 +17,10 @@ from lockstep.failures import is_echo
 from lockstep.topology import Topology
 from lockstep.world import World
 
+from ..needs import need
 from ..pool import RankPool
+
+NOBODY = 65534
 
 
 def _rejoined(world: World, folder: str, *, nodes: int = 1, timeout_s: float = 30) -> World:
@@ -130,14 +135,38 @@ def test_a_rank_that_is_killed_ends_the_wait(pool: RankPool, tmp_path: Path) -> 
     assert waited_s < 5
 
 
-def _refused(world: World, folder: str) -> str:
+def _refused(world: World, folder: str, how: str) -> str:
+    """Return with what words `--collectives shared-memory` is refused where one rank has another `how`."""
+    user, limits = os.geteuid(), resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        _rejoined(world, folder, nodes=2)
+        if how == "memory" and world.is_main:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+        if how == "user" and not world.is_main:
+            os.seteuid(NOBODY)
+        _rejoined(world, folder, nodes=1 + (how == "host")).close()
     except RequestError as error:
         return str(error)
+    finally:
+        os.seteuid(user)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return ""
 
 
-def test_two_hosts_share_no_memory(pool: RankPool, tmp_path: Path) -> None:
-    said = "--collectives shared-memory: the ranks are on 2 hosts; take --collectives gloo, or auto."
-    assert pool.run(2, _refused, str(tmp_path)) == [said, said]
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("host", "the ranks are on 2 hosts"),
+        ("memory", "no memory to share can be had (File too large)"),
+        ("user", f"the ranks are of different users (0, {NOBODY})"),
+    ],
+)
+def test_where_no_memory_can_be_shared_every_rank_says_why(pool: RankPool, how: str, why: str) -> None:
+    if how == "user":
+        need([] if os.geteuid() == 0 else ["root"])
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is closed to other users
+        Path(folder).chmod(0o777)
+        store = Path(folder) / "again"
+        store.touch()
+        store.chmod(0o666)
+        said = pool.run(2, _refused, folder, how)
+    assert said == 2 * [f"--collectives shared-memory: {why}; take --collectives gloo, or auto."]
