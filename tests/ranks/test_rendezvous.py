@@ -31,7 +31,7 @@ HOST = "127.0.0.1"
 
 def _heard(doors: Sequence[Callable[[], stores.Meeting]], claims: Sequence[Claim], timeout_s: float = 20) -> list[str]:
     """Hold a roll call among threads, which come one after the other; return what each heard."""
-    meetings = []
+    meetings, calls = [], []
 
     def take(door: Callable[[], stores.Meeting], claim: Claim, opened: threading.Event) -> str:
         try:
@@ -39,7 +39,7 @@ def _heard(doors: Sequence[Callable[[], stores.Meeting]], claims: Sequence[Claim
             opened.set()  # torch opens a file with Python's lock held, while another thread may hold the file's
             call = RollCall(meeting, claim)
             ranks = len(call.take(timeout_s).claims)
-            call.leave(clean=True)
+            calls.append(call)
         except RequestError as error:
             return str(error)
         finally:
@@ -51,7 +51,10 @@ def _heard(doors: Sequence[Callable[[], stores.Meeting]], claims: Sequence[Claim
         for door, claim in zip(doors, claims, strict=True):
             heard.append(threads.submit(take, door, claim, opened := threading.Event()))
             opened.wait()
-    return [each.result() for each in heard]
+        told = [each.result() for each in heard]
+        # Only once all have read it: the last to leave takes the file away.
+        list(threads.map(lambda call: call.leave(clean=True), calls))
+    return told
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "file"])

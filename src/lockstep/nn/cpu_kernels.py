@@ -27,20 +27,15 @@ FOLD = 16
 """Pixels shown as one: with as many, any number of channels fills whole vectors and cache lines (16 float32)."""
 
 
-def exchanged(world: World, mean: np.ndarray, var: np.ndarray, count: int) -> np.ndarray:
+def exchanged(world: World, mean: Tensor, var: Tensor, count: int) -> np.ndarray:
     """Return every rank's statistics as one row of float64: (ranks, 2·C + 1) (*collective*)."""
-    return world.numbers(mean, var, np.array([count]))
+    return world.numbers(mean.numpy(), var.numpy(), np.array([count]))
 
 
 def summed(world: World, dot: Tensor, total: Tensor) -> np.ndarray:
     """Return the sums over all ranks, in the order of the ranks: (2, C), float64 (*collective*)."""
     found: np.ndarray = world.numbers(dot.numpy(), total.numpy()).sum(0)
     return found.reshape(2, -1)
-
-
-def nothing(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the statistics of no sample."""
-    return np.zeros(x.shape[1]), np.zeros(x.shape[1])
 
 
 def tensors(dtype: torch.dtype, *arrays: np.ndarray) -> tuple[Tensor, ...]:
@@ -55,17 +50,17 @@ def track(held: Tensor, new: np.ndarray, momentum: float | Tensor) -> None:
     array += float(momentum) * (new - array)
 
 
-def statistics(x: Tensor, eps: float) -> tuple[np.ndarray, np.ndarray]:
+def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance per channel."""
     x, parts = _fold(x)
     # The buffer is left as it is (momentum 0): it only says in which type to compute the statistics of bf16.
     unused = None if x.dtype in (torch.float32, torch.float64) else torch.zeros(x.shape[1])
     mean, var = torch.batch_norm_update_stats(x, unused, unused, 0.0)
     if parts == 1:
-        return mean.numpy(), var.numpy()
+        return mean, var
     # The variance of the whole is the mean of the parts' variances and the variance of their means.
     spread, mean = torch.var_mean(mean.view(parts, -1), 0, correction=0)
-    return mean.numpy(), var.view(parts, -1).mean(0).add_(spread).numpy()
+    return mean, var.view(parts, -1).mean(0).add_(spread)
 
 
 def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

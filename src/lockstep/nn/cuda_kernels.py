@@ -35,11 +35,6 @@ def summed(world: World, dot: Tensor, total: Tensor) -> Tensor:
     return world.sum_(torch.stack([dot.double(), total.double()]))
 
 
-def nothing(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the statistics of no sample."""
-    return x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
-
-
 def tensors(dtype: torch.dtype, *computed: Tensor) -> list[Tensor]:
     """Return tensors (C,) as float64 where `dtype` is that, else as float32."""
     return [each.to(torch.float64 if dtype == torch.float64 else torch.float32) for each in computed]

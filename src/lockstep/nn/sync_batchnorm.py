@@ -72,10 +72,11 @@ class SyncBatchNorm(_BatchNorm):
             return self._of_nothing(x)
         if x.is_cuda:
             x = cuda_kernels.dense(x)
-        kernels = _kernels(x)
         mean, var, count = _global_statistics(x.detach(), self.world, self.eps)
-        self._track(mean, var, count, kernels.track)
-        mean, var = kernels.tensors(x.dtype, mean, var)
+        # Only what ranks have exchanged on a CPU are arrays.
+        numbers = _kernels(x) if self.world.size > 1 else cuda_kernels
+        self._track(mean, var, count, numbers.track)
+        mean, var = numbers.tensors(x.dtype, mean, var)
         y: Tensor = _Normalise.apply(x, self.weight, self.bias, mean, var, count, self.eps, self.world)
         return y
 
@@ -110,8 +111,8 @@ class SyncBatchNorm(_BatchNorm):
 def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Any, Any, Tensor | int]:
     """Return all ranks' mean and biased variance per channel (C,), and values per channel (0-dim) (*collective*).
 
-    They are tensors on a GPU, NumPy's arrays on a CPU. There a single value raises `ValueError`. On a GPU the host
-    would have to wait to know it: the running variance becomes NaN there.
+    They are tensors on a GPU and of one rank, NumPy's arrays of several on a CPU. There a single value raises
+    `ValueError`. On a GPU the host would have to wait to know it: the running variance becomes NaN there.
     """
     kernels = _kernels(x)
     channels = x.shape[1]
@@ -119,7 +120,7 @@ def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Any, Any, T
     if world.size == 1:
         _check_count(local_count, "on this rank")
         return *kernels.statistics(x, eps), local_count
-    own = kernels.statistics(x, eps) if local_count else kernels.nothing(x)
+    own = kernels.statistics(x, eps) if local_count else 2 * [torch.zeros(channels, device=x.device)]
     found = kernels.exchanged(world, *own, local_count)
     means, variances, counts = found[:, :channels], found[:, channels:-1], found[:, -1:]
     count = counts.sum()
