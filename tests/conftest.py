@@ -31,8 +31,8 @@ settings.register_profile("steady", _PATIENT, derandomize=True, max_examples=30)
 settings.register_profile("slow", _PATIENT, derandomize=False, print_blob=True)
 settings.load_profile("steady")
 
-_COSTLY = ("cluster",)
-"""Fixtures of daemons: the tests of a file that use one run on the same worker."""
+_ALONE = ("test_slurm", "test_ray")
+"""Files whose tests run on one worker, in their order: a second cluster beside theirs would be joined or disturb it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if set(_COSTLY) & set(getattr(item, "fixturenames", ())):
+        if item.path.stem in _ALONE:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
