@@ -61,14 +61,6 @@ class _Views(NamedTuple):
     rows: tuple[Tensor, ...]
 
 
-class _Numbers(NamedTuple):
-    """The ranks' slots as float64, and this rank's."""
-
-    all: np.ndarray
-    """(ranks, numbers)"""
-    own: np.ndarray
-
-
 class SharedMemory:
     """One rank's side of the memory that all ranks of a host share. Calls are *collective*, by one thread at a time."""
 
@@ -86,7 +78,6 @@ class SharedMemory:
         self._slots = slots.view(_TURNS, self.size, _SLOT_BYTES)
         self._sequence = 0
         self._views: dict[tuple[int, torch.dtype, int], _Views] = {}
-        self._numbers: dict[tuple[int, int], _Numbers] = {}
 
     def reduce_(self, tensor: Tensor, op: Callable[..., Any]) -> None:
         """Put `tensor` (contiguous, the same shape and type on each rank) together over all ranks, in place.
@@ -112,9 +103,8 @@ class SharedMemory:
         """
         if count * 8 > _SLOT_BYTES:
             return None
-        turn = (self._sequence + 1) % _TURNS
-        everyone, own = self._numbers.get((turn, count)) or self._numbers_of(turn, count)
-        np.concatenate(parts, out=own)
+        everyone = self._next(torch.float64, count).all.numpy()
+        np.concatenate(parts, out=everyone[self.rank])
         self._meet()
         return everyone
 
@@ -131,8 +121,7 @@ class SharedMemory:
 
     def _exchange(self, part: Tensor) -> _Views:
         """Return every rank's `part` (flat, at most a slot), which is valid until the next exchange."""
-        key = ((self._sequence + 1) % _TURNS, part.dtype, part.numel())
-        views = self._views.get(key) or self._views_of(*key, part.nbytes)
+        views = self._next(part.dtype, part.numel())
         views.rows[self.rank].copy_(part)
         self._meet()
         return views
@@ -150,18 +139,14 @@ class SharedMemory:
                 if looks > _LOOKS:
                     self._wait(peer)
 
-    def _numbers_of(self, turn: int, count: int) -> _Numbers:
-        if len(self._numbers) >= _VIEWS:
-            self._numbers.clear()
-        everyone = self._slots[turn, :, : 8 * count].view(torch.float64).numpy()
-        self._numbers[turn, count] = made = _Numbers(everyone, everyone[self.rank])
-        return made
-
-    def _views_of(self, turn: int, dtype: torch.dtype, count: int, size_bytes: int) -> _Views:
-        if len(self._views) >= _VIEWS:
-            self._views.clear()
-        everyone = self._slots[turn, :, :size_bytes].view(dtype)
-        self._views[turn, dtype, count] = views = _Views(everyone, everyone.unbind())
+    def _next(self, dtype: torch.dtype, count: int) -> _Views:
+        """Return the slots of the next exchange, of `count` elements each."""
+        key = ((self._sequence + 1) % _TURNS, dtype, count)
+        if (views := self._views.get(key)) is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            everyone = self._slots[key[0], :, : count * dtype.itemsize].view(dtype)
+            self._views[key] = views = _Views(everyone, everyone.unbind())
         return views
 
     def _wait(self, peer: int) -> None:

@@ -95,7 +95,7 @@ class SyncBatchNorm(_BatchNorm):
             return
         batches.add_(1)
         # Without a momentum the running statistics are the plain average over all batches so far.
-        momentum = 1 / batches.to(torch.float64) if self.momentum is None else self.momentum
+        momentum = 1 / batches.to(running_mean.dtype) if self.momentum is None else self.momentum
         track(running_mean, mean, momentum)
         track(running_var, var * (count / (count - 1)), momentum)
 
