@@ -24,9 +24,10 @@ from lockstep.world import World
 from ..reading import NoReading
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+DTYPES = (*FLOATS, torch.int64, torch.uint8, torch.bool)
 
 
-def _some(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def some(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 256, (size * 8,), generator=generator, dtype=torch.uint8)
     return values[:size] > 127 if dtype == torch.bool else values[: size * dtype.itemsize].view(dtype)
@@ -38,10 +39,10 @@ def _flipped(tensor: Tensor, bit: int) -> Tensor:
     return copy
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.uint8, torch.bool], ids=str)
-@pytest.mark.parametrize("size", [1, 7, 513, 4097, 70_001])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 513, 70_001])
 def test_one_bit_is_seen_and_its_tensor_named(size: int, dtype: torch.dtype) -> None:
-    own = {"other": _some(1000, seed=1), "this": _some(size, dtype)}
+    own = {"other": some(1000, seed=1), "this": some(size, dtype)}
     copy = {name: each.clone() for name, each in own.items()}
     whole, each = int(digest([*own.values()])), digests([*own.values()]).tolist()
     assert (int(digest([*copy.values()])), digests([*copy.values()]).tolist()) == (whole, each)
@@ -60,7 +61,7 @@ def test_one_bit_is_seen_and_its_tensor_named(size: int, dtype: torch.dtype) -> 
 
 def _changes() -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
     """Yield what changes, and the tensors before and after."""
-    a, b, small = _some(70_001), _some(70_001, seed=1), _some(5, seed=2)
+    a, b, small = some(70_001), some(70_001, seed=1), some(5, seed=2)
     yield "tensors change places", [a, b, small], [b, a, small]
     yield "small tensors change places", [small, a[:63], b[:4000]], [a[:63], small, b[:4000]]
     yield "a tensor comes twice", [a, b, small], [a, b, small, small]
@@ -73,7 +74,7 @@ def _changes() -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
             turned = held.clone()
             turned[first], turned[second] = held[second], held[first]
             yield f"rows or elements {first} and {second} of {shape}", [weight], [turned.view(shape)]
-    wide = _some(300_000)
+    wide = some(300_000)
     for bit, distance in product((0, 31, 63), (1, 8, 64, 512, 4096, 65_536)):
         words = wide.view(torch.int64).clone()
         words[[7, 7 + distance]] ^= -(1 << 63) if bit == 63 else 1 << bit
@@ -86,8 +87,6 @@ def _changes() -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
         changed = long.clone()
         changed[at] += 1
         yield f"word {at} of many", [long], [changed]
-    image = _some(4096).view(4, 16, 8, 8).contiguous(memory_format=torch.channels_last)
-    yield "a bit in another memory order", [image], [_flipped(image.permute(0, 2, 3, 1).contiguous(), 77)]
 
 
 def test_what_changes_is_seen() -> None:
@@ -95,23 +94,8 @@ def test_what_changes_is_seen() -> None:
         assert int(digest(before)) != int(digest(after)), what
 
 
-@pytest.mark.parametrize(
-    ("weight", "order"),
-    [
-        (torch.eye(16), (1, 2, 3, 0)),
-        (torch.randn(31, 1025, dtype=torch.float64), (5, 3, 1, 0, 2, 4)),  # rows as long as the digest's layers
-        (torch.randn(29, 1130, dtype=torch.float64), (5, 3, 1, 0, 2, 4)),
-        (torch.randn(62, 1025), (2, 3, 0, 1)),  # pairs of rows in a layer
-    ],
-)
-def test_rows_that_change_places_are_seen_within_two_turns(weight: Tensor, order: tuple[int, ...]) -> None:
-    moved = weight[[*order, *range(len(order), len(weight))]]
-    assert any(int(digest([weight], turn)) != int(digest([moved], turn)) for turn in (0, 1))
-    assert digests([weight]).tolist() != digests([moved]).tolist()
-
-
 def test_memory_order_and_place_say_nothing() -> None:
-    whole = _some(4096)
+    whole = some(4096)
     image = whole.view(4, 16, 8, 8).contiguous(memory_format=torch.channels_last)
     for view in (whole[1:1000], torch.randn(50_000, 3)[:, 1], image, torch.zeros(0)):
         assert int(digest([view])) == int(digest([view.clone()]))
@@ -127,10 +111,10 @@ def test_memory_order_and_place_say_nothing() -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_one_number_that_is_not_finite_is_found_without_the_host_waiting(dtype: torch.dtype) -> None:
     for value, at in product((math.nan, math.inf, -math.inf), (None, 0, 517, 999)):
-        some = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
-        tensors = {"a": torch.ones(3), "b": some, "c": torch.arange(9), "d": torch.zeros(0)}
+        numbers = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+        tensors = {"a": torch.ones(3), "b": numbers, "c": torch.arange(9), "d": torch.zeros(0)}
         if at is not None:
-            some[at] = value
+            numbers[at] = value
         with NoReading():
             told = finite.suspect(tensors.values())
         assert bool(told) == (at is not None)
@@ -140,7 +124,12 @@ def test_one_number_that_is_not_finite_is_found_without_the_host_waiting(dtype: 
 
 
 class Masked(nn.Module):
-    """A net with a causal mask, which is infinite by intent, and a batch norm."""
+    """A net with a causal mask, which is infinite by intent, and a batch norm; a third pass may overflow its variance.
+
+    The scores of that pass are finite.
+    """
+
+    passes, overflows = 0, False
 
     def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
         super().__init__()
@@ -150,31 +139,19 @@ class Masked(nn.Module):
         self.classifier = nn.Linear(image_size * in_channels * image_size, classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        x = x * (1e25 if self.training and self.passes == 3 and self.overflows else 1.0)
         rows = x.transpose(1, 2).flatten(2)  # (N, rows, channels · columns)
         return self.classifier(self.norm(self.mask.softmax(1) @ rows).flatten(1))  # type: ignore[no-any-return]
 
 
-class Overflowing(Masked):
-    """The same, whose running variance overflows at the third pass of training, though the scores do not."""
-
-    passes = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.passes += self.training
-        return super().forward(x * (1e25 if self.training and self.passes == 3 else 1.0))
-
-
-def _train(model: str, folder: Path) -> None:
-    asked = {"model": f"{__name__}:{model}", "data": "digits", "precision": "fp32", "strategy": "single", "ema": 0.9}
-    train(override(RunConfig(), **asked, output=folder, max_steps=3), World.alone(), Nothing())
-
-
-def test_a_mask_is_saved_as_it_is(tmp_path: Path) -> None:
-    _train("Masked", tmp_path)
-    assert checkpoint.load(tmp_path).tensors["model/mask"].isinf().any()
-
-
-def test_statistics_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+def test_statistics_that_are_not_finite_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask is, which was meant to be so from the beginning."""
+    asked = {"model": f"{__name__}:Masked", "data": "digits", "precision": "fp32", "strategy": "single", "ema": 0.9}
+    config = override(RunConfig(), **asked, max_steps=3)
+    train(override(config, output=tmp_path / "mask"), World.alone(), Nothing())
+    assert checkpoint.load(tmp_path / "mask").tensors["model/mask"].isinf().any()
+    monkeypatch.setattr(Masked, "overflows", True)
     with pytest.raises(RunError, match=r"after step 3 are not finite numbers \(.*model/norm.running_var"):
-        _train("Overflowing", tmp_path)
-    assert not list(tmp_path.rglob("*.safetensors"))
+        train(override(config, output=tmp_path / "ruined"), World.alone(), Nothing())
+    assert not list((tmp_path / "ruined").rglob("*.safetensors"))
