@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from lockstep.config import DataConfig
 from lockstep.data.sets import build
 from lockstep.world import World
 
-from ..command import PATIENCE_S, command, end, gate, gone, losses, ranks_of, refusal, sentence, start, until
+from ..command import command, end, gate, gone, losses, refusal, sentence, start, until
 from ..needs import need
-from ..ports import free_port
 
 DDP = ("--strategy", "ddp", "--devices", 2)
 TRAIN = ("train", "digits", "--batch", 50, "--max-steps", 12)
@@ -34,9 +32,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-# ---- in training
 
 
 @pytest.mark.parametrize(
@@ -57,7 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_goes_wrong_in_the_users_model_is_one_sentence(model: str, code: int, words: str, folder: Path) -> None:
     checks = ("--verify-every", 2, "--precision", "fp32") if model == "Flipping" else ()
     ended = command(folder, *TRAIN, *DDP, "--model", f"tests.models:{model}", *checks, "--output", "run")
-    over_s = time.time()
     said = sentence(ended, code=code)
     assert re.search(words, said), said
     assert ended.err.count("Traceback (most recent call last)") == (model == "Failing")
@@ -71,28 +65,13 @@ def test_what_goes_wrong_in_the_users_model_is_one_sentence(model: str, code: in
         told = [json.loads(kept[f"nonfinite_step_3_rank_{rank}.json"].read_text())["indices"] for rank in (0, 1)]
         assert len({index for shares in told for share in shares for index in share}) == 50
     else:
-        trace = kept["rank_1.txt" if model == "Failing" else "rank_0.txt"]
-        assert "Traceback" in trace.read_text()
-        assert over_s - trace.stat().st_mtime < PATIENCE_S
+        assert "Traceback" in kept["rank_1.txt" if model == "Failing" else "rank_0.txt"].read_text()
 
 
-def test_parameters_that_the_loss_does_not_reach_are_allowed_on_request(folder: Path) -> None:
-    assert command(folder, *TRAIN, *DDP, "--model", "tests.models:Unused", "--find-unused", "--output", "run").code == 0
-    assert len(losses(folder / "run")) == 12
-
-
-@pytest.mark.parametrize(
-    ("data", "workers", "code", "words"),
-    [
-        ("exiting", 1, 1, "a data worker (process "),
-        ("starting", 0, 0, ""),
-        ("starting", 1, 0, ""),
-    ],
-)
-def test_what_a_data_set_does_to_its_process(data: str, workers: int, code: int, words: str, folder: Path) -> None:
-    how = ("--data", f"tests.own_data:{data}", "--workers", workers, "--epochs", 1, "--stall-timeout", 30)
-    ended = command(folder, *OWN, *how, *(DDP if code else ()))
-    assert words in sentence(ended, code=code) if code else ended.code == 0, ended
+def test_programs_that_a_data_set_starts_can_be_ended(folder: Path) -> None:
+    how = ("--data", "tests.own_data:starting", "--workers", 1, "--epochs", 1, "--stall-timeout", 30)
+    ended = command(folder, *OWN, *how)
+    assert ended.code == 0, ended
 
 
 def test_data_workers_that_are_stuck_are_ended() -> None:
@@ -118,9 +97,6 @@ def test_two_runs_do_not_write_to_one_folder(folder: Path, capsys: pytest.Captur
     assert command(folder, *words, "--resume", "auto").code == 0
 
 
-# ---- disks that are full
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk that is nearly full after a first checkpoint."""
@@ -132,7 +108,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_full_disk_stops_no_training_but_is_no_success(folder: Path, small_disk: Path) -> None:
+def test_a_full_disk_stops_no_training_but_is_no_success(
+    folder: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = small_disk / "run"
     ended = command(folder, *TRAIN, "--checkpoint-every", 5, "--output", run)
     told = sentence(ended, code=1)
@@ -143,20 +121,13 @@ def test_a_full_disk_stops_no_training_but_is_no_success(folder: Path, small_dis
     assert (summary["exit"], summary["steps"]) == (1, 12)
     assert summary["top1"] is not None
     assert checkpoint.load(run).meta["step"] == 5
-
-
-def test_a_disk_that_is_full_at_the_start_is_refused(
-    folder: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    # With no room at all, nothing begins.
     with contextlib.suppress(OSError), (small_disk / "full").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-    said = refusal(capsys, *TRAIN, "--strategy", "single", "--output", small_disk / "run")
+    said = refusal(capsys, *TRAIN, "--strategy", "single", "--output", small_disk / "next")
     assert "No space left on device" in said
     assert "--output" in said
-
-
-# ---- before training
 
 
 def test_a_run_that_is_refused_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,33 +140,6 @@ def test_a_run_that_is_refused_leaves_nothing(folder: Path, capsys: pytest.Captu
         assert "labels would lie outside" in refusal(capsys, *TRAIN, "--classes", 9, *output)
     left = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     assert left - {"runs"} == {"mine", "mine/notes.txt"}
-
-
-def test_to_go_on_after_a_rank_was_lost_in_start_up_does_not_extend_an_earlier_run(folder: Path) -> None:
-    words = ("train", "digits", "--model", "mlp", "--batch", 50, "--max-steps")
-    assert command(folder, *words, 12, "--strategy", "single").code == 0
-    before = losses(folder / "runs" / "digits-mlp")
-    with start(folder, *words, 14, *DDP) as run:
-        until(lambda: len(ranks_of(run)) == 2)
-        ranks_of(run)[1].kill()
-        assert "continue with --resume auto" in sentence(end(run), code=1)
-    assert command(folder, *words, 14, "--strategy", "single", "--resume", "auto").code == 0
-    assert losses(folder / "runs" / "digits-mlp") == before
-    assert len(losses(folder / "runs" / "digits-mlp-2")) == 14
-
-
-def test_a_world_that_does_not_fill_up_says_who_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    meets = ("--world-size", 2, "--timeout", 1.5, "--init-method")
-    begin_s = time.monotonic()
-    for url, advice in ((f"tcp://127.0.0.1:{free_port()}", ""), (f"file://{folder / 'meeting'}", "--clear-meeting")):
-        said = refusal(capsys, *TRAIN, "--rank", 0, *meets, url)
-        assert f"{url}: 1 of 2 ranks came within --timeout 1.5 s; missing: rank 1" in said
-        assert advice in said
-    assert "nothing answers there within --timeout 1.5 s" in refusal(
-        capsys, *TRAIN, "--rank", 1, *meets, f"tcp://127.0.0.1:{free_port()}"
-    )
-    assert time.monotonic() - begin_s < 3 * 1.5 + 15
-    assert not (folder / "runs").exists()
 
 
 def test_ranks_that_were_asked_for_different_runs_are_refused(folder: Path) -> None:

@@ -58,17 +58,29 @@ def test_a_rank_in_the_debugger_is_left_alone(tmp_path: Path) -> None:
     assert ended.code == 0, ended
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "elastic"])
-def test_ranks_that_were_all_stopped_are_told_by_their_parent(launcher: str, tmp_path: Path) -> None:
-    words = (*WORDS.split(), "tests.own_data:gated", "--strategy", "ddp", "--devices", 2, "--launcher", launcher)
+@pytest.mark.parametrize(
+    ("fault", "victims", "collectives", "words"),
+    [
+        ("kill", (1,), "gloo", "Rank 1 was killed by SIGKILL"),
+        ("suspend", (1,), "gloo", "Rank 1 was stopped, died or was cut off"),
+        ("suspend", (1,), "shared-memory", "Rank 1 was stopped, died or was cut off"),
+        ("suspend", (0, 1), "shared-memory", "Ranks 0–1, all that live here, were stopped (SIGSTOP) "),
+    ],
+)
+def test_a_lost_rank_is_named(
+    fault: str, victims: tuple[int, ...], collectives: str, words: str, tmp_path: Path
+) -> None:
+    more = ("tests.own_data:gated", "--strategy", "ddp", "--devices", 2, "--epochs", 1000, "--workers", 0)
     gate(tmp_path, 3)
-    with start(tmp_path, "train", *words, "--epochs", 1000, "--log-every", 1) as parent:
+    with start(tmp_path, "train", *WORDS.split(), *more, "--log-every", 1, "--collectives", collectives) as parent:
         at(tmp_path, 3)
         ranks = ranks_of(parent)
-        for each in ranks:
-            each.suspend()
-        stopped_s = time.monotonic()
+        for number in victims:
+            getattr(ranks[number], fault)()
+        lost_s = time.monotonic()
+        gate(tmp_path, 10**9)
         told = sentence(end(parent), code=1)
-        assert time.monotonic() - stopped_s < STALL_S + 8
+        assert time.monotonic() - lost_s < STALL_S + 8
         until(lambda: gone(ranks), 5)
-    assert told.startswith("Ranks 0–1, all that live here, were stopped (SIGSTOP) ")
+    assert told.startswith(words)
+    assert "continue with --resume auto" in told
