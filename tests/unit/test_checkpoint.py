@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lockstep.checkpoint import Checkpoints, find, layout, load, load_good, read, write
+from lockstep.checkpoint import Checkpoints, find, load, load_good, write
 from lockstep.checkpoint.layout import digest
 from lockstep.errors import RequestError
 from lockstep.state import State
@@ -102,14 +102,6 @@ def test_what_is_saved_is_the_state_at_the_call_and_written_beside_the_training(
     assert torch.equal(loaded.tensors["model/weight"], torch.ones(4, 3))
 
 
-def test_a_defect_of_ours_is_not_taken_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "save_file", lambda *args: 1 // 0)
-    saver = Checkpoints(tmp_path, warn=pytest.fail)
-    saver.save(state_of(1), step=1, best=False)
-    with pytest.raises(ZeroDivisionError):
-        saver.close()
-
-
 def test_whoever_may_read_the_folder_may_read_the_tensors(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
@@ -125,7 +117,6 @@ def test_whoever_may_read_the_folder_may_read_the_tensors(tmp_path: Path) -> Non
     [
         ([(1, False), (2, True), (3, False), (4, False), (5, False)], ["02", "04", "05"], 2),
         ([(4, True), (4, False)], ["04", "04.2"], 4),  # a step that is saved again
-        ([(4, True), (4, False), (5, True), (6, False)], ["05", "06"], 5),
     ],
 )
 def test_last_best_and_the_one_before_are_kept(tmp_path: Path, saves: list[Save], steps: list[str], best: int) -> None:
@@ -138,24 +129,6 @@ def test_last_best_and_the_one_before_are_kept(tmp_path: Path, saves: list[Save]
         assert load(path).meta["step"] == saves[-1][0]
     (folder / "last").unlink()  # killed between a first checkpoint's rename and its link
     assert load(tmp_path).meta["step"] == saves[-1][0]
-
-
-def test_what_is_loaded_while_the_run_goes_on_is_one_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_all(tmp_path, (1, True))
-    reading, later = layout.content, iter([2])
-
-    def content(path: Path) -> bytes:
-        data = reading(path)
-        for step in later if path.name == "checksums.json" else ():
-            save_all(tmp_path, (step, True))  # `last` moves when its list is read, and its files are not
-        return data
-
-    monkeypatch.setattr(read, "content", content)
-    assert load(tmp_path).meta["step"] == 1
-    assert list(later) == []
-    assert load(tmp_path).meta["step"] == 2
 
 
 def test_a_copy_that_made_folders_of_the_links_can_be_continued(tmp_path: Path) -> None:
@@ -191,21 +164,17 @@ def _dies_before(change: int, run: Path, *saves: Save) -> bool:
     return code == 9
 
 
-@pytest.mark.parametrize("before", [(), ((1, True), (2, False))], ids=["none", "two"])
-def test_a_kill_between_any_two_changes_of_the_disk_leaves_a_whole_checkpoint(
-    tmp_path: Path, before: tuple[Save, ...]
-) -> None:
-    (save_all(tmp_path / "before", *before) / "notes.txt").write_text("the user's")
+def test_a_kill_between_any_two_changes_of_the_disk_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    (save_all(tmp_path / "before", (1, True), (2, False)) / "notes.txt").write_text("the user's")
     for change in itertools.count(1):
         folder = Path(shutil.copytree(tmp_path / "before", tmp_path / str(change), symlinks=True)) / "checkpoints"
         died = _dies_before(change, folder.parent, (3, True), (4, False))
-        assert find(folder) is not None or not before
+        assert find(folder) is not None
         for path in (*folder.glob("step-*"), *folder.glob("[bl]*st")):
             state = load(path)
             assert all((tensor == state.meta["step"]).all() for tensor in state.tensors.values())
-        if (folder / "last").exists():  # a run that goes on from it would not save again the best that it has seen
-            last, best = (load(folder / link).meta["step"] for link in ("last", "best"))
-            assert best == (3 if last > 2 else best)
+        last, best = (load(folder / link).meta["step"] for link in ("last", "best"))
+        assert best == (3 if last > 2 else best)  # a run that goes on would not save again the best that it has seen
         save_all(folder.parent, (5, True), (6, False))
         assert names(folder) == ["best", "last", "notes.txt", "step-00000005", "step-00000006"]
         if not died:
@@ -232,7 +201,7 @@ def test_a_full_disk_stops_no_training(tmp_path: Path) -> None:
     assert saved == [1, 3]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "checksums.json"])
 def test_no_flipped_bit_passes(tmp_path: Path, name: str) -> None:
     path = save_all(tmp_path, (1, False)) / "last" / name
     whole = path.read_bytes()
@@ -247,22 +216,15 @@ def test_no_flipped_bit_passes(tmp_path: Path, name: str) -> None:
     assert load(tmp_path).meta["step"] == 1
 
 
-def _becomes_a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)  # which nobody writes to
-
-
-HARMS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "cut": ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-1])),
-    "gone": ("optimizer.safetensors", Path.unlink),
-    "empty": ("state.json", lambda path: path.write_bytes(b"")),
-    "deep": ("state.json", lambda path: path.write_bytes(b"[" * 100_000)),
-    "pipe": ("checksums.json", _becomes_a_pipe),
-    "a link to nothing": ("../step-00000003", shutil.rmtree),
-}
-
-
-@pytest.mark.parametrize(("name", "harm"), HARMS.values(), ids=HARMS)
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("optimizer.safetensors", Path.unlink),
+        ("state.json", lambda path: path.write_bytes(b"")),
+        ("../step-00000003", shutil.rmtree),
+    ],
+    ids=["gone", "empty", "a link to nothing"],
+)
 def test_damage_is_named_with_the_newest_good_checkpoint(
     tmp_path: Path, name: str, harm: Callable[[Path], object]
 ) -> None:
@@ -284,22 +246,19 @@ def test_a_damaged_one_is_passed_over_for_one_before_it_not_for_what_was_left_be
     save_all(tmp_path, (20, False), origin=folder / "step-00000010")  # taken up at 10
     damage(folder / "step-00000020")
     assert load_good(folder / "last").meta["step"] == 10
-    shutil.rmtree(folder / "step-00000010")
-    assert load_good(folder / "last").meta["step"] == 30
 
 
-def test_a_newer_format_is_refused_by_its_version(tmp_path: Path) -> None:
-    state, sums = (save_all(tmp_path, (1, False)) / "last" / name for name in ("state.json", "checksums.json"))
+def test_foreign_things_and_newer_formats_are_refused(tmp_path: Path) -> None:
+    state, sums = (save_all(tmp_path / "new", (1, False)) / "last" / name for name in ("state.json", "checksums.json"))
     state.write_text(json.dumps(json.loads(state.read_text()) | {"version": 9}))
     sums.write_text(json.dumps(json.loads(sums.read_text()) | {"state.json": digest(state)}))
-    with pytest.raises(RequestError, match=r"version 9.*update lockstep-torch"):
-        load(tmp_path)
-
-
-def test_foreign_things_are_refused(tmp_path: Path) -> None:
-    pickled = tmp_path / "model.pth"
-    torch.save({"a": torch.zeros(1)}, pickled)
+    torch.save({"a": torch.zeros(1)}, tmp_path / "model.pth")
     (tmp_path / "state.json").write_text('{"who": "someone else"}')
-    for path, told in ((tmp_path / "nowhere", "nowhere"), (tmp_path, "no lockstep checkpoint"), (pickled, r"\.pth")):
+    for name, told in {
+        "nowhere": "nowhere",
+        "": "no lockstep checkpoint",
+        "model.pth": r"\.pth",
+        "new": r"version 9.*update lockstep-torch",
+    }.items():
         with pytest.raises(RequestError, match=told):
-            load(path)
+            load(tmp_path / name)
