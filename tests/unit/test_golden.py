@@ -24,15 +24,12 @@ from ..command import losses
 GOLDEN = Path(__file__).parents[1] / "golden" / "run"
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    found = Path(shutil.copytree(GOLDEN, tmp_path / "run"))
+def test_it_is_read_and_continued_as_if_it_had_never_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(GOLDEN, tmp_path / "run"))
     for name in ("last", "best"):
-        (found / "checkpoints" / name).symlink_to("step-00000008")
-    return found
-
-
-def test_it_is_loaded_evaluated_and_judged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (run / "checkpoints" / name).symlink_to("step-00000008")
     state = checkpoint.load(run)
     assert state.meta["step"] == 8
     assert {name.partition("/")[0] for name in state.tensors} == {"model", "optimizer"}
@@ -41,9 +38,6 @@ def test_it_is_loaded_evaluated_and_judged(run: Path, capsys: pytest.CaptureFixt
     assert f"{top1:.2%}" in capsys.readouterr().out
     assert main(["verify", "run", str(run)]) == 0
     assert main(["diff", str(run), str(GOLDEN / "checkpoints" / "step-00000008")]) == 0
-
-
-def test_it_is_continued_as_if_it_had_never_stopped(run: Path, tmp_path: Path) -> None:
     flags = ["train", "--config", str(run / "config.toml"), "--max-steps", "14", "--output"]
     assert main([*flags, str(run), "--resume", "auto"]) == 0
     assert main([*flags, str(tmp_path / "new")]) == 0

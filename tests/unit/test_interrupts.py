@@ -6,8 +6,8 @@ import contextlib
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,27 +46,19 @@ def test_the_first_signal_asks(
     assert capfd.readouterr().err == f"\nlockstep: {STOPPING}{'' if number == signal.SIGUSR1 else INSIST}\n"
 
 
-def test_under_nohup_a_terminal_that_goes_changes_nothing() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+def test_under_nohup_a_terminal_that_goes_changes_nothing_and_any_thread_may_ask() -> None:
+    def asked() -> bool:
         with StopRequest(quiet=True) as stop:
             signal.raise_signal(signal.SIGHUP)
-            assert not stop.asked
+            return stop.asked
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert not asked()
+        with ThreadPoolExecutor() as threads:
+            assert not threads.submit(asked).result()
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_another_thread_than_the_main_one_may_ask() -> None:
-    asked: list[bool] = []
-
-    def enter() -> None:
-        with StopRequest() as stop:
-            asked.append(stop.asked)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert asked == [False]
 
 
 _STUBBORN = """
