@@ -60,7 +60,7 @@ MUTANTS = (
         "strategies/ddp.py",
         "world.sum_(gradients).div_(world.size)",
         "gradients if world.rank else world.sum_(gradients).div_(world.size)",
-        "ranks/test_hybrid.py::test_each_gradient_comes_once_a_pass_and_is_exchanged_once[1]",
+        "ranks/test_hybrid.py::test_gradients_are_exchanged_once_a_step",
     ),
     Mutant(
         "gradients are summed and not averaged",
@@ -95,7 +95,7 @@ MUTANTS = (
         "strategies/ddp.py",
         "return replica.no_sync()",
         "return nullcontext()",
-        "ranks/test_hybrid.py::test_each_gradient_comes_once_a_pass_and_is_exchanged_once[3]",
+        "ranks/test_hybrid.py::test_gradients_are_exchanged_once_a_step",
     ),
     Mutant(
         "gradients are exchanged a micro-batch too early",
@@ -168,7 +168,7 @@ MUTANTS = (
         "optim.py",
         "if parameter.ndim == 2]",
         "if parameter.ndim <= 2]",
-        "unit/test_optim.py::test_muon_takes_the_matrices_alone",
+        "unit/test_optim.py::test_an_optimizer_holds_each_training_parameter_once_and_muon_the_matrices_alone",
     ),
     Mutant(
         "BatchNorm stays local",
@@ -316,7 +316,7 @@ MUTANTS = (
         "verify/ledger.py",
         "self._notes.append((step, indices.copy()))",
         "self._notes.append((step, indices[1:].copy()))",
-        "ranks/test_ledger.py::test_an_epoch_is_accounted_over_restarts",
+        "ranks/test_ledger.py::test_a_clean_run_holds_each_sample_once",
     ),
     Mutant(
         "samples that never came are not told",
@@ -486,7 +486,7 @@ MUTANTS = (
         "verify/replicas.py",
         "if any(theirs[:-3] != by_rank[0][:-3] for theirs in by_rank):",
         "if any(theirs[:-3] != theirs[:-3] for theirs in by_rank):",
-        "ranks/test_replicas.py::test_what_differs_is_told_with_its_rank",
+        "ranks/test_replicas.py::test_one_bit_that_flips_while_training_is_found",
     ),
     Mutant(
         "the optimizer's state is not compared",
@@ -514,7 +514,7 @@ MUTANTS = (
         "meter.py",
         "if not math.isfinite(told[number])]",
         "if False]",
-        "ranks/test_replicas.py::test_a_loss_that_is_not_finite_is_told_before_the_weights_that_it_ruins",
+        "ranks/test_replicas.py::test_a_replica_that_ruins_the_others_is_never_said_to_hold",
     ),
     Mutant(
         "curves of which one has no number hold",
@@ -542,7 +542,7 @@ MUTANTS = (
         "prove/answer.py",
         "return not self.agrees and not self.by_design",
         "return False",
-        "ranks/test_gradients.py::test_a_bit_that_flips_after_the_exchange_is_named",
+        "ranks/test_gradients.py::test_each_cause_is_found_and_no_other",
     ),
     Mutant(
         "the doctor looks at no sum",

@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.config import ParallelConfig
-from lockstep.kinds import KINDS
 from lockstep.randomness import load_generators, save_generators, seed_all
-from lockstep.strategies import table
 from lockstep.topology import Topology
 from lockstep.world import World
 
@@ -45,14 +42,6 @@ def test_generators_continue_where_they_were() -> None:
     assert _draw() == expected
 
 
-def test_seeds_depend_on_all_numbers() -> None:
-    draws = set()
-    for parts in ((1, 0), (1, 1), (0, 1), (1,)):
-        seed_all(*parts)
-        draws.add(tuple(_draw()))
-    assert len(draws) == 4
-
-
 def test_every_gpu_that_is_driven_continues_and_no_other(gpus: dict[int, torch.Tensor]) -> None:
     saved, before = save_generators(ALONE, GPUS), gpus.copy()
     gpus |= {index: torch.Generator().manual_seed(10 + index).get_state() for index in gpus}
@@ -70,11 +59,3 @@ def test_other_devices_or_ranks_start_from_the_fallback() -> None:
         draws = _draw()
         seed_all(7, 30, world.rank)
         assert draws == _draw()
-
-
-@pytest.mark.parametrize("name", list(KINDS))
-def test_every_strategy_names_the_devices_it_drives(name: str) -> None:
-    several = KINDS[name].drives_all
-    config = ParallelConfig(strategy=name, gpus="2,0" if several else "2")
-    strategy = table.build(config, World(Topology(), torch.device("cuda", 2)))
-    assert strategy.devices == (GPUS if several else GPUS[:1])

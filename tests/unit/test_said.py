@@ -66,11 +66,6 @@ def test_a_full_disk_ends_nobody_who_says_something(shown: str) -> None:
     assert done.stdout.endswith("after\n")
 
 
-def test_where_nothing_can_be_kept_the_console_has_it(tmp_path: Path) -> None:
-    (tmp_path / "output").write_text("a file in the way")
-    assert "by print" in _runs(SAYS, tmp_path / "output" / "rank_1.txt", "kept").stdout
-
-
 def test_the_last_words_of_a_rank_that_is_killed_are_on_the_console_and_kept(tmp_path: Path) -> None:
     done = _runs(CRASHES, tmp_path / "rank_0.txt", "shown")
     assert (done.returncode, done.stdout, done.stderr) == (-9, "by a program\n", "by C, and no more\n")

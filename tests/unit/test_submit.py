@@ -61,7 +61,6 @@ def test_short_limits_get_no_warning(time: str, is_warned: bool, capsys: pytest.
     ("asked", "strategy", "devices", "layout"),
     [
         (SlurmRequest(nodes=2, gpus_per_node="2"), "auto", None, Layout("ddp", 2, 4, None)),
-        (SlurmRequest(nodes=2), "auto", None, Layout("ddp", 1, 2, None)),
         (SlurmRequest(ntasks_per_node=3), "ddp", None, Layout("ddp", 3, 3, None)),
         (SlurmRequest(), "auto", None, Layout("single", 1, 1, None)),
         (SlurmRequest(gpus_per_node="4"), "dp", None, Layout("dp", 1, 1, 4)),
