@@ -20,14 +20,20 @@ import pytest
 from lockstep.cli.main import main
 
 from . import warm
-from .warm import CODE, ROOT, SOURCE
+from .warm import CODE, ROOT
 
-__all__ = ["CODE", "ROOT", "SOURCE"]
+__all__ = ["CODE", "ROOT"]
 COLD = ("-X", "cold")
 """What a command goes `through` where it is to be a new process of Python: an option that means nothing."""
+GATED = (
+    *("train", "--data", "tests.own_data:gated", "--model", "mlp", "--strategy", "ddp", "--accelerator", "cpu"),
+    *("--epochs", 6, "--checkpoint-every", 6, "--batch", 16, "--log-every", 1, "--workers", 0, "--precision", "fp64"),
+    *("--output", "run"),
+)
+"""A run of 60 steps, which `gate` holds."""
 LIMIT_S = 120.0
-PATIENCE_S = 15.0
-"""Within which the others have ended once a rank has failed: 2 s as a rule, and more on a busy machine."""
+OPEN = 10**9
+"""No step that `gate` holds a run at."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {path.name: hashlib.sha256(path.read_bytes()).digest() for path in last.glob("*.safetensors")}
 
 
-def gate(folder: Path, step: int, below: int = 10**9) -> None:
+def gate(folder: Path, step: int, below: int = OPEN) -> None:
     """Hold a run of `own_data.gated` in this folder at a step, or at any from there that is `below` another."""
     (folder / "gate.part").write_text(f"{step} {below}")
     (folder / "gate.part").replace(folder / "gate")

@@ -9,11 +9,13 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from . import warm
+from .command import GATED, command
 from .pool import RankPool
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # threads that wait leave the cores to others; before torch is imported
@@ -123,3 +125,12 @@ def pool() -> Iterator[RankPool]:
     ranks = RankPool()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a gated run of two ranks that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = command(folder, *GATED, "--devices", 2)
+    assert ended.code == 0, ended.err
+    return folder / "run"

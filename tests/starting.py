@@ -12,7 +12,7 @@ from lockstep.launchers import stores
 from lockstep.launchers.claims import Claim
 from lockstep.options import override
 
-from .command import ROOT, Running, end, start
+from .command import ROOT, Running, start
 from .ports import free_port
 
 
@@ -25,11 +25,6 @@ def start_rank(
 ) -> Running:
     options = json.dumps({"accelerator": "cpu", **values})
     return start(ROOT, entry, options, through=through, module="tests.run_entry", **(env or {}))
-
-
-def outcome(process: Running) -> tuple[int, str, str]:
-    ended = end(process)
-    return ended.code, ended.out, ended.err
 
 
 def claim_of(rank: int, size: int, **values: Any) -> Claim:

@@ -6,7 +6,6 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +21,7 @@ from lockstep.options import override
 from lockstep.topology import Topology
 
 from .. import entries
-from ..command import PATIENCE_S, end
+from ..command import end
 from ..starting import config, start_rank
 
 
@@ -48,15 +47,14 @@ def test_spawned_ranks_form_one_world() -> None:
         ("raise", r"^Rank 1 failed at .*entries\.py:\d+: ValueError: labels reach 10$"),
         ("exit", r"^Rank 1 failed at .*entries\.py:\d+: it called sys\.exit\(3\)"),
         ("vanish", r"^Rank 1 exited with code 7 before it was done"),
-        ("killed", r"^Rank 1 was killed by SIGKILL .*; continue with --resume auto\.$"),
     ],
-    ids=["raise", "exit", "vanish", "killed"],
+    ids=["raise", "exit", "vanish"],
 )
 def test_the_first_failing_rank_is_named_and_nobody_is_left(way: str, words: str, tmp_path: Path) -> None:
     before = _children()
     with pytest.raises(RunError, match=words) as caught:
         launch(entries.fail, config(devices=2, data_dir=way, output=tmp_path), {})
-    assert time.time() - float((tmp_path / "failing_since").read_text()) < PATIENCE_S  # others would wait for a minute
+    assert time.time() - float((tmp_path / "failing_since").read_text()) < 15  # others would wait for a minute
     assert _children() <= before
     if way == "raise":
         assert 'raise ValueError("labels reach 10")' in caught.value.trace
@@ -72,11 +70,10 @@ def test_a_rank_that_aborts_since_another_one_hangs_is_not_blamed(monkeypatch: p
         launch(entries.abort, config(devices=2), {})
 
 
-@pytest.mark.parametrize(("way", "code", "told"), [("done", 0, ""), ("stop", 75, "Stopped: Enough.\n")])
-def test_data_workers_leave_neither_words_nor_files(way: str, code: int, told: str) -> None:
+def test_data_workers_of_a_run_that_is_stopped_leave_neither_words_nor_files() -> None:
     with tempfile.TemporaryDirectory() as left:  # a short name: workers make sockets there, whose names have a limit
-        ended = end(start_rank("fed", devices=2, data_dir=way, env={"TMPDIR": left}))
-        assert (ended.code, ended.err) == (code, told)
+        ended = end(start_rank("fed", devices=2, data_dir="stop", env={"TMPDIR": left}))
+        assert (ended.code, ended.err) == (75, "Stopped: Enough.\n")
         assert list(Path(left).iterdir()) == []
 
 
@@ -86,14 +83,6 @@ def test_gpus_that_torch_cannot_use_are_refused() -> None:
         rank.take_device(override(RunConfig(), accelerator="cuda"), {}, Topology())
 
 
-@pytest.mark.parametrize(
-    ("entry", "words"),
-    [
-        ("digits", r"launch takes a function of .* found "),
-        (entries.unpicklable, r"^The ranks are done, but what rank 0 returned cannot be sent to the proc"),
-    ],
-    ids=["called", "sent"],
-)
-def test_what_cannot_be_called_or_sent_is_refused(entry: Any, words: str) -> None:
-    with pytest.raises(RequestError, match=words):
-        launch(entry, config(devices=2, strategy="ddp"), {})
+def test_what_cannot_be_sent_is_told() -> None:
+    with pytest.raises(RequestError, match=r"^The ranks are done, but what rank 0 returned cannot be sent to the proc"):
+        launch(entries.unpicklable, config(devices=2, strategy="ddp"), {})

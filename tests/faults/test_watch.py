@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ..command import at, command, end, gate, gone, ranks_of, sentence, start, until
+from ..command import OPEN, at, command, end, gate, gone, ranks_of, sentence, start, until
 
 STALL_S = 2
 WORDS = f"--model mlp --batch 8 --accelerator cpu --stall-timeout {STALL_S} --output run --data"
@@ -78,7 +78,7 @@ def test_a_lost_rank_is_named(
         for number in victims:
             getattr(ranks[number], fault)()
         lost_s = time.monotonic()
-        gate(tmp_path, 10**9)
+        gate(tmp_path, OPEN)
         told = sentence(end(parent), code=1)
         assert time.monotonic() - lost_s < STALL_S + 8
         until(lambda: gone(ranks), 5)
