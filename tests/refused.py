@@ -46,10 +46,6 @@ def unnormed(classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, classes))
 
 
-def sparse() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Embedding(9, 9, sparse=True))
-
-
 def _tables(train: Tensor, test: Tensor) -> Tables:
     return TensorDataset(torch.zeros(len(train), 2), train), TensorDataset(torch.zeros(len(test), 2), test)
 
@@ -94,7 +90,3 @@ def broken() -> NoReturn:
 
 def by_samples(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
     return scores.sum(1)
-
-
-def detached(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    return scores.detach().sum()
