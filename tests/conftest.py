@@ -8,7 +8,7 @@ import signal
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,8 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _tier(item.nodeid) == "slow":
             item.add_marker(pytest.mark.slow)
     if part := config.getoption("slice"):
-        slow = {item for item in items if item.get_closest_marker("slow")}
-        left_out = [item for item in items if item in slow and not _is_in(item.nodeid, *part)]
+        number, count = part  # by its name alone, so that a test stays in its slice whatever is added
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        left_out = [item for item in slow if zlib.crc32(item.nodeid.encode()) % count != number]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     for item in items:
@@ -89,11 +90,6 @@ def _tier(nodeid: str) -> str:
     return nodeid.split("/")[1] if nodeid.startswith("tests/") else ""
 
 
-def _is_in(nodeid: str, number: int, count: int) -> bool:
-    """Whether a test is in a slice: by its name alone, so that a test stays in its slice whatever is added."""
-    return zlib.crc32(nodeid.encode()) % count == number
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Tell which slice ran, and where the time went."""
     if part := config.getoption("slice"):
@@ -106,17 +102,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 tiers[_tier(report.nodeid)][report.nodeid] += report.duration
-    for line in _slowest(tiers, count):
-        terminalreporter.write_line(line)
-
-
-def _slowest(tiers: dict[str, dict[str, float]], count: int) -> Sequence[str]:
-    lines = []
     for tier, tests in sorted(tiers.items()):
-        lines.append(f"{tier}: {sum(tests.values()):.0f} s in {len(tests)} tests")
-        slowest = sorted(tests.items(), key=lambda test: -test[1])[:count]
-        lines += [f"{duration_s:8.1f} s  {nodeid}" for nodeid, duration_s in slowest]
-    return lines
+        terminalreporter.write_line(f"{tier}: {sum(tests.values()):.0f} s in {len(tests)} tests")
+        for nodeid, duration_s in sorted(tests.items(), key=lambda test: -test[1])[:count]:
+            terminalreporter.write_line(f"{duration_s:8.1f} s  {nodeid}")
 
 
 @pytest.fixture(scope="session")

@@ -344,7 +344,7 @@ MUTANTS = (
         "verify/pages.py",
         "if (part := page.until(step)) is not None:",
         "if (part := page) is not None:",
-        "ranks/test_ledger.py::test_a_rewound_ledger_holds_the_steps_up_to_there",
+        "ranks/test_ledger.py::test_restarts_in_other_worlds_leave_one_whole_account",
     ),
     # ---- law 6: a run that is taken up ends with the same bits
     Mutant(
@@ -514,7 +514,7 @@ MUTANTS = (
         "meter.py",
         "if not math.isfinite(told[number])]",
         "if False]",
-        "ranks/test_replicas.py::test_a_replica_that_ruins_the_others_is_never_said_to_hold",
+        "faults/test_command_failures.py::test_what_goes_wrong_in_the_users_model_is_one_sentence[Exploding]",
     ),
     Mutant(
         "curves of which one has no number hold",
@@ -620,7 +620,7 @@ MUTANTS = (
         "runs.py",
         "world.notes.write(_CAME_UPON, _last(path))",
         'world.notes.write(_CAME_UPON, "")',
-        "faults/test_restarts.py::test_a_run_taken_up_at_an_older_checkpoint_is_so_again_after_a_restart",
+        "faults/test_restarts.py::test_ranks_that_are_lost_come_back_to_the_very_same_bits",
     ),
     Mutant(
         "a run that has failed exits with 0",

@@ -1,33 +1,30 @@
 """Hosts on one machine: network namespaces with names, addresses and networks of their own, joined by a switch.
 
     with hosts(3) as (a, b, c):
-        training = b.popen([sys.executable, "-m", "lockstep", "train", "digits"], cwd=folder)
+        training = b.lockstep(folder, "train", "digits")
         c.cut()
 
 Each host has a name (a, b, c, …), an /etc/hosts, a boot id, one processor, and an interface `eth0` with the address
-10.77.0.N (`eth1` with 10.77.1.N on a second network, and so on). Hosts share the machine's disk and see one another's
-processes, which lockstep cannot use, since it compares boot ids. The machine's own namespace stays as it is.
-
-A host lives as long as its *keeper*, a shell that waits for this process: when the `with` block ends, or this process
-is killed, the keeper kills all processes of the host, and the namespaces end with the last one.
+10.77.0.N (`eth1` with 10.77.1.N on a second network). Hosts share the machine's disk and see one another's processes,
+which lockstep cannot use, since it compares boot ids. A host lives as long as its *keeper*, a shell that waits for this
+process: when the `with` block ends, or this process is killed, it kills all processes of the host.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..command import CODE, Running
+from ..needs import need
 
 _OWN = ("--net", "--uts", "--mount")
 _TOOLS = ("ip", "nft", "unshare", "nsenter", "taskset", "mount")
@@ -55,13 +52,12 @@ done
 """Becomes the host. When its input ends, kills every process there, by id, until none is left."""
 
 
-@functools.cache
-def missing() -> str:
-    """Return why there can be no hosts here; "" where there can be."""
+def _missing() -> Iterator[str]:
+    """Yield what hosts lack here."""
     if absent := [tool for tool in _TOOLS if shutil.which(tool) is None]:
-        return f"{', '.join(absent)} not found (Debian: apt-get install iproute2 nftables util-linux)"
-    tried = subprocess.run(["unshare", *_OWN, "true"], capture_output=True, text=True, check=False)
-    return tried.stderr.strip()
+        yield f"{', '.join(absent)} (Debian: apt-get install iproute2 nftables util-linux)"
+    elif refused := subprocess.run(["unshare", *_OWN, "true"], capture_output=True, text=True, check=False).stderr:
+        yield refused.strip()
 
 
 @dataclass(frozen=True)
@@ -99,46 +95,34 @@ class Host(_Namespace):
     """One host."""
 
     name: str
-    addresses: tuple[str, ...]
-    """One for each network: eth0's, eth1's, …"""
+    address: str
+    """On the first network."""
     processor: int
     switch: _Namespace
     started: list[Running] = field(default_factory=list)
 
-    @property
-    def address(self) -> str:
-        """The address of eth0."""
-        return self.addresses[0]
-
-    def popen(
-        self,
-        command: Sequence[object],
-        env: Mapping[str, str] | None = None,
-        *,
-        cwd: Path | None = None,
-        **options: Any,
-    ) -> Running:
-        """Start a command here, with `env` added to this process's environment; its output goes to pipes."""
-        where = ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd or Path.cwd())]
+    def popen(self, folder: Path, *command: object) -> Running:
+        """Start a command here, in a folder; its output goes to pipes."""
+        where = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
         bound = ["taskset", "--cpu-list", str(self.processor)]
-        piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-        words = [*bound, *self.inside([*where, *map(str, command)])]
-        process = Running(words, env={**os.environ, **(env or {})}, **{**piped, **options})
+        process = Running(
+            [*bound, *self.inside([*where, *map(str, command)])],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": CODE},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         self.started.append(process)
         return process
 
-    def lockstep(self, folder: Path, *words: object, through: Sequence[str] = (), **env: str) -> Running:
+    def lockstep(self, folder: Path, *words: object, through: Sequence[str] = ()) -> Running:
         """Start `python -m lockstep WORDS` here, on the CPU; all hosts share the folder."""
-        command = [sys.executable, *through, "-m", "lockstep", *words]
-        return self.popen(command, {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": CODE, **env}, cwd=folder)
+        return self.popen(folder, sys.executable, *through, "-m", "lockstep", *words)
 
     def cut(self) -> None:
         """Cut the host off from its first network: the interface stays, and nothing comes through."""
         self.switch.do(f"ip link set {self.name}0 nomaster")
-
-    def join(self) -> None:
-        """Undo `cut`."""
-        self.switch.do(f"ip link set {self.name}0 master net0")
 
     def filter(self, rule: str) -> None:
         """Add a firewall rule for incoming packets, in nft's words: `host.filter("tcp dport 29500 drop")`."""
@@ -165,6 +149,7 @@ def hosts(count: int, *, networks: int = 1) -> Iterator[tuple[Host, ...]]:
 
     Two programs may have hosts at once: their addresses are the same, and their switches know nothing of each other.
     """
+    need([*_missing()])
     names = [chr(ord("a") + number) for number in range(count)]
     processors = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as all_:
@@ -174,21 +159,20 @@ def hosts(count: int, *, networks: int = 1) -> Iterator[tuple[Host, ...]]:
             switch.do(f"ip link add net{network} type bridge")
             switch.do(f"ip link set net{network} up")
         made = []
-        for number, name in enumerate(names):
+        for number, name in enumerate(names, 1):
             known, boot = Path(folder) / f"{name}.hosts", Path(folder) / f"{name}.boot"
             # As Debian has it, a host's own name is an address of the loopback interface.
             lines = [f"10.77.0.{index} {other}\n" for index, other in enumerate(names, 1) if other != name]
             known.write_text(f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {name}\n{''.join(lines)}")
             boot.write_text(f"{uuid.uuid4()}\n")
-            addresses = tuple(f"10.77.{network}.{number + 1}" for network in range(networks))
             processor = processors[number % len(processors)]
-            host = Host(_keeper(name, known, boot), name, addresses, processor, switch)
+            host = Host(_keeper(name, known, boot), name, f"10.77.0.{number}", processor, switch)
             all_.callback(host.close)
             made.append(host)
-            for network, address in enumerate(addresses):
+            for network in range(networks):
                 card, port = f"eth{network}", f"{name}{network}"
                 switch.do(f"ip link add {port} type veth peer name {card} netns {host.keeper.pid}")
                 switch.do(f"ip link set {port} master net{network} up")
-                host.do(f"ip address add {address}/24 dev {card}")
+                host.do(f"ip address add 10.77.{network}.{number}/24 dev {card}")
                 host.do(f"ip link set {card} up")
         yield tuple(made)

@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..command import until
+from ..needs import need
 from ..ports import free_port
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
-_SBIN = ("/usr/sbin", "/usr/local/sbin", "/sbin")
-_CPUS = 4  # what each node claims to have, whatever the machine has
-_GPUS = 2
+_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/sbin"])
 _PR_SET_PDEATHSIG = 1
 
+# Each node claims to have four processors, whatever the machine has, and two GPUs.
 _CONF = """\
 ClusterName=lockstep
 SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort={controller_port}
+SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
@@ -55,8 +55,8 @@ JobRequeue=1
 KillWait=60
 MinJobAge=300
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
-NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[0]} CPUs={cpus} Gres=gpu:{gpus}
-NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} Gres=gpu:{gpus}
+NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 Gres=gpu:2
+NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 Gres=gpu:2
 # Jobs of one partition have to make room for those of the other: they are told, and have a minute.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -69,7 +69,6 @@ PartitionName=urgent Nodes=n[1-2] MaxTime=60 State=UP OverSubscribe=NO PriorityT
 class Cluster:
     """A cluster that runs, and the environment in which Slurm's commands find it."""
 
-    folder: Path
     env: dict[str, str]
 
     def ask(self, *words: str, folder: Path | None = None, **more: str) -> str:
@@ -102,30 +101,29 @@ class Cluster:
         until(lambda: self.about(job)["JobState"] in last)
         return self.about(job)["JobState"]
 
-
-def missing() -> list[str]:
-    """Return the programs that this machine lacks for a cluster."""
-    return [name for name in NEEDED if _find(name) is None]
+    def is_ready(self) -> bool:
+        """Whether both nodes wait for jobs."""
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+            return self.ask("sinfo", "--noheader", "--Node", "--partition=all", "--format=%T").split() == ["idle"] * 2
+        return False
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[Cluster]:
+def running_cluster() -> Iterator[Cluster]:
     """Start a cluster of two nodes; end every process of it afterwards."""
-    # A short path: that of a socket is limited to 107 characters.
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    env = {"SLURM_CONF": str(folder / "slurm.conf")}
+    need([name for name in NEEDED if shutil.which(name, path=_PATH) is None])
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # a short path: that of a socket is limited to 107 characters
+    running = Cluster({"SLURM_CONF": str(folder / "slurm.conf")})
     with contextlib.ExitStack() as daemons:
         daemons.callback(shutil.rmtree, folder, ignore_errors=True)
         _prepare(folder)
-        socket = folder / "munge.socket"
         of_munge = [f"--{name}={folder}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
         _start(daemons, folder, "munged", "--foreground", "--force", f"--key-file={folder}/munge.key", *of_munge)
-        until(socket.exists, 20)
-        _start(daemons, folder, "slurmctld", "-D", **env)
+        until((folder / "munge.socket").exists, 20)
+        _start(daemons, folder, "slurmctld", "-D", **running.env)
         for node in ("n1", "n2"):
-            _start(daemons, folder, "slurmd", "-D", "-N", node, **env)
-        running = Cluster(folder, env)
-        until(lambda: _idle(running) == 2, 60)
+            _start(daemons, folder, "slurmd", "-D", "-N", node, **running.env)
+        until(running.is_ready, 60)
         try:
             yield running
         finally:
@@ -143,10 +141,7 @@ def _prepare(folder: Path) -> None:
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
     folder.chmod(0o755)  # munge refuses a socket that others cannot reach
-    ports = [free_port() for _ in range(3)]
-    text = _CONF.format(
-        folder=folder, user=getpass.getuser(), controller_port=ports[0], ports=ports[1:], cpus=_CPUS, gpus=_GPUS
-    )
+    text = _CONF.format(folder=folder, user=getpass.getuser(), ports=[free_port() for _ in range(3)])
     (folder / "slurm.conf").write_text(text, encoding="utf-8")
     # Files that are everywhere stand for the devices: what is tested is how GPUs are asked for.
     (folder / "gres.conf").write_text("NodeName=n[1-2] Name=gpu File=/dev/null,/dev/zero\n", encoding="utf-8")
@@ -154,25 +149,19 @@ def _prepare(folder: Path) -> None:
     (folder / "cgroup.conf").write_text("CgroupAutomount=no\n", encoding="utf-8")
 
 
-def _start(daemons: contextlib.ExitStack, folder: Path, *words: str, **env: str) -> None:
-    program = _find(words[0])
-    assert program, f"{words[0]} is not installed"
-    log = daemons.enter_context((folder / f"{words[0]}-{words[-1].strip('/').split('/')[-1]}.out").open("wb"))
-    process = subprocess.Popen(
-        [program, *words[1:]],
-        env={**os.environ, **env},
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-        preexec_fn=_end_with_parent,
-    )
+def _start(daemons: contextlib.ExitStack, folder: Path, name: str, *words: str, **env: str) -> None:
+    with (folder / "daemons.out").open("ab") as log:
+        process = subprocess.Popen(
+            [str(shutil.which(name, path=_PATH)), *words],
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            # The kernel ends a daemon when the tests are killed, which then cannot do it.
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
     daemons.callback(_end, process)
-
-
-def _end_with_parent() -> None:
-    """Have the kernel end a daemon when the tests are killed, which then cannot do it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -182,13 +171,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _idle(running: Cluster) -> int:
-    with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-        return running.ask("sinfo", "--noheader", "--Node", "--partition=all", "--format=%T").split().count("idle")
-    return 0
-
-
-def _find(name: str) -> str | None:
-    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(_SBIN))

@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from lockstep import checkpoint
-from lockstep.cli.main import main
 from lockstep.options import from_toml, to_toml
 
 from ..command import Ended, command, events, losses, refusal, sentence, until, weights
@@ -24,7 +23,7 @@ from ..command import Ended, command, events, losses, refusal, sentence, until, 
 DDP = ("--strategy", "ddp", "--devices", 2)
 ONE = ("--strategy", "single")
 # 23 steps an epoch; BatchNorm, crops, momentum and a schedule: whatever a continuation could get wrong.
-STEPS = 50
+STEPS = 30
 NET = ("train", "digits", "--max-steps", STEPS, "--log-every", 2)
 
 
@@ -68,9 +67,6 @@ def _lives_in(folder: Path) -> bool:
     return False
 
 
-# ---- what a run leaves
-
-
 def test_a_run_leaves_what_tools_read(whole: Whole) -> None:
     run, ended = whole(*NET, *DDP)
     assert [row["step"] for row in events(run, "step")] == list(range(1, STEPS + 1))
@@ -78,7 +74,7 @@ def test_a_run_leaves_what_tools_read(whole: Whole) -> None:
     # An epoch of 1,437 digits in batches of 64 ends with one of 29.
     assert [row["samples"] for row in events(run, "step")[:23]] == [64] * 22 + [29]
     evaluated = events(run, "eval")
-    assert [(row["step"], row["samples"]) for row in evaluated] == [(23, 360), (46, 360), (50, 360)]
+    assert [(row["step"], row["samples"]) for row in evaluated] == [(23, 360), (30, 360)]
     assert {*evaluated[0]} >= {"top1", "top5", "loss"}
 
     summary = _summary(run)
@@ -89,9 +85,9 @@ def test_a_run_leaves_what_tools_read(whole: Whole) -> None:
     assert (summary["steps"], summary["exit"]) == (STEPS, 0)
     assert summary["top1"] == evaluated[-1]["top1"]
     assert summary["best_top1"] == max(row["top1"] for row in evaluated)
-    assert len(summary["epoch_s"]) == 2  # the third epoch was cut short
+    assert len(summary["epoch_s"]) == 1  # the second epoch was cut short
     assert {*summary["peak_memory_bytes"]} == {"host", "device"}
-    assert summary["proof"]["replicas"]["times"] >= 3
+    assert summary["proof"]["replicas"]["times"] >= 2
     assert f"last after step {STEPS}" in summary["proof"]["replicas"]["found"]
     assert 0 < summary["step_p50_s"] <= summary["step_p95_s"]
 
@@ -117,26 +113,27 @@ def test_a_run_leaves_what_tools_read(whole: Whole) -> None:
     assert ended.err == ""
 
 
-# ---- kills
-
-
 @pytest.mark.parametrize("devices", [ONE, DDP], ids=["single", "ddp"])
-def test_killed_at_any_step_a_run_ends_with_the_same_bits(
+def test_interrupted_at_any_step_a_run_ends_with_the_same_bits(
     whole: Whole, tmp_path: Path, devices: tuple[object, ...]
 ) -> None:
-    # In the step after one that was saved, at moments that fall into the writing of the checkpoint too.
-    every, most = (2, 10) if devices is ONE else (4, 5)
-    rehearsals = 0 if devices is ONE else 1
+    expected, _ = whole(*NET, *devices)
+    # A kill in the step after one that was saved, at a moment that falls into the writing of the checkpoint too.
+    every, rehearsals = (2, 0) if devices is ONE else (4, 1)
     chance = random.Random(20 + len(devices))
+    how = {"group": devices is ONE, "pause_s": chance.uniform(0, 0.02)}
     words = (*NET, *devices, "--checkpoint-every", every, "--output", "run", "--resume", "auto")
-    for group in (False, True):
-        at = rehearsals + every * chance.randint(2, most) + 1
-        how = {"group": group, "pause_s": chance.uniform(0, 0.02)}
-        assert _signalled(tmp_path, *words, number=signal.SIGKILL, at=at, **how).code == -signal.SIGKILL
-        assert not (tmp_path / "run" / "summary.json").exists()
+    passes = rehearsals + every * chance.randint(2, 3) + 1
+    assert _signalled(tmp_path, *words, number=signal.SIGKILL, at=passes, **how).code == -signal.SIGKILL
+    assert not (tmp_path / "run" / "summary.json").exists()
+    number = signal.SIGTERM if devices is ONE else signal.SIGINT
+    said = sentence(_signalled(tmp_path, *words, number=number, at=9), code=75)
+    stopped = len(losses(tmp_path / "run"))
+    assert said.startswith(f"Stopped on request at step {stopped} of {STEPS} and saved; continue with ")
+    assert said.endswith("the same command and --resume run.")
+    assert _summary(tmp_path / "run")["exit"] == 75
     ended = command(tmp_path, *words, "--model", "tests.models:signalling")
     assert ended.code == 0, ended
-    expected, _ = whole(*NET, *devices)
     assert losses(tmp_path / "run") == losses(expected)
     assert weights(tmp_path / "run") == weights(expected)
     found, scores = (
@@ -145,77 +142,19 @@ def test_killed_at_any_step_a_run_ends_with_the_same_bits(
     assert found == scores
 
 
-# ---- signals
-
-
-def test_stopped_by_signals_a_run_saves_and_ends_with_the_same_bits(whole: Whole, tmp_path: Path) -> None:
-    words = (*NET, *DDP, "--output", "run", "--resume", "auto")
-    stopped = 0
-    for number, at in ((signal.SIGTERM, 8), (signal.SIGINT, 10), (signal.SIGHUP, 12)):
-        said = sentence(_signalled(tmp_path, *words, number=number, at=at), code=75)
-        least = stopped + at - 1  # the first pass of a process is the rehearsal
-        stopped = len(losses(tmp_path / "run"))
-        assert said.startswith(f"Stopped on request at step {stopped} of {STEPS} and saved; continue with ")
-        assert said.endswith("the same command and --resume run.")
-        assert least <= stopped < STEPS
-        assert checkpoint.load(tmp_path / "run").meta["step"] == stopped
-        assert _summary(tmp_path / "run")["exit"] == 75
-        assert not (tmp_path / "run" / "failures").exists()
-    ended = command(tmp_path, *words, "--model", "tests.models:signalling")
-    assert ended.code == 0, ended
-    expected, _ = whole(*NET, *DDP)
-    assert losses(tmp_path / "run") == losses(expected)
-    assert weights(tmp_path / "run") == weights(expected)
-
-
-def test_stopped_after_an_epochs_last_step_a_run_evaluates_when_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ("train", "digits", "--model", "tests.models:Interrupting", "--output", "run", "--resume", "auto")
-    assert "Stopped on request at step 23 of 40" in refusal(capsys, *words, "--max-steps", 40, code=75)
-    assert events(tmp_path / "run", "eval") == []
-    assert main([str(word) for word in (*words, "--max-steps", 40)]) == 0
-    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 41))
-    assert [row["step"] for row in events(tmp_path / "run", "eval")] == [23, 40]
-    assert len(_summary(tmp_path / "run")["epoch_s"]) == 1
-
-
-# ---- continuing
-
-
-def test_a_finished_run_is_left_as_it_is_and_can_be_extended(whole: Whole, tmp_path: Path) -> None:
-    done, _ = whole(*NET, *DDP)
-    run = shutil.copytree(done, tmp_path / "run", symlinks=True)
-    again = command(tmp_path, *NET, *ONE, "--resume", "run")
-    assert again.code == 0, again
-    assert losses(run) == losses(done)
-    assert weights(run) == weights(done)
-    assert _summary(run)["top1"] == _summary(done)["top1"]
-    more = command(tmp_path, *NET, "--max-steps", STEPS + 3, *ONE, "--resume", "run")
-    assert more.code == 0, more
-    assert [step for step, _ in losses(run)] == list(range(1, STEPS + 4))
-    assert losses(run)[:STEPS] == losses(done)
-
-
 def test_what_is_another_run_is_refused_and_nothing_is_changed(
     whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = shutil.copytree(whole(*NET, *DDP)[0], tmp_path / "run", symlinks=True)
     monkeypatch.chdir(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    for option, value, had in (("--model", "mlp", "resnet8"), ("--batch", 32, 64), ("--seed", 1, 0)):
+    for option, value, had in (("--model", "mlp", "resnet8"), ("--seed", 1, 0)):
         said = refusal(capsys, *NET, *ONE, option, value, "--resume", "run")
         assert f"another run's: asked for {option} {value} (it has {had})" in said
         assert "give these flags the values that it has" in said
     assert "they are part of the model" in refusal(capsys, *NET, *ONE, "--accumulate", 2, "--resume", "run")
-    assert "would end at step 20" in refusal(capsys, *NET, "--max-steps", 20, *ONE, "--resume", "run")
-    assert "holds a run already: continue it with --resume auto" in refusal(capsys, *NET, *ONE, "--output", "run")
     changed = {path.name for path, time_ns in before.items() if path.stat().st_mtime_ns != time_ns}
     assert changed <= {".lock"}  # who looked last
-
-
-# ---- evaluation
 
 
 def test_a_checkpoint_has_the_scores_that_the_run_gave(whole: Whole, capsys: pytest.CaptureFixture[str]) -> None:

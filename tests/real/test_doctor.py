@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ..command import Ended, command, end, start
+from ..command import Ended, command, end
 from ..ports import free_port
 from .hosts import Host, hosts
 
@@ -19,8 +19,13 @@ def _found(ended: Ended) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in json.loads(ended.out)["findings"]}
 
 
-def test_two_ranks_are_examined_and_nothing_stays(tmp_path: Path) -> None:
-    done = command(tmp_path, "doctor", "--devices", 2, "--json", "--output", "runs/new")
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.long)])
+def test_two_ranks_are_examined_and_nothing_stays(launcher: str, tmp_path: Path) -> None:
+    if launcher == "spawn":
+        done = command(tmp_path, "doctor", "--devices", 2, "--json", "--output", "runs/new")
+    else:
+        torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+        done = command(tmp_path, "doctor", "--json", "--output", "runs/new", through=torchrun)
     assert done.code == 0, done
     told, found = json.loads(done.out), _found(done)
     assert told["verdict"] == ("yellow" if "yellow" in {each["state"] for each in found.values()} else "green")
@@ -28,28 +33,8 @@ def test_two_ranks_are_examined_and_nothing_stays(tmp_path: Path) -> None:
     assert list(dict.fromkeys(each["group"] for each in told["findings"])) == GROUPS
     assert {found[name]["state"] for name in ("versions", "ports", "shared")} == {"green"}
     assert {"shared memory", "open files", "free space", "write speed"} <= found.keys()
-    largest = [each for name, each in found.items() if name.startswith("all-reduce")][-1]
     assert found["all-reduce 8 B"]["unit"] == "s"
     assert 0 < found["all-reduce 8 B"]["value"] < 10
-    assert 0 < largest["value"] < 1e12
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("launcher", ["torchrun", "elastic", "file"])
-def test_ranks_of_every_launcher_are_examined(tmp_path: Path, launcher: str) -> None:
-    if launcher == "torchrun":
-        through = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-        done = command(tmp_path, "doctor", "--json", through=through)
-    elif launcher == "elastic":
-        done = command(tmp_path, "doctor", "--json", "--devices", 2, "--max-restarts", 1)
-    else:
-        meet = ("doctor", "--json", "--init-method", f"file://{tmp_path}/meeting", "--world-size", 2, "--rank")
-        with start(tmp_path, *meet, 1) as other:
-            done = command(tmp_path, *meet, 0)
-            assert end(other) == Ended(0, "", "")
-    assert done.code == 0, done
-    assert _found(done)["ports"]["state"] == "green"
     assert not [*tmp_path.iterdir()]
 
 
@@ -60,7 +45,6 @@ def _on_both(a: Host, b: Host, folder: Path) -> list[Ended]:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("namespaces")
 def test_a_firewall_between_hosts_is_named_with_what_opens_it(tmp_path: Path) -> None:
     with hosts(2) as (a, b):
         first, second = _on_both(a, b, tmp_path)

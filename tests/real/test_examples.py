@@ -22,16 +22,9 @@ def test_a_loop_of_ones_own_gives_the_same_loss_on_each_world() -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     runs = [
         _own_loop("--strategy", "single"),
-        _own_loop("--strategy", "ddp", "--devices", "3"),
+        _own_loop("--strategy", "ddp", "--devices", "2"),
         _own_loop("--strategy", "ddp", through=torchrun),
     ]
     assert [run.returncode for run in runs] == [0] * len(runs), [run.stderr for run in runs]
     (last,) = {run.stdout.splitlines()[-1] for run in runs}
     assert last.startswith("loss ")
-
-
-def test_what_cannot_be_honoured_is_refused_in_a_sentence() -> None:
-    refused = _own_loop("--strategy", "dpp")
-    assert refused.returncode == 2
-    assert refused.stderr.splitlines()[-1].startswith("own_loop: Unknown strategy 'dpp': did you mean")
-    assert "Traceback" not in refused.stderr

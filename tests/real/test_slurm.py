@@ -6,16 +6,18 @@ import json
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep import hardware
+from lockstep.interrupts import STOPPING
 
-from ..command import command, end, events, losses, sentence, start, until, weights
-from .conftest import CODE, PACED, RUN
-from .slurm import Cluster
+from ..command import CODE, GATED, OPEN, command, end, gate, losses, sentence, start, until, weights
+from .conftest import RUN
+from .slurm import Cluster, running_cluster
 
 pytestmark = pytest.mark.long
 SLOW = pytest.mark.slow
@@ -25,30 +27,37 @@ _PYTHON = f"{sys.executable} -m lockstep"
 _TRAIN = " ".join(map(str, RUN))
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A controller and the nodes n1 and n2."""
+    with running_cluster() as running:
+        yield running
+
+
 def _topology(folder: Path) -> tuple[Any, ...]:
     found = json.loads((folder / "manifest.json").read_text())
     return found["chosen"]["launcher"], found["topology"]["size"], found["topology"]["nodes"]
 
 
-def _job_of(folder: Path) -> int:
-    """Return the number of the job whose log is in the run's folder, once there is one."""
+def _log(folder: Path) -> Path:
+    """Return the log of the job whose run is in the folder, once there is one."""
     until(lambda: any(folder.glob("slurm-*.out")))
-    return int(next(folder.glob("slurm-*.out")).stem.partition("-")[2])
+    return next(folder.glob("slurm-*.out"))
+
+
+def _job_of(folder: Path) -> int:
+    return int(_log(folder).stem.partition("-")[2])
 
 
 def test_a_submitted_run_has_the_bits_of_spawned_ranks(
     cluster: Cluster, spawned: dict[str, bytes], tmp_path: Path
 ) -> None:
     run = tmp_path / "with space & 100%j"
-    ended = command(tmp_path, *_SUBMIT, "--nodes", 2, *RUN[1:], "--output", run, **cluster.env, **CODE)
+    ended = command(tmp_path, *_SUBMIT, "--nodes", 2, *RUN[1:], "--output", run, **cluster.env)
     assert ended.code == 0, ended.err
     assert f"done after {RUN[-1]} steps" in ended.out
-    assert ended.out == (run / f"slurm-{_job_of(run)}.out").read_text()
+    assert ended.out == _log(run).read_text()
     assert _topology(run) == ("environment", 2, 2)
-    assert weights(run) == spawned
-    # The same script once more, by hand: the run is complete, and stays as it is.
-    again = int(cluster.ask("sbatch", "--parsable", str(run / "submit.sh")))
-    assert cluster.ended(again) == "COMPLETED"
     assert weights(run) == spawned
 
 
@@ -60,19 +69,20 @@ def test_a_script_of_the_users_own_starts_ranks_by_srun_or_torchrun(
 srun {_PYTHON} {_TRAIN} --output {tmp_path}/srun
 {sys.executable} -m torch.distributed.run --nproc-per-node 2 -m lockstep {_TRAIN} --output {tmp_path}/torchrun
 """
-    job = cluster.submit(script, tmp_path, **CODE)
+    job = cluster.submit(script, tmp_path, PYTHONPATH=CODE)
     assert cluster.ended(job) == "COMPLETED", (tmp_path / "log").read_text()
     for name in ("srun", "torchrun"):
         assert _topology(tmp_path / name) == ("environment", 2, 1)
         assert weights(tmp_path / name) == spawned
 
 
+@SLOW
 def test_an_array_is_a_world_once_it_is_told_where_to_meet(
     cluster: Cluster, spawned: dict[str, bytes], tmp_path: Path
 ) -> None:
     meets = f"--init-method file://{tmp_path}/meeting --output {tmp_path}/run --timeout 100"
     script = f"#!/bin/bash\n{_PYTHON} {_TRAIN} {meets}\n"
-    job = cluster.submit(script, tmp_path, "--array=4-6:2", f"--output={tmp_path}/log-%a", **CODE)
+    job = cluster.submit(script, tmp_path, "--array=4-6:2", f"--output={tmp_path}/log-%a", PYTHONPATH=CODE)
     assert cluster.ended(job) == "COMPLETED", [log.read_text() for log in tmp_path.glob("log-*")]
     assert _topology(tmp_path / "run")[1] == 2
     assert weights(tmp_path / "run") == spawned
@@ -86,23 +96,26 @@ def test_a_run_that_is_stopped_saves_requeues_itself_and_ends_with_the_same_bits
     why: str, cluster: Cluster, undisturbed: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    words = ("submit", "slurm", "--time", "10:00", "--nodes", 2, *PACED[1:])
-    with start(tmp_path, *words, **cluster.env, **CODE) as submitted:
-        until(lambda: len(losses(run)) > 5)
-        job = _job_of(run)
+    gate(tmp_path, 10)
+    words = ("submit", "slurm", "--time", "10:00", "--nodes", 2, *GATED[1:])
+    with start(tmp_path, *words, **cluster.env) as submitted:
+        until(lambda: len(losses(run)) >= 10)
+        job, preempting = _job_of(run), 0
         if why == "signalled":
             cluster.ask("scancel", "--signal=USR1", str(job))
         elif why == "pre-empted":
             flags = ("--partition=urgent", "--nodes=2", "--exclusive")
-            assert cluster.ended(cluster.submit("#!/bin/bash\n", tmp_path, *flags)) == "COMPLETED"
+            preempting = cluster.submit("#!/bin/bash\n", tmp_path, *flags)
         else:
             cluster.ask("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # the warning comes 90 s before
+        until(lambda: STOPPING in _log(run).read_text())
+        gate(tmp_path, OPEN)
+        assert not preempting or cluster.ended(preempting) == "COMPLETED"
         cluster.start_again(job)
-        (tmp_path / "hurry").touch()
         ended = end(submitted)
     assert ended.code == 0, ended
     assert "lockstep: the job requeues itself" in ended.out
-    assert re.search(r"continuing at step \d+ of 1,?000", ended.out), ended.out
+    assert re.search(r"continuing at step \d+ of 60", ended.out), ended.out
     assert cluster.about(job)["Restarts"] == "1"
     assert losses(run) == losses(undisturbed)
     assert weights(run) == weights(undisturbed)
@@ -111,9 +124,12 @@ def test_a_run_that_is_stopped_saves_requeues_itself_and_ends_with_the_same_bits
 
 def test_a_job_that_is_cancelled_saves_and_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with start(tmp_path, *_SUBMIT, *PACED[1:], **cluster.env, **CODE) as submitted:
-        until(lambda: len(events(run, "step")) > 0)
+    gate(tmp_path, 3)
+    with start(tmp_path, *_SUBMIT, *GATED[1:], **cluster.env) as submitted:
+        until(lambda: len(losses(run)) >= 3)
         cluster.ask("scancel", str(job := _job_of(run)))
+        until(lambda: STOPPING in _log(run).read_text())
+        gate(tmp_path, OPEN)
         ended = end(submitted)
     assert ended.code == 1
     assert f"Job {job} ended because it was cancelled; submit it again with --resume auto" in ended.err
@@ -122,18 +138,9 @@ def test_a_job_that_is_cancelled_saves_and_stays_cancelled(cluster: Cluster, tmp
     assert cluster.about(job)["JobState"] == "CANCELLED"
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--sbatch=--hold",), "waits (JobHeldUser)"),
-        (("--nodes", 9), "(PartitionConfig), and will not start as it was asked for: end it with scancel"),
-    ],
-)
-def test_ctrl_c_ends_the_following_and_not_the_job(
-    flags: tuple[object, ...], words: str, cluster: Cluster, tmp_path: Path
-) -> None:
-    with start(tmp_path, *_SUBMIT, *flags, "digits", **cluster.env, **CODE) as submitted:
-        submitted.says(words)
+def test_ctrl_c_ends_the_following_and_not_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    with start(tmp_path, *_SUBMIT, "--nodes", 9, "digits", **cluster.env) as submitted:
+        submitted.says("(PartitionConfig), and will not start as it was asked for: end it with scancel")
         submitted.send_signal(signal.SIGINT)
         told = sentence(end(submitted), code=75)
     found = re.fullmatch(r"Job (\d+) goes on, no longer followed: tail -F (\S+) .* and scancel \1 ends it\.", told)
@@ -144,7 +151,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(
 
 
 def test_what_sbatch_refuses_is_told_in_its_words(cluster: Cluster, tmp_path: Path) -> None:
-    told = sentence(command(tmp_path, *_SUBMIT, "--partition", "none-such", "digits", **cluster.env, **CODE))
+    told = sentence(command(tmp_path, *_SUBMIT, "--partition", "none-such", "digits", **cluster.env))
     assert "sbatch refused the job: invalid partition specified: none-such;" in told
     assert told.endswith("; nothing was submitted.")
     assert not any((tmp_path / "runs").iterdir())
@@ -152,7 +159,7 @@ def test_what_sbatch_refuses_is_told_in_its_words(cluster: Cluster, tmp_path: Pa
 
 @pytest.mark.skipif(bool(hardware.gpus(None)), reason="the nodes then have the GPU that they claim to have")
 def test_the_jobs_exit_code_is_the_commands(cluster: Cluster, tmp_path: Path) -> None:
-    ended = command(tmp_path, *_SUBMIT, "--gpus-per-node", 2, "digits", **cluster.env, **CODE)
+    ended = command(tmp_path, *_SUBMIT, "--gpus-per-node", 2, "digits", **cluster.env)
     assert ended.code == 2
     assert "--accelerator cuda: this machine shows no GPU" in ended.out
     assert re.search(r"job \d+ ended with exit code 2; its log is ", ended.err)

@@ -72,12 +72,6 @@ def test_dropout_parts_ranks_from_one_device_and_not_the_launchers(tmp_path: Pat
     assert summary["proof"]["curve"]["outcome"] == "fails"
 
 
-def test_a_variant_that_is_refused_tells_why_and_leaves_no_folder(tmp_path: Path) -> None:
-    told = sentence(_ended(tmp_path, "--model", "mlp", "--classes", 3))
-    assert told.startswith("The variant single failed: --classes 3 is less than the 10 classes of digits")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_stop_ends_the_variant_that_is_trained_and_leaves_nobody(tmp_path: Path) -> None:
     with start(tmp_path, *CURVE, "--model", "tests.models:Slow", "--output", "out") as process:
         until((tmp_path / "stepping").exists)  # a step of a minute has begun
