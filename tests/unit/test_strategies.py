@@ -49,32 +49,6 @@ def test_autocast_holds_in_every_replica() -> None:
     assert seen == [torch.bfloat16] * 3 + [torch.float16] * 3 + [torch.float32] * 3
 
 
-class _Branches(nn.Module):
-    """A parameter used in several places, in float32: the order of its gradient's sum shows in the last bits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = x + torch.tanh(self.shared(x))
-        return x
-
-
-def test_what_came_before_has_no_part_in_the_bits() -> None:
-    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(2))
-    found = set()
-    for passes in range(4):
-        torch.manual_seed(0)
-        replicas = ThreadReplicas(_Branches(), 3)
-        for _ in range(passes):
-            replicas(x[:2])  # two parts: the third replica has none
-        _, gradients = _pass(replicas, x)
-        found.add(tuple(gradient.numpy().tobytes() for gradient in gradients))
-    assert len(found) == 1
-
-
 def test_the_first_replicas_statistics_are_kept() -> None:
     torch.manual_seed(1)
     model, alone = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
