@@ -31,6 +31,9 @@ train --batch 64 digits                | 'digits' belongs to no flag | a recipe 
 eval --devices 2                       | lacks the run
 eval gone                              | gone is not there
 eval trained --epochs 3                | no use for --epochs
+diff                                   | compares two checkpoints, found 0
+diff a b --tolerance nan               | --tolerance nan: give 0 or more
+diff a b --fast                        | no flag --fast; lockstep diff --help
 submit pbs digits                      | Unknown scheduler 'pbs'
 submit slurm digits                    | sbatch is not on PATH
 """
