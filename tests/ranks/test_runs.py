@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -13,18 +12,16 @@ from typing import Any
 import pytest
 
 from lockstep import checkpoint, engine, resume
-from lockstep.checkpoint import write
 from lockstep.cli.main import main
 from lockstep.config import RunConfig
 from lockstep.engine import train
 from lockstep.errors import RequestError
 from lockstep.options import leaves, override
 from lockstep.record.base import Nothing
-from lockstep.result import Scores
 from lockstep.runs import run
 from lockstep.world import World
 
-from ..command import events, refusal
+from ..command import events
 from ..curves import apart, curve, of_run
 from ..pool import RankPool
 
@@ -44,17 +41,16 @@ def _load(world: World, folders: list[Path]) -> str:
 
 
 def test_ranks_go_on_from_the_same_checkpoint_or_are_refused(pool: RankPool, tmp_path: Path) -> None:
-    here, stale, late, damaged, nowhere = (tmp_path / name for name in ("here", "stale", "late", "damaged", "nowhere"))
+    here, late, damaged, nowhere = (tmp_path / name for name in ("here", "late", "damaged", "nowhere"))
     old, new = (Path("checkpoints") / f"step-{step:08}" for step in (2, 4))
     for steps in (2, 4):
         curve(pool, here, 1, **MLP, max_steps=steps, resume="auto")
-    for folder in (stale, late, damaged):
+    for folder in (late, damaged):
         shutil.copytree(here, folder, symlinks=True)
     shutil.rmtree(damaged / old)
     os.truncate(damaged / new / "model.safetensors", 100)
-    for folder in (stale, late):  # as a network's file system may show it some time after the save
-        (folder / "checkpoints" / "last").unlink()
-        (folder / "checkpoints" / "last").symlink_to(old.name)
+    (late / "checkpoints" / "last").unlink()  # as a network's file system may show it some time after the save
+    (late / "checkpoints" / "last").symlink_to(old.name)
     shutil.rmtree(late / new)
 
     def heard(*folders: Path) -> str:
@@ -66,8 +62,7 @@ def test_ranks_go_on_from_the_same_checkpoint_or_are_refused(pool: RankPool, tmp
     assert "rank 0 step-00000004" in told
     assert "rank 1 none" in told
     assert "model.safetensors" in heard(here, damaged)
-    assert heard(stale, here) == "step 4"
-    comes = threading.Timer(1.5, lambda: shutil.copytree(here / new, late / new))
+    comes = threading.Timer(0.5, lambda: shutil.copytree(here / new, late / new))
     comes.start()
     assert heard(here, late) == "step 4"
     comes.join()
@@ -89,24 +84,6 @@ def test_a_run_that_is_taken_up_has_no_end_until_it_ends_again(tmp_path: Path, m
     assert json.loads(summary.read_text())["exit"] == 0
 
 
-def test_a_complete_run_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
-    kept = [run / name for name in ("config.toml", "ledger.bin", "summary.json")]
-    assert main(_flags(run, "--max-steps", 5, "--ledger")) == 0
-    config, ledger, summary = (path.read_bytes() for path in kept)
-    assert "would end at step 3" in refusal(capsys, *_flags(run, "--max-steps", 3, "--resume", "auto"))
-    assert [path.read_bytes() for path in kept] == [config, ledger, summary]
-    for folder, again in ((run, "auto"), (other, run)):
-        capsys.readouterr()
-        assert main(_flags(folder, "--max-steps", 5, "--resume", again)) == 0
-        told = "".join(capsys.readouterr())
-        assert "nothing is left to train" in told
-        assert "warning" not in told
-    assert json.loads(kept[2].read_text()) == json.loads(summary)
-    assert main(["verify", "run", str(run)]) == 0
-    assert {checkpoint.load(other / "checkpoints" / name).meta["step"] for name in ("last", "best")} == {5}
-
-
 def test_the_config_of_ranks_started_by_hand_is_the_run_alone(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     meeting = ("--world-size", 1, "--rank", 0, "--init-method", f"file://{tmp_path / 'meet'}")
@@ -117,13 +94,9 @@ def test_the_config_of_ranks_started_by_hand_is_the_run_alone(tmp_path: Path) ->
     assert checkpoint.load(first).meta["config"] == checkpoint.load(second).meta["config"]
 
 
-def _went_on(world: World, folder: Path, flags: dict[str, Any]) -> str:
+def _went_on(world: World, folder: Path, flags: dict[str, Any]) -> None:
     asked = {"data": "digits", "strategy": "ddp", "batch": 60, "epochs": 1, "precision": "fp64", "ledger": True}
-    try:
-        run(override(RunConfig(), **asked | flags, output=folder, resume="auto"), world)
-    except RequestError as error:
-        return str(error)
-    return ""
+    run(override(RunConfig(), **asked | flags, output=folder, resume="auto"), world)
 
 
 @pytest.mark.parametrize(("model", "code"), [("mlp", 0), ("tests.models:Normed", 3)])
@@ -133,7 +106,7 @@ def test_fewer_ranks_take_more_micro_batches_where_memory_forbids_larger_shares(
     """Which is said, and is another model where there are batch statistics."""
     asked = {"model": model, "micro_batch": 20}
     for ranks, steps in ((3, 5), (2, 24)):
-        assert pool.run(ranks, _went_on, tmp_path / "run", asked | {"max_steps": steps}) == [""] * ranks
+        pool.run(ranks, _went_on, tmp_path / "run", asked | {"max_steps": steps})
     starts = events(tmp_path / "run", "start")
     assert [(row["plan"]["ranks"], row["plan"]["accumulation"]) for row in starts] == [(3, 1), (2, 2)]
     (told,) = [line for line in starts[1]["lines"] if "cut into 2 global micro-batches" in line]
@@ -143,14 +116,6 @@ def test_fewer_ranks_take_more_micro_batches_where_memory_forbids_larger_shares(
     if not code:
         whole = curve(pool, tmp_path / "whole", 1, **MLP, batch=60, epochs=1, max_steps=24)
         assert apart(of_run(tmp_path / "run"), whole) < 1e-9
-
-
-def test_a_run_whose_micro_batches_are_too_small_for_the_ranks_is_refused(pool: RankPool, tmp_path: Path) -> None:
-    asked = {"model": "mlp", "batch": 50, "accumulate": 20, "max_steps": 2}
-    assert pool.run(1, _went_on, tmp_path, asked | {"strategy": "single"}) == [""]
-    (told,) = set(pool.run(3, _went_on, tmp_path, asked))
-    assert "20 global micro-batches" in told
-    assert "continue on 2 ranks or fewer" in told
 
 
 @pytest.mark.parametrize(("strategy", "way"), [("ddp", "--batchnorm sync"), ("hybrid", "--strategy ddp")])
@@ -182,20 +147,3 @@ def test_another_number_of_epochs_that_makes_another_schedule_is_said(
         asked = ("--resume", "auto", "--schedule", "cosine", "--max-steps", steps, "--epochs", epochs)
         assert main(_flags(tmp_path, *asked)) == 0
         assert ("had other learning rates" in capsys.readouterr().out) == (epochs == 3)
-
-
-def test_best_is_the_best_of_what_could_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = iter([0.5, 0.9, 0.8, 0.7, 0.85])
-    writes, write_folder = iter(range(100)), write._write_folder
-
-    def written(part: Path, *rest: Any) -> None:
-        if next(writes) == 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write_folder(part, *rest)
-
-    monkeypatch.setattr(engine, "evaluate", lambda *_, **__: Scores(top1=next(scores), top5=1.0, loss=1.0, samples=360))
-    monkeypatch.setattr(write, "_write_folder", written)
-    for epochs, step in ((4, 3), (5, 5)):
-        config = override(RunConfig(), **MLP, epochs=epochs, resume="auto", batch=1437, output=tmp_path)
-        assert train(config, World.alone(), Nothing()).best_top1 == 0.9
-        assert checkpoint.load(tmp_path / "checkpoints" / "best").meta["step"] == step
