@@ -31,39 +31,28 @@ def _trained(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize(
     ("kind", "shape", "order"),
     [
         (nn.BatchNorm1d, (6, 5), torch.contiguous_format),
-        (nn.BatchNorm1d, (6, 5, 7), torch.contiguous_format),
         (nn.BatchNorm2d, (6, 5, 4, 4), torch.contiguous_format),
         (nn.BatchNorm2d, (6, 5, 4, 4), torch.channels_last),
         (nn.BatchNorm2d, (6, 5, 1, 1), torch.channels_last),
-        (nn.BatchNorm3d, (6, 5, 2, 3, 4), torch.contiguous_format),
         (nn.BatchNorm3d, (6, 5, 2, 3, 4), torch.channels_last_3d),
     ],
 )
-@pytest.mark.parametrize("same_order", [True, False])
 def test_a_ranks_own_sums_give_torchs_numbers(
-    pair: World,
-    dtype: torch.dtype,
-    affine: bool,
-    kind: type[nn.Module],
-    shape: tuple[int, ...],
-    order: torch.memory_format,
-    same_order: bool,
+    pair: World, dtype: torch.dtype, kind: type[nn.Module], shape: tuple[int, ...], order: torch.memory_format
 ) -> None:
     generator = torch.Generator().manual_seed(5)
     x, dy = (torch.randn(shape, generator=generator).to(pair.device, dtype) + 2 for _ in range(2))
-    x = x.contiguous(memory_format=order)
-    dy = dy.contiguous(memory_format=order) if same_order else dy
-    whole = torch.float64 if dtype == torch.float64 else torch.float32
-    plain, other = (kind(5, affine=affine).to(pair.device, whole) for _ in range(2))
-    assert isinstance(other, nn.modules.batchnorm._BatchNorm)
-    found = _trained(SyncBatchNorm.of(other, pair), x, dy)
-    close = TOLERANCES[dtype]
-    torch.testing.assert_close(found, _trained(plain, x, dy), rtol=close, atol=close)
+    x, close = x.contiguous(memory_format=order), TOLERANCES[dtype]
+    for affine, gradients in ((True, dy), (False, dy.contiguous(memory_format=order))):
+        whole = torch.float64 if dtype == torch.float64 else torch.float32
+        plain, other = (kind(5, affine=affine).to(pair.device, whole) for _ in range(2))
+        assert isinstance(other, nn.modules.batchnorm._BatchNorm)
+        found = _trained(SyncBatchNorm.of(other, pair), x, gradients)
+        torch.testing.assert_close(found, _trained(plain, x, gradients), rtol=close, atol=close)
 
 
 def test_a_rank_without_a_sample_takes_part(pair: World) -> None:

@@ -29,7 +29,6 @@ from ..curves import Curve, Losses, apart, same_bits
 from .conftest import joined, never_waits
 
 LAW = 1e-9
-STEPS = 20
 NET = {
     "model": "resnet8",
     "data": "digits",
@@ -37,7 +36,7 @@ NET = {
     "batch": 48,
     "lr": 0.05,
     "epochs": 1000,
-    "max_steps": STEPS,
+    "max_steps": 20,
     "precision": "fp64",
     "strategy": "single",
 }
@@ -87,24 +86,6 @@ def test_options_mean_the_same_on_a_gpu(cuda: World, tmp_path: Path, options: di
     assert apart(curve(cuda, tmp_path / "gpu", **options), curve(World.alone(), tmp_path / "cpu", **options)) < LAW
 
 
-def test_synchronised_statistics_of_one_rank_are_its_own(nccl: World, tmp_path: Path) -> None:
-    config = override(RunConfig(), **NET | {"strategy": "ddp", "batchnorm": "sync"})
-    job = assemble(config, nccl)
-    assert job.batchnorm == "sync"
-    assert job.replica is not job.model, "ddp has a group, and wraps"
-    one = curve(nccl, tmp_path / "sync", strategy="ddp", batchnorm="sync")
-    assert apart(one, curve(nccl, tmp_path / "local", strategy="ddp", batchnorm="local")) < LAW
-
-
-def test_a_world_of_nccl_and_gloo_moves_tensors_of_both(nccl: World) -> None:
-    for device in (nccl.device, torch.device("cpu")):
-        value = torch.arange(3.0, device=device)
-        assert nccl.sum(value).tolist() == nccl.max(value).tolist() == [0.0, 1.0, 2.0]
-        nccl.broadcast([value])
-    assert nccl.gather({"rank": 0}) == [{"rank": 0}]
-    nccl.barrier()
-
-
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "fp64"])
 def test_every_precision_learns(cuda: World, tmp_path: Path, precision: str) -> None:
     if precision == "tf32" and torch.cuda.get_device_capability() < (8, 0):
@@ -134,40 +115,24 @@ def test_fp32_is_not_tf32_in_disguise(cuda: World) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_a_step_whose_fp16_gradients_overflow_changes_nothing_but_the_scale(
-    cuda: World, optimizer: str, steps_before: int
-) -> None:
+def test_a_first_step_whose_fp16_gradients_overflow_changes_nothing(cuda: World, optimizer: str) -> None:
     precision = Precision.of(PrecisionConfig(name="fp16"), cuda.device)
     model = torch.nn.Linear(1000, 1, bias=False).to(cuda.device)
     optimizers = optim.build(model, OptimConfig(name=optimizer, lr=0.01, weight_decay=0.0))
     freed = torch.full((64, 1000), 1e20, device=cuda.device)
     del freed  # what an optimizer that does not clear its memory would find in it
 
-    def step(factor: float) -> float:
+    def step(factor: float) -> None:
         precision.backward((model.weight * factor).sum())
         precision.step(optimizers.each, clip=1.0)
         optimizers.zero_grad()
-        assert precision.scaler is not None
-        return float(precision.scaler.get_scale())
 
-    scales = [step(1.0) for _ in range(steps_before)]
     held = model.weight.detach().clone()
-    halved = step(3e38)
+    step(3e38)
     assert torch.equal(model.weight, held)
-    assert not scales or halved == scales[-1] / 2
-    assert step(1.0) == halved
+    step(1.0)
     moved = (model.weight.detach() - held).abs()
     assert 0 < float(moved.min()) <= float(moved.max()) < 0.1
-
-
-def test_a_continued_fp16_run_keeps_its_scale(cuda: World, tmp_path: Path) -> None:
-    curve(cuda, tmp_path, precision="fp16", max_steps=5)
-    before = checkpoint.load(tmp_path).meta["scaler"]
-    curve(cuda, tmp_path, precision="fp16", max_steps=10, resume="auto")
-    after = checkpoint.load(tmp_path).meta["scaler"]
-    # It only falls with an overflow, and the steps since the last one are counted on.
-    assert after["scale"] < before["scale"] or after["_growth_tracker"] == before["_growth_tracker"] + 5
 
 
 def test_a_compiled_model_is_the_same_model(cuda: World, tmp_path: Path) -> None:
@@ -176,7 +141,7 @@ def test_a_compiled_model_is_the_same_model(cuda: World, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("on_device", ["on", "off"])
-@pytest.mark.parametrize("augment", [[], ["crop", "flip"], ["crop", "flip", "cutout"]])
+@pytest.mark.parametrize("augment", [[], ["crop", "flip", "cutout"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_images_are_the_same_bits_on_a_gpu(cuda: World, on_device: str, augment: list[str], dtype: torch.dtype) -> None:
     def images(world: World, mode: str) -> list[Fetched]:
@@ -194,18 +159,13 @@ def test_images_are_the_same_bits_on_a_gpu(cuda: World, on_device: str, augment:
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("model", ["resnet8", "pyramidnet-20-48", "convnet-small", "tests.models:Dropped"])
-def test_deterministic_runs_give_the_same_bits(cuda: World, tmp_path: Path, model: str) -> None:
-    values = {"model": model, "deterministic": True, "precision": "bf16", "max_steps": 40}
-    assert same_bits(curve(cuda, tmp_path / "first", **values), curve(cuda, tmp_path / "second", **values))
-
-
-@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     "options",
     [
         {"precision": "bf16"},
         {"precision": "fp16"},
+        {"precision": "bf16", "model": "pyramidnet-20-48"},
+        {"precision": "bf16", "model": "convnet-small"},
         {"model": "tests.models:Dropped"},
         # Each GPU draws from a generator of its own.
         {"model": "tests.models:Dropped", "strategy": "dp", "devices": max(1, torch.cuda.device_count())},
@@ -244,7 +204,6 @@ def test_a_step_never_makes_the_host_wait(cuda: World, options: dict[str, Any]) 
     options = options | {"accumulate": 2, "augment": ["crop", "flip", "cutout"], "clip": 1.0, "ema": 0.9}
     job = assemble(override(RunConfig(), **NET | options), cuda)
     batches = iter(job.batches(0))
-
     meter = Meter(cuda, Nothing(), log_every=100, total_steps=job.total_steps)
     for step in range(3):  # the first steps may allocate and choose algorithms
         advance(job, step, next(batches), meter)

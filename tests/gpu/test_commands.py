@@ -1,0 +1,75 @@
+"""Commands that look at GPUs: the doctor and its parts, gradients of several, and a GPU that hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.doctor import copies, devices, nvml
+
+from ..command import ROOT, command, end, start
+from .conftest import several
+
+STALL_S = 5
+
+
+def test_the_driver_tells_of_every_gpu_and_bytes_come_back_from_each() -> None:
+    driver = nvml.ask(None)
+    assert driver.version
+    assert not driver.trouble
+    assert len(driver.gpus) == torch.cuda.device_count()
+    for gpu in driver.gpus:
+        assert f"GPU-{torch.cuda.get_device_properties(gpu.index).uuid}" == gpu.uuid
+        assert gpu.free_bytes is None or 0 < gpu.free_bytes <= gpu.memory_bytes
+        assert devices.link(driver, gpu) is None or devices.link(driver, gpu)[1] > 1e9  # type: ignore[index]
+    assert len(driver.links) == len(driver.gpus) * (len(driver.gpus) - 1) // 2
+    found = list(copies.host_and_devices([torch.device("cuda", i) for i in range(torch.cuda.device_count())], 1, 60.0))
+    assert [each.state for each in found] == ["green"], found
+    assert 1e8 < (found[0].value or 0) < 1e12
+
+
+@pytest.mark.parametrize("gpus", ["0", pytest.param("0,1", marks=several)])
+def test_the_doctor_examines_gpus(tmp_path: Path, gpus: str) -> None:
+    words = ("doctor", "--json", "--devices", len(gpus.split(",")))
+    done = command(tmp_path, *words, CUDA_VISIBLE_DEVICES=gpus)
+    told = json.loads(done.out)
+    found = {each["name"]: each for each in told["findings"]}
+    assert (done.code == 0) == (told["verdict"] != "red"), done
+    assert told["accelerator"] == "cuda"
+    if gpus == "0":
+        assert found["copies"]["state"] == "green"
+        assert "GPU 0" in found
+    else:
+        assert found["device to device"]["state"] == "green"
+        assert found["all-reduce 512 MiB"]["state"] in ("green", "yellow")
+        assert found["links"]["state"] in ("green", "yellow")
+
+
+@several
+@pytest.mark.parametrize("model", ["resnet8", "tests.judged:Transformer"])
+def test_gpus_compute_one_gpus_gradient(tmp_path: Path, model: str) -> None:
+    data = "tests.judged:texts" if "Transformer" in model else "digits"
+    words = ("--model", model, "--data", data, "--batch", 32, "--devices", 2, "--output", "proof")
+    done = command(tmp_path, "verify", "gradients", *words, CUDA_VISIBLE_DEVICES="0,1")
+    assert done.code == 0, done
+    check = json.loads((tmp_path / "proof" / "summary.json").read_text())["proof"]["gradients"]
+    assert check["outcome"] == "holds"
+    assert "ddp agrees" in check["found"]
+
+
+def test_a_rank_whose_gpu_hangs_is_named_and_ends(tmp_path: Path) -> None:
+    """The host waits in C code, for work that does not end."""
+    words = "train digits --model tests.models:Busy --accelerator cuda --devices 1 --batch 32 --output run"
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    with start(tmp_path, *words.split(), "--stall-timeout", STALL_S, PYTHONPATH=paths, CUDA_VISIBLE_DEVICES="0") as run:
+        ended = end(run)
+    assert ended.code == 1, ended.err
+    found = re.search(r"^lockstep: Rank 0 stopped (\d+) s ago in .+ \(step \d+\)", ended.err, re.MULTILINE)
+    assert found, ended.err
+    assert STALL_S - 1 <= int(found[1]) <= STALL_S + 2
+    assert (tmp_path / "run" / "failures" / "rank_0.txt").read_text().startswith("Rank 0 stopped ")
