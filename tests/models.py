@@ -23,7 +23,7 @@ class Dropped(nn.Module):
     """A small net with dropout: randomness of the model's own."""
 
     passes = 0
-    """Of training, in those that count them."""
+    """Of training."""
 
     def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
         super().__init__()
@@ -32,7 +32,12 @@ class Dropped(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        self.happen()
         return self.body(x)  # type: ignore[no-any-return]
+
+    def happen(self) -> None:
+        """Do what is special about a net at each pass."""
 
 
 class Unused(Dropped):
@@ -46,29 +51,24 @@ class Unused(Dropped):
 class Busy(Dropped):
     """A net that gives its GPU work for a minute or so at the fifth pass, as one does that hangs."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.passes += x.is_cuda
-        if self.passes == 5:
+    def happen(self) -> None:
+        if self.passes == 5 and self.get_parameter("body.1.weight").is_cuda:
             torch.cuda._sleep(100_000_000_000)  # cycles of its clock
-        return super().forward(x)
 
 
 class Flipping(Dropped):
     """A net in which a bit of a weight flips on rank 1, at the eighth pass of training."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.passes += self.training
+    def happen(self) -> None:
         if self.training and self.passes == 8 and dist.get_rank() == 1:
             weight = self.get_parameter("body.4.weight").detach()
             weight.view(-1).view(torch.int32)[17] ^= 1 << 3
-        return super().forward(x)
 
 
 class Exploding(Dropped):
     """A net whose outputs are not numbers from the fourth training step on."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.passes += self.training
         return super().forward(x) * (float("nan") if self.passes > 3 else 1.0)
 
 
@@ -91,39 +91,33 @@ class Wide(nn.Module):
 class Failing(Dropped):
     """A net that raises on rank 1, in the fifth training step."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.passes += self.training
+    def happen(self) -> None:
         if self.passes > 5 and dist.get_rank() == 1:
             raise ValueError("out of luck")
-        return super().forward(x)
 
 
 class Slow(Dropped):
     """A net whose training step takes a minute; a file named "stepping" says that one is under way."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def happen(self) -> None:
         if self.training:
             Path("stepping").touch()
             time.sleep(60)
-        return super().forward(x)
 
 
 class SlowToEvaluate(Dropped):
     """A net that takes half a second for each batch of an evaluation."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def happen(self) -> None:
         time.sleep(0 if self.training else 0.5)
-        return super().forward(x)
 
 
 class Interrupting(Dropped):
     """A net that asks its own process to stop in the 23rd training step: the last one of an epoch of the recipe."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.passes += self.training
+    def happen(self) -> None:
         if self.passes == 23:
             os.kill(os.getpid(), signal.SIGTERM)
-        return super().forward(x)
 
 
 def signalling(classes: int, in_channels: int) -> nn.Module:

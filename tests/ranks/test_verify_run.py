@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import random
 import re
 import shutil
 import signal
@@ -14,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from lockstep import proof
-from lockstep.checkpoint.layout import SUMS, digest, render
 from lockstep.cli import flags
 from lockstep.cli.main import main
 from lockstep.errors import Stopped
@@ -25,7 +21,6 @@ from lockstep.proof import Check
 from lockstep.prove import records
 from lockstep.runs import run
 from lockstep.verify import pages
-from lockstep.verify.pages import TRAIN, Page
 from lockstep.world import World
 
 from ..command import command, events, losses, refusal
@@ -109,14 +104,12 @@ def _holds(folder: Path, capsys: Capture, *open_claims: str) -> str:
 
 def test_a_whole_run_holds_and_says_so(copy: Path, capsys: Capture) -> None:
     before = _json(copy / SUMMARY)
-    assert (before["proof"]["ledger"]["outcome"], before["proof"]["ledger"]["times"]) == (Check.HOLDS, 6)
     assert _holds(copy, capsys).endswith(f"{copy}: 9 claims hold.")
     summary = _json(copy / SUMMARY)
     judged = summary["proof"]
     assert summary | {"proof": {}} == before | {"proof": {}}
     assert (judged["steps"]["times"], judged["evaluations"]["times"], judged["ledger"]["times"]) == (69, 3, 6)
     assert judged["replicas"] == before["proof"]["replicas"]
-    assert judged["ledger"]["cost_s"] == before["proof"]["ledger"]["cost_s"]
     sheet = (copy / "proof.md").read_text()
     assert "| Each step had the learning rate of the config's schedule | **holds** | 69 | bit for bit |" in sheet
 
@@ -124,15 +117,13 @@ def test_a_whole_run_holds_and_says_so(copy: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--drop-last", "--max-steps", 57),
-        ("--micro-batch", 7, "--clip", 0.5, "--ema", 0.9, "--optimizer", "adamw", "--lr", 0.001),
-        ("--schedule", "step", "--milestones", 0.3, "--lr-rule", "sqrt", "--base-batch", 30),
-        ("--precision", "fp64", "--checkpoint-every", 7, "--schedule", "onecycle", "--max-steps", 31),
+        "--drop-last --micro-batch 7 --clip 0.5 --ema 0.9 --optimizer adamw --lr 0.001 --max-steps 57",
+        "--schedule step --milestones 0.3 --lr-rule sqrt --base-batch 30 --max-steps 31",
+        "--precision fp64 --checkpoint-every 7 --schedule onecycle --max-steps 31",
     ],
-    ids=lambda words: " ".join(map(str, words)),
 )
-def test_a_run_of_one_process_holds(tmp_path: Path, words: tuple[object, ...]) -> None:
-    found = _found(_train(tmp_path / "run", "--epochs", 2, *words))
+def test_a_run_of_one_process_holds(tmp_path: Path, words: str) -> None:
+    found = _found(_train(tmp_path / "run", "--epochs", 2, *words.split()))
     assert {name for name, check in found.items() if check.outcome != Check.HOLDS} == {"replicas", "ledger"}
     assert "one process" in found["replicas"].found
     assert found["ledger"].found == "not recorded; --ledger records it"
@@ -147,7 +138,6 @@ def test_a_run_that_is_complete_extended_or_carried_to_another_folder_holds(tmp_
     onwards = _train(tmp_path / "onwards", "--epochs", 3, "--resume", first)
     assert _wrong(onwards) == []
     assert "17 steps, 29 steps an epoch of 1,437 samples; the 70 before are" in _found(onwards)["steps"].found
-    assert [row["step"] for row in events(onwards, "eval")] == [87]
     _train(first, "--epochs", 3, "--resume", first / "checkpoints" / "step-00000058")
     assert _wrong(first) == [], "taken up from an older checkpoint"
 
@@ -168,29 +158,21 @@ def test_a_run_that_was_stopped_and_resumed_on_other_ranks_holds(
     _train(folder, *words, *more, "--max-steps", 45)
     _holds(folder, capsys, "replicas")
     assert "schedules over 3 and then 4 epochs" in _found(folder)["rates"].found
-    assert [row["step"] for row in events(folder, "eval")] == [18, 36, 40, 45]
     rate = events(folder, "step")[stopped]["lr"]
     _set("step", stopped + 1, "lr", repr(rate * (1 + 2**-52)))(folder)
     assert f"step {stopped + 1} had the learning rate" in refusal(capsys, "verify", "run", folder, code=3)
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_killed_run_is_judged_as_far_as_it_came(tmp_path: Path, capsys: Capture, begun: bool) -> None:
+def test_a_killed_run_is_judged_as_far_as_it_came(tmp_path: Path, capsys: Capture) -> None:
     folder = tmp_path / "run"
-    words = (*WORDS, "--model", "tests.models:signalling", "--checkpoint-every", 4, "--log-every", 2)
-    if begun:  # leaves the summary of an earlier start
-        assert command(tmp_path, *words, "--epochs", 1, "--output", "run").code == 0
+    words = (*WORDS, "--model", "tests.models:signalling", "--checkpoint-every", 4, "--log-every", 2, "--epochs", 3)
     kill = json.dumps({"number": signal.SIGKILL, "at": 40, "group": True})
-    done = command(tmp_path, *words, "--epochs", 3, "--output", "run", "--resume", "auto", SIGNALLING=kill)
-    assert done.code == -signal.SIGKILL
+    assert command(tmp_path, *words, "--output", "run", SIGNALLING=kill).code == -signal.SIGKILL
     with (folder / STEPS).open("a") as file:
         file.write('{"event": "step", "st')
-    for _ in range(2):  # what judging writes there is no summary of the run
-        said = _holds(folder, capsys, "summary", "replicas", "ledger")
-        assert re.search(
-            rf"{'an earlier start' if begun else 'there is none'}.*: it was killed after step \d+ of 87", said
-        )
-        assert "not complete" in said
+    said = _holds(folder, capsys, "summary", "replicas", "ledger")
+    assert re.search(r"there is none.*: it was killed after step \d+ of 87", said)
+    assert "not complete" in said
     _set("step", 8, "loss", "null")(folder)
     assert "losses fails: the loss of step 8" in refusal(capsys, "verify", "run", folder, code=3)
 
@@ -252,95 +234,46 @@ def _point(link: str, target: str) -> Spoil:
     return spoil
 
 
-def _poison(folder: Path) -> None:
-    """Make a running statistic infinite, and all checksums right."""
-    path = folder / "checkpoints" / "step-00000069"
-    tensors = load_file(path / "model.safetensors")
-    next(held for name, held in tensors.items() if name.endswith("running_var"))[1] = math.inf
-    save_file(tensors, path / "model.safetensors")
-    (path / SUMS).write_bytes(render({name: digest(path / name) for name in _json(path / SUMS)}))
+def _ledger(change: Callable[[bytes], bytes]) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / pages.NAME).write_bytes(change((folder / pages.NAME).read_bytes()))
+
+    return spoil
 
 
 FAULTS: list[tuple[Spoil, str, str]] = [
     (_line("step", 17), "steps", r"step 18 follows step 16 \(steps.jsonl line \d+\)"),
-    (_line("step", 17, r"\1\1"), "steps", "step 17 follows step 17"),
     (_line("step", 69), "steps", "complete at step 68, and config.toml asks for 69"),
-    (_set("step", 17, "samples", "63"), "steps", "step 17 has 63 samples of epoch 0, and .* 64 of"),
     (_set("step", 23, "samples", "64"), "steps", "step 23 has 64 samples .* gives it 29"),
     (_set("step", 4, "loss", "NaN"), "losses", "the loss of step 4 is not a finite number"),
     (_set("step", 12, "lr", "0.05000000000000001"), "rates", "step 12 had .* 0.05000000000000001, and .* gives 0.05 "),
     (_line("eval", 69), "evaluations", "the evaluation after step 69 is not in steps.jsonl"),
-    (_line("eval", 23, r"\1\1"), "evaluations", "step 23 is evaluated twice"),
     (_set("eval", 46, "samples", "359"), "evaluations", "step 46 has 359 samples, and .* 360"),
-    (_set("eval", 46, "top1", "0.5001"), "evaluations", "is no share of 360 samples"),
     (_set("eval", 46, "loss", "0.5"), "checkpoints", "best: its loss is .*, and step 46 had 0.5"),
+    (_edit(STEPS, r'("event": "proof", .*?"at_step": )69', r"\g<1>67"), "replicas", "but the run's last step is 69"),
     (_edit(SUMMARY, r'"best_top1": [\d.]+', '"best_top1": 0.95'), "summary", "best_top1 is 0.95, and by steps.jsonl"),
-    (_edit(SUMMARY, r'"epoch_s": \[[^]]+]', '"epoch_s": [1.0, 1.0, 1.0]'), "summary", r"epoch_s is \[1.0, 1.0, 1.0\]"),
     (lambda folder: (folder / SUMMARY).unlink(), "summary", "summary.json is not there or is none, and .* exit code 0"),
     (_flip, "checkpoints", "checkpoints/best cannot be used: model.safetensors does not match"),
     (_point("best", "step-00000069"), "checkpoints", "best: it is of step 69 .* step 46 had 0"),
     (_point("last", "step-00000046"), "checkpoints", "last: it is of step 46, and the run of 69"),
-    (_poison, "checkpoints", "last: model/.*running_var is not finite"),
     (_edit("config.toml", "\nlr = 0.05\n", "\nlr = 0.06\n"), "rates", "step 1 had the learning rate 0.05, .* 0.06"),
     (_edit("config.toml", "\nseed = 0\n", "\nseed = 1\n"), "checkpoints", "trained with seed 0, and config.toml has 1"),
     (_edit("config.toml", "\nbatch = 64\n", "\nbatch = 32\n"), "steps", "has batch 32, and the run was .* with 64"),
     (_edit("config.toml", "\nepochs = 3\n", "\nepochs = \n"), "files", "config.toml is not valid TOML"),
-    (_edit("manifest.json", r'"chosen": {[^}]+}', '"chosen": {}'), "steps", "manifest.json has chosen {}, and the run"),
-    (_edit(STEPS, r".{9}\n\Z", ""), "files", "the last line of steps.jsonl is cut short"),
-    (_edit(STEPS, r".+\n\Z", ""), "files", "steps.jsonl lacks the end of the run, which summary.json has"),
+    (_ledger(lambda whole: whole[:-3]), "ledger", "is cut short"),
+    (_ledger(lambda whole: whole[:300] + b"x" + whole[301:]), "ledger", "is damaged"),
+    (lambda folder: (folder / pages.NAME).unlink(), "ledger", "the run kept a ledger.bin, and it is not there"),
 ]
 
 
 @pytest.mark.parametrize(("spoil", "claim", "words"), FAULTS, ids=[words for _, _, words in FAULTS])
 def test_each_fault_is_found_and_named(copy: Path, capsys: Capture, spoil: Spoil, claim: str, words: str) -> None:
     spoil(copy)
-    said = refusal(capsys, "verify", "run", copy, code=3)
+    said = refusal(capsys, "verify", "run", copy / "checkpoints" / "last", code=3)
     assert said.startswith(f"{copy} is not what its records claim: {claim} fails: "), said
     assert re.search(words, said), said
     assert _outcomes(copy)[claim] == Check.FAILS
     assert "**fails**" in (copy / "proof.md").read_text()
-
-
-def test_a_run_is_judged_anew_each_time_from_any_of_its_folders(copy: Path, capsys: Capture) -> None:
-    _set("step", 17, "samples", "63")(copy)
-    for _ in range(2):
-        assert "step 17 has 63 samples" in refusal(capsys, "verify", "run", copy / "checkpoints" / "last", code=3)
-    _set("step", 17, "samples", "64")(copy)
-    _holds(copy, capsys)
-
-
-def test_replicas_have_to_be_compared_after_the_last_step(copy: Path, capsys: Capture) -> None:
-    own = _json(copy / SUMMARY)["proof"]["replicas"]
-    # What is edited in the summary is no proof: the run's own events tell.
-    proof.add(copy, proof.from_json({"replicas": own | {"outcome": Check.FAILS, "times": 0}}))
-    _holds(copy, capsys)
-    assert _json(copy / SUMMARY)["proof"]["replicas"] == own
-    _edit(STEPS, r'("event": "proof", .*?"at_step": )69', r"\g<1>67")(copy)
-    for _ in range(2):
-        said = refusal(capsys, "verify", "run", copy, code=3)
-        assert said.count("; but the run's last step is 69.") == 1
-
-
-LEDGERS: tuple[tuple[Callable[[bytes, list[Page]], bytes], str], ...] = (
-    (lambda whole, held: whole[:-3], "is cut short"),
-    (lambda whole, held: whole[:300] + b"x" + whole[301:], "is damaged"),
-    (lambda whole, held: b"", r"69 steps \(the first: 1\) are missing"),
-    (
-        lambda whole, held: b"".join(page.encode() for page in held if page.kind == TRAIN),
-        r"3 evaluations \(the first after step 23\) not there",
-    ),
-)
-
-
-def test_a_ledger_is_judged_where_there_is_one(copy: Path) -> None:
-    path = copy / pages.NAME
-    whole, held = path.read_bytes(), list(pages.read(path))
-    for change, words in LEDGERS:
-        path.write_bytes(change(whole, held))
-        (said,) = _wrong(copy)
-        assert re.match(f"ledger: .*{words}", said), said
-    path.unlink()
-    assert _wrong(copy) == ["ledger: the run kept a ledger.bin, and it is not there"]
 
 
 def test_what_a_run_found_wrong_of_itself_stays_wrong(copy: Path, capsys: Capture) -> None:
@@ -357,36 +290,3 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Capture) -> None:
     assert "is not there; give a run's folder" in refusal(capsys, "verify", "run", tmp_path / "nothing")
     assert "lies in no run's folder" in refusal(capsys, "verify", "run", tmp_path)
     assert "takes one run, found 0" in refusal(capsys, "verify", "run")
-
-
-def test_where_nothing_can_be_written_the_verdict_stands(copy: Path, capsys: Capture) -> None:
-    (copy / "proof.md").unlink(missing_ok=True)
-    (copy / "proof.md").mkdir()
-    assert main(["verify", "run", str(copy)]) == 0
-    said = "".join(capsys.readouterr())
-    assert f"warning: proof.md and summary.json in {copy} could not be written (" in said
-
-
-STRANGE: tuple[object, ...] = (None, True, -1, 0, 1.5, 10**30, "x", [], {}, [1], {"a": 1}, math.nan)
-
-
-def test_whatever_lies_there_a_verdict_comes_of_it(copy: Path, capsys: Capture) -> None:
-    chance = random.Random(6)
-    for _ in range(100):
-        path = copy / chance.choice((STEPS, STEPS, SUMMARY, "manifest.json"))
-        before = path.read_bytes()
-        lines = path.read_text().splitlines() if path.name == STEPS else [path.read_text()]
-        number = chance.randrange(len(lines)) if chance.random() < 0.7 else 0
-        row = owner = json.loads(lines[number])
-        key = chance.choice([*row])
-        while isinstance(owner[key], dict) and owner[key] and chance.random() < 0.7:
-            owner = owner[key]
-            key = chance.choice([*owner])
-        owner[key] = chance.choice(STRANGE)
-        lines[number] = json.dumps(row)
-        path.write_text("\n".join(lines) + "\n")
-        code = main(["verify", "run", str(copy)])
-        done, said = f"{path.name} line {number + 1}: {key} = {owner[key]!r}", capsys.readouterr()
-        assert code in (0, 3), (done, said)
-        assert (code == 3) == ("is not what its records claim" in said.err), (done, said)
-        path.write_bytes(before)
