@@ -33,7 +33,6 @@ MEETING = {"rank": 0, "world_size": 2}
         ({"devices": 3}, "RANK=0 WORLD_SIZE=1", "spawn", "ddp"),
         ({"devices": 3, "strategy": "dp"}, "", "inline", "dp"),
         ({"devices": 1, "strategy": "ddp"}, "", "inline", "ddp"),
-        ({"launcher": "spawn"}, "", "spawn", "single"),
         ({"world_size": 4}, "torchrun", "environment", "ddp"),
         (MEETING | {"init_method": "tcp://h:1"}, "torchrun", "manual", "ddp"),
         (MEETING | {"init_method": "file:///x"}, "", "manual", "ddp"),
@@ -46,61 +45,43 @@ def test_auto_finds_the_launcher_and_the_strategy(
     assert (table.choose(resolved, environment(env)).name, resolved.parallel.strategy) == (launcher, strategy)
 
 
-def test_an_entry_that_other_processes_cannot_find_is_refused() -> None:
-    with pytest.raises(RequestError, match="top level of a module"):
-        table.launch(lambda config, world: None, config(devices=2), {})
-
-
-def known(answers: dict[tuple[Any, ...], Any], error: type[pynvml.NVMLError]) -> Callable[..., Any]:
+def known(answers: dict[tuple[Any, ...], Any]) -> Callable[..., Any]:
     """Return a function of the driver's that answers these arguments alone."""
 
     def asked(*given: Any) -> Any:
         if given not in answers:
-            raise error
+            raise pynvml.NVMLError_NotFound
         return answers[given]
 
     return asked
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver whose GPU 1 is lost and GPU 2 divided, with memory that only GPU 0 tells of."""
-    answers = {
-        "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
-        "nvmlSystemGetDriverVersion": lambda: "580.1",
-        "nvmlDeviceGetCount": lambda: 3,
-        "nvmlDeviceGetHandleByIndex": known({(0,): "GPU-a", (2,): "GPU-b"}, pynvml.NVMLError_GpuIsLost),
+def test_gpus_are_those_that_answer_and_that_cudas_variable_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {  # of a driver whose GPU 1 is lost and GPU 2 divided
+        "nvmlInit": known({(): None}),
+        "nvmlShutdown": known({(): None}),
+        "nvmlSystemGetDriverVersion": known({(): "580.1"}),
+        "nvmlDeviceGetCount": known({(): 3}),
+        "nvmlDeviceGetHandleByIndex": known({(0,): "GPU-a", (2,): "GPU-b"}),
         "nvmlDeviceGetName": lambda handle: "H200",
         "nvmlDeviceGetUUID": str,
-        "nvmlDeviceGetMemoryInfo": known({("GPU-a",): SimpleNamespace(total=7)}, pynvml.NVMLError_NotSupported),
+        "nvmlDeviceGetMemoryInfo": known({("GPU-a",): SimpleNamespace(total=7)}),
         "nvmlDeviceGetMaxMigDeviceCount": lambda handle: 7,
-        "nvmlDeviceGetMigDeviceHandleByIndex": known({("GPU-b", 0): "MIG-c"}, pynvml.NVMLError_NotFound),
-        "nvmlDeviceGetGpuInstanceId": lambda part: 5,
-        "nvmlDeviceGetComputeInstanceId": lambda part: 0,
+        "nvmlDeviceGetMigDeviceHandleByIndex": known({("GPU-b", 0): "MIG-c"}),
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
-
-
-@pytest.mark.usefixtures("driver")
-def test_gpus_are_those_that_answer_and_that_cudas_variable_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.gpus(None) == (Gpu("H200", "GPU-a", 7), Gpu("H200", "GPU-b", hardware.memory_bytes()))
-    assert hardware.survey("").driver == "580.1"
     for visible, names in {
         "": [],
         "1,0": ["GPU-b", "GPU-a"],
         "GPU-b, 0": ["GPU-b", "GPU-a"],
-        "0,7,1": ["GPU-a"],  # up to the first one that is not there
-        "0,-1,1": ["GPU-a"],
+        "0,-1,1": ["GPU-a"],  # up to the first one that is not there
         "GPU-": [],  # which may be either
         "MIG-c,0": ["MIG-c"],
-        "MIG-GPU-b/5/0": ["MIG-c"],
         "MIG-none": [],
     }.items():
         assert [gpu.uuid for gpu in hardware.gpus(visible)] == names, visible
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", known({}, pynvml.NVMLError_Unknown))
-    assert (hardware.survey(None).gpus, hardware.survey(None).driver) == ((), "")
 
 
 @pytest.fixture
@@ -179,25 +160,22 @@ def test_nodes_and_local_ranks_follow_from_the_hosts() -> None:
 
 
 def test_processors_are_divided_among_those_who_share_them() -> None:
-    for processors, shares in (
-        ([(0, 1, 2, 3)] * 3, [3, 3, 3]),
-        ([(0, 1), (0, 1), (2, 3)], [2, 2, 1]),  # bound by numactl or a scheduler
-    ):
-        came = [claim_of(rank, 4, processors=own) for rank, own in enumerate(processors)]
-        came.append(claim_of(3, 4, boot="another", processors=processors[0]))
-        assert [claims.sharing(came, mine) for mine in came] == [*shares, 1]
+    came = [claim_of(rank, 4, processors=bound) for rank, bound in enumerate([(0, 1), (0, 1), (2, 3)])]
+    came.append(claim_of(3, 4, boot="another", processors=(0, 1)))
+    assert [claims.sharing(came, mine) for mine in came] == [2, 2, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("inner", "outer", "left"),
-    [("max 100000", "max 100000", float("inf")), ("150000 100000", "max 100000", 1.5), ("max 1000", "2000 1000", 2)],
-)
-def test_a_containers_quota_is_read(inner: str, outer: str, left: float, tmp_path: Path) -> None:
+def test_a_containers_quota_is_read(tmp_path: Path) -> None:
     (tmp_path / "pod" / "run").mkdir(parents=True)
-    (tmp_path / "pod" / "cpu.max").write_text(f"{outer}\n")
-    (tmp_path / "pod" / "run" / "cpu.max").write_text(f"{inner}\n")
     (tmp_path / "own").write_text("0::/pod/run\n")
-    assert hardware.quota(tmp_path / "own", tmp_path) == left
+    for inner, outer, left in (
+        ("max 100000", "max 100000", float("inf")),
+        ("150000 100000", "max 100000", 1.5),
+        ("max 1000", "2000 1000", 2),
+    ):
+        (tmp_path / "pod" / "cpu.max").write_text(f"{outer}\n")
+        (tmp_path / "pod" / "run" / "cpu.max").write_text(f"{inner}\n")
+        assert hardware.quota(tmp_path / "own", tmp_path) == left
 
 
 class DistNetworkError(RuntimeError):
@@ -220,9 +198,7 @@ def test_the_first_cause_is_not_the_loudest() -> None:
         (RuntimeError(f"{GLOO}unbound_buffer.cc:78] Timed out waiting 600000ms for recv"), "waited 600 s (--stall"),
         (DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did\nEx"), "was likely closed"),
         (RuntimeError("the database timed out"), ""),
-        (RuntimeError(f"{GLOO}pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"), ""),
         (DistNetworkError("The server socket has failed to listen"), ""),
-        (ConnectionResetError("Connection reset by peer"), ""),
     ],
 )
 def test_a_lost_rank_is_told_in_plain_words_and_no_other_failure_is(error: Exception, told: str) -> None:
