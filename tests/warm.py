@@ -18,7 +18,6 @@ import fcntl
 import functools
 import gc
 import inspect
-import io
 import json
 import multiprocessing.util
 import os
@@ -98,8 +97,9 @@ class Server:
                 [sys.executable, "-m", "tests.warm", str(theirs.fileno()), "resource_tracker".ljust(_ROOM)],
                 cwd=ROOT,
                 env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # pipes, as commands have them, whose streams the forks keep
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
             )
 
@@ -132,7 +132,7 @@ class Server:
     def close(self) -> None:
         """End the server; what it has forked lives on."""
         self._channel.close()
-        self._process.wait()
+        self._process.communicate()
 
 
 class Warm(subprocess.Popen[str]):
@@ -235,26 +235,11 @@ def _become(asked: _Asked) -> None:
     sys.argv = [option, *words]
     sys.path[0] = asked.cwd if option == "-m" else ""
     _call_ourselves(sys.orig_argv)
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        setattr(sys, name, _stream(number, getattr(sys, name), name, mode))
-        setattr(sys, f"__{name}__", getattr(sys, name))
     torch, numpy = sys.modules["torch"], sys.modules["numpy"]
     if "TORCH_CPP_LOG_LEVEL" in os.environ:
         ctypes.CDLL(str(Path(str(torch.__file__)).parent / "lib" / "libc10.so"))._ZN3c1011initLoggingEv()
     torch.default_generator.seed()  # as those of each process, which differ
     numpy.random.seed()
-
-
-def _stream(number: int, like: io.TextIOWrapper, name: str, mode: str) -> io.TextIOWrapper:
-    """Return what Python makes of a descriptor when it starts; `like` is what it made of the server's."""
-    raw: Any = io.FileIO(number, mode, closefd=False)
-    raw.name = f"<{name}>"
-    if not isinstance(like.buffer, io.FileIO):  # which it is with PYTHONUNBUFFERED
-        raw = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
-    lines, through = number == 2 and like.line_buffering, like.write_through
-    stream = io.TextIOWrapper(raw, like.encoding, like.errors, "\n", line_buffering=lines, write_through=through)
-    stream.mode = mode  # type: ignore[misc]
-    return stream
 
 
 def _call_ourselves(words: Sequence[str]) -> None:

@@ -32,17 +32,6 @@ def test_all_that_ranks_and_their_workers_say_is_in_the_run_folder(
     assert "done after 5 steps" in kept[0]
 
 
-def test_a_working_folder_that_changes_changes_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere" / "further").mkdir(parents=True)
-    words = ("--data", "tests.own_data:moving", "--model", "mlp", "--batch", 8, "--accelerator", "cpu", "--epochs", 1)
-    ended = command(tmp_path, "train", *words, "--workers", 0)
-    assert (ended.code, ended.err) == (0, "")
-    run = tmp_path / "runs" / "tests.own_data.moving-mlp"
-    assert (run / "checkpoints" / "last" / "state.json").exists()
-    assert f"written to {run}: summary.json" in ended.out  # from there, by its whole name
-    assert [path.name for path in (tmp_path / "elsewhere").rglob("*")] == ["further"]
-
-
 def test_a_reader_who_has_seen_enough_ends_no_run(tmp_path: Path) -> None:
     with start(tmp_path, *TALKING.split(), "--workers", 0, "--devices", 1) as run:
         assert run.stdout is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -11,11 +10,9 @@ import psutil
 import pytest
 import torch
 
-from lockstep import hardware
 from lockstep.config import RunConfig
 from lockstep.errors import RequestError, RunError
-from lockstep.launchers import rank, spawn
-from lockstep.launchers.supervise import Supervisor
+from lockstep.launchers import rank
 from lockstep.launchers.table import launch
 from lockstep.options import override
 from lockstep.topology import Topology
@@ -28,17 +25,6 @@ from ..starting import config, start_rank
 def _children() -> set[psutil.Process]:
     found = psutil.Process().children(recursive=True)
     return {each for each in found if "resource_tracker" not in " ".join(each.cmdline())}
-
-
-def test_spawned_ranks_form_one_world() -> None:
-    told = launch(entries.total, config(devices=3, seed=7), {})
-    assert told is not None
-    assert told["sum"] == [3, 0 + 1 + 2]
-    assert [rank[:3] for rank in told["ranks"]] == [[rank, rank, 3] for rank in range(3)]
-    assert len({os.getpid(), *(rank[3] for rank in told["ranks"])}) == 4
-    assert told["threads"] == [max(1, hardware.cpus() // 3)] * 3
-    assert (told["interface"], told["seed"]) == ("lo", 7)
-    assert not any(psutil.pid_exists(rank[3]) for rank in told["ranks"])
 
 
 @pytest.mark.parametrize(
@@ -59,15 +45,6 @@ def test_the_first_failing_rank_is_named_and_nobody_is_left(way: str, words: str
     if way == "raise":
         assert 'raise ValueError("labels reach 10")' in caught.value.trace
         assert "labels reach 10" in (tmp_path / "failures" / "rank_1.txt").read_text()
-
-
-def test_a_rank_that_aborts_since_another_one_hangs_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def supervisor(again: str, **_: object) -> Supervisor:
-        return Supervisor(again, stall_timeout_s=60, aborts_when_alone=True)  # as NCCL does
-
-    monkeypatch.setattr(spawn, "Supervisor", supervisor)
-    with pytest.raises(RunError, match=r"^Rank 1 did not come to a collective in which the others waited"):
-        launch(entries.abort, config(devices=2), {})
 
 
 def test_data_workers_of_a_run_that_is_stopped_leave_neither_words_nor_files() -> None:

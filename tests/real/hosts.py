@@ -52,14 +52,6 @@ done
 """Becomes the host. When its input ends, kills every process there, by id, until none is left."""
 
 
-def _missing() -> Iterator[str]:
-    """Yield what hosts lack here."""
-    if absent := [tool for tool in _TOOLS if shutil.which(tool) is None]:
-        yield f"{', '.join(absent)} (Debian: apt-get install iproute2 nftables util-linux)"
-    elif refused := subprocess.run(["unshare", *_OWN, "true"], capture_output=True, text=True, check=False).stderr:
-        yield refused.strip()
-
-
 @dataclass(frozen=True)
 class _Namespace:
     """Namespaces of their own, and the keeper that holds them."""
@@ -149,7 +141,7 @@ def hosts(count: int, *, networks: int = 1) -> Iterator[tuple[Host, ...]]:
 
     Two programs may have hosts at once: their addresses are the same, and their switches know nothing of each other.
     """
-    need([*_missing()])
+    need([tool for tool in _TOOLS if shutil.which(tool) is None] + ["root"] * bool(os.geteuid()))
     names = [chr(ord("a") + number) for number in range(count)]
     processors = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as all_:

@@ -171,14 +171,14 @@ def test_a_file_that_a_dead_run_left_is_explained_and_cleared_on_request(tmp_pat
         killed = start_both((a, b), tmp_path, where, "--output", dead, *ENDLESS)
         until(lambda: len(events(dead, "step")) > 1)
         # While it lives, no request takes its place, though the one who asks cannot see it.
-        for told in sentences(start_both((c, c), tmp_path, where, "--clear-meeting", "--timeout", 30)):
-            assert "is claimed twice" in told
+        (told,) = sentences([start(c, tmp_path, where, 0, "--clear-meeting", "--timeout", 30)])
+        assert "rank 0 is claimed twice" in told
         for rank in killed:
             assert rank.poll() is None
             os.killpg(rank.pid, signal.SIGKILL)
             end(rank)
-        for told in sentences(start_both((b, a), tmp_path, where)):
-            assert re.search(rf"left over from another run: .* remove {meeting} or give every rank --clear-", told)
+        (told,) = sentences([start(b, tmp_path, where, 0)])
+        assert re.search(rf"left over from another run: .* remove {meeting} or give every rank --clear-", told)
         all_end(start_both((b, a), tmp_path, where, "--clear-meeting"))
     assert weights(tmp_path / "run") == weights(undisturbed)
     assert not meeting.exists()

@@ -74,31 +74,26 @@ def test_a_run_leaves_what_tools_read(whole: Whole) -> None:
     # An epoch of 1,437 digits in batches of 64 ends with one of 29.
     assert [row["samples"] for row in events(run, "step")[:23]] == [64] * 22 + [29]
     evaluated = events(run, "eval")
-    assert [(row["step"], row["samples"]) for row in evaluated] == [(23, 360), (30, 360)]
+    assert [(row["step"], row["samples"]) for row in evaluated] == [(23, 360), (STEPS, 360)]
     assert {*evaluated[0]} >= {"top1", "top5", "loss"}
 
     summary = _summary(run)
-    assert {*summary} >= {
-        *("top1", "top5", "best_top1", "steps", "epoch_s", "images_per_s", "step_p50_s", "step_p95_s", "data_wait_s"),
-        *("peak_memory_bytes", "exit"),
-    }
-    assert (summary["steps"], summary["exit"]) == (STEPS, 0)
+    assert {*summary} >= {"top5", "images_per_s", "data_wait_s"}
+    assert {*summary["peak_memory_bytes"]} == {"host", "device"}
+    assert (summary["steps"], summary["exit"], len(summary["epoch_s"])) == (STEPS, 0, 1)  # the second was cut short
     assert summary["top1"] == evaluated[-1]["top1"]
     assert summary["best_top1"] == max(row["top1"] for row in evaluated)
-    assert len(summary["epoch_s"]) == 1  # the second epoch was cut short
-    assert {*summary["peak_memory_bytes"]} == {"host", "device"}
-    assert summary["proof"]["replicas"]["times"] >= 2
-    assert f"last after step {STEPS}" in summary["proof"]["replicas"]["found"]
     assert 0 < summary["step_p50_s"] <= summary["step_p95_s"]
+    assert f"last after step {STEPS}" in summary["proof"]["replicas"]["found"]
 
-    asked = tomllib.loads((run / "config.toml").read_text())
-    assert (asked["model"], asked["batch"], asked["max-steps"]) == ("resnet8", 64, STEPS)
-    assert to_toml(from_toml((run / "config.toml").read_text())) == (run / "config.toml").read_text()
+    text = (run / "config.toml").read_text()
+    assert to_toml(from_toml(text)) == text
+    assert (tomllib.loads(text)["model"], tomllib.loads(text)["max-steps"]) == ("resnet8", STEPS)
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["batch_plan"] == {"global_size": 64, "ranks": 2, "accumulation": 1, "devices": 1}
     assert manifest["topology"]["size"] == 2
-    chosen = {name: manifest["chosen"][name] for name in ("strategy", "launcher", "devices", "batchnorm", "precision")}
-    assert chosen == {"strategy": "ddp", "launcher": "spawn", "devices": 2, "batchnorm": "sync", "precision": "fp32"}
+    chosen = {"strategy": "ddp", "launcher": "spawn", "devices": 2, "batchnorm": "sync", "precision": "fp32"}
+    assert manifest["chosen"].items() >= chosen.items()
     assert {"torch", "python", "lockstep-torch"} <= {*manifest["versions"]}
     assert "command" in manifest
 
@@ -106,7 +101,6 @@ def test_a_run_leaves_what_tools_read(whole: Whole) -> None:
     assert checkpoint.load(run / "checkpoints" / "last").meta["step"] == STEPS
     assert checkpoint.load(run / "checkpoints" / "best").meta["best_top1"] == summary["best_top1"]
     assert not (run / "failures").exists()
-
     assert "\x1b" not in ended.out + ended.err
     assert ended.out.splitlines()[0] == "global batch 64 = 2 ranks × 1 micro-batch × 32"
     assert f"test accuracy {summary['top1']:.2%}" in ended.out

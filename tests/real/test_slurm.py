@@ -76,19 +76,6 @@ srun {_PYTHON} {_TRAIN} --output {tmp_path}/srun
         assert weights(tmp_path / name) == spawned
 
 
-@SLOW
-def test_an_array_is_a_world_once_it_is_told_where_to_meet(
-    cluster: Cluster, spawned: dict[str, bytes], tmp_path: Path
-) -> None:
-    meets = f"--init-method file://{tmp_path}/meeting --output {tmp_path}/run --timeout 100"
-    script = f"#!/bin/bash\n{_PYTHON} {_TRAIN} {meets}\n"
-    job = cluster.submit(script, tmp_path, "--array=4-6:2", f"--output={tmp_path}/log-%a", PYTHONPATH=CODE)
-    assert cluster.ended(job) == "COMPLETED", [log.read_text() for log in tmp_path.glob("log-*")]
-    assert _topology(tmp_path / "run")[1] == 2
-    assert weights(tmp_path / "run") == spawned
-    assert not (tmp_path / "meeting").exists()
-
-
 @pytest.mark.parametrize(
     "why", ["signalled", *(pytest.param(why, marks=SLOW) for why in ("pre-empted", "near its limit"))]
 )
