@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 from lockstep import losses, optim
 from lockstep.config import OptimConfig, RunConfig
@@ -29,48 +28,21 @@ def _rates(**values: Any) -> list[float]:
     return [factor(step) for step in range(TOTAL)]
 
 
-def _warmed(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    steps = 2 * PER_EPOCH
-    warmup = lr_scheduler.LinearLR(optimizer, 1 / steps, total_iters=steps - 1)
-    return lr_scheduler.SequentialLR(
-        optimizer, [warmup, lr_scheduler.CosineAnnealingLR(optimizer, TOTAL - steps)], [steps]
-    )
-
-
-@pytest.mark.parametrize(
-    ("asked", "make"),
-    [
-        ({"schedule": "step", "milestones": [2], "gamma": 0.2}, lambda o: lr_scheduler.StepLR(o, 14, gamma=0.2)),
-        (
-            {"schedule": "multistep", "milestones": [1, 4.0], "gamma": 0.3},
-            lambda o: lr_scheduler.MultiStepLR(o, [7, 28], gamma=0.3),
-        ),
-        ({"schedule": "cosine"}, lambda o: lr_scheduler.CosineAnnealingLR(o, TOTAL)),
-        ({"schedule": "cosine", "warmup": 2}, _warmed),
-        ({"schedule": "onecycle", "warmup": 2}, lambda o: lr_scheduler.OneCycleLR(o, 1.0, TOTAL, pct_start=1 / 3)),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
-def test_schedules_are_torchs(
-    asked: dict[str, Any], make: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
-) -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = make(optimizer)
-    theirs = []
-    for _ in range(TOTAL):
-        theirs.append(float(optimizer.param_groups[0]["lr"]))
-        optimizer.step()
-        scheduler.step()
-    assert _rates(**asked) == pytest.approx(theirs, rel=1e-6, abs=1e-9)
-
-
 def test_schedules_by_hand() -> None:
-    assert _rates(warmup=1)[:8] == pytest.approx([*(step / 7 for step in range(1, 8)), 1.0])
+    def cosine(begin: float, end: float, steps: int) -> list[float]:
+        return [end + (begin - end) * (1 + math.cos(math.pi * step / steps)) / 2 for step in range(steps)]
+
+    assert _rates(warmup=1) == pytest.approx([*(step / 7 for step in range(1, 8)), *[1.0] * 35])
+    stepped = _rates(schedule="step", milestones=[2], gamma=0.2)
+    assert stepped == pytest.approx([0.2 ** (step // 14) for step in range(TOTAL)])
+    assert _rates(schedule="cosine") == pytest.approx(cosine(1, 0, TOTAL))
+    warmed = _rates(schedule="cosine", warmup=2)
+    assert warmed == pytest.approx([*(step / 14 for step in range(1, 15)), *cosine(1, 0, TOTAL - 14)])
     cut = _rates(schedule="multistep", milestones=[0.5, 3])  # half an epoch is 3.5 steps, rounded to 4
     assert cut == pytest.approx([1.0] * 4 + [0.1] * 17 + [0.01] * 21)
-    one = _rates(schedule="onecycle")
-    assert max(one) == one[round(0.3 * TOTAL) - 1] == 1.0
-    assert [one[0], one[-1]] == pytest.approx([1 / 25, 1 / 250_000])
+    for asked, up in ({}, round(0.3 * TOTAL) - 1), ({"warmup": 2}, 13):
+        one = [*cosine(1 / 25, 1, up), *cosine(1, 1 / 250_000, TOTAL - 1 - up), 1 / 250_000]
+        assert _rates(schedule="onecycle", **asked) == pytest.approx(one)  # as torch's
     for rule, batch, expected in (("none", 1024, 0.1), ("linear", 1024, 0.4), ("sqrt", 64, 0.05)):
         assert optim.peak_lr(_config(lr=0.1, lr_rule=rule, base_batch=256), batch) == pytest.approx(expected)
 

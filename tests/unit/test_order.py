@@ -72,12 +72,3 @@ def test_random_numbers_stay_the_same() -> None:
     words = counter.bits(np.array([1234567], np.uint64), np.arange(3))
     assert words.tolist() == [[6457827717110365317, 3203168211198807973, 9817491932198370423]]
     assert counter.keys(2, 0, 1, 2).tolist() == [5469611413434694482, 2710547988631909741]
-
-
-def test_random_numbers_are_uniform_and_unrelated() -> None:
-    random = counter.bits(counter.keys(2, 1), np.arange(50_000))
-    fractions = counter.uniform(random)
-    assert 0 <= fractions.min() <= fractions.max() < 1
-    assert all(is_uniform(counter.below(9, row), 9) for row in random)
-    assert np.all(np.abs(fractions.mean(1) - 0.5) < 4 / (12 * 50_000) ** 0.5)
-    assert abs(np.asarray(np.corrcoef(fractions))[0, 1]) < 4 / 50_000**0.5

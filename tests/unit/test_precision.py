@@ -129,6 +129,4 @@ def test_a_continued_run_keeps_the_scale() -> None:
     other = _precision("fp16")
     other.load_state(kept)
     assert other.state() == kept
-    assert _precision("bf16").state() == {}
-    _precision("bf16").load_state({})
     _precision("fp32").load_state(kept)  # a run that is continued in another precision
