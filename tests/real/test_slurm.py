@@ -1,4 +1,4 @@
-"""Runs under a real Slurm: submitted, by a script of the user's own, as an array; stopped and requeued."""
+"""Runs under a real Slurm: submitted, by a script of the user's own; stopped and requeued."""
 
 from __future__ import annotations
 
