@@ -627,7 +627,7 @@ MUTANTS = (
         "cli/main.py",
         "    return error.exit_code\n",
         "    return 0\n",
-        "unit/test_cli.py::test_a_signal_after_another_rank_was_lost_is_no_orderly_stop",
+        "unit/test_cli.py::test_what_a_command_raises_is_one_sentence_letter_by_letter",
     ),
     Mutant(
         "a second signal is one more first one",

@@ -126,27 +126,21 @@ def test_toml_and_back_is_the_same(config: RunConfig, tmp_path: Path) -> None:
     assert override(RunConfig(), **flatten(config)) == config
 
 
-def test_a_sentence_is_printed_letter_by_letter(
+def test_what_a_command_raises_is_one_sentence_letter_by_letter(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sentence = "Rank 0 failed at models.py:100: ValueError: [bold] \\[x] :smile:"
+    told = "Rank 0 failed at models.py:100: ValueError: [bold] \\[x] :smile:."
 
     def fail(given: list[str]) -> int:
-        raise RequestError(sentence)
+        raise RequestError(told)
 
-    monkeypatch.setattr(info, "main", fail)
-    assert main(["info"]) == 2
-    assert capsys.readouterr().err == f"lockstep: {sentence}\n"
-
-
-def test_a_signal_after_another_rank_was_lost_is_no_orderly_stop(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def lose(words: list[str]) -> int:
+    def lose(given: list[str]) -> int:
         try:
             raise RuntimeError("[/src/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4711")
         except RuntimeError:
-            raise KeyboardInterrupt from None
+            raise KeyboardInterrupt from None  # a signal then is no orderly stop
 
+    monkeypatch.setattr(info, "main", fail)
+    assert refusal(capsys, "info") == told
     monkeypatch.setattr(info, "main", lose)
     assert "after another rank was lost" in refusal(capsys, "info", code=1)

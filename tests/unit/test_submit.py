@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.submit.request import Layout, SlurmRequest, lay_out
 
 
 @pytest.fixture(autouse=True)
@@ -49,26 +48,27 @@ def test_a_run_without_a_name_gets_the_next_default_folder(capsys: pytest.Captur
     assert f"folder={tmp_path}/runs/digits-resnet8\n" in _script(capsys, "digits", "--resume", "auto")
 
 
-@pytest.mark.parametrize(("time", "is_warned"), [("5", True), ("4:59", False), ("1-0", True), ("UNLIMITED", True)])
-def test_short_limits_get_no_warning(time: str, is_warned: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "slurm", "--dry-run", "--time", time, "digits"]) == 0
-    told = capsys.readouterr()
-    assert ("#SBATCH --signal" in told.out) == is_warned
-    assert (f"--time {time}: no warning can come that early" in told.err) != is_warned
-
-
 @pytest.mark.parametrize(
-    ("asked", "strategy", "devices", "layout"),
+    ("words", "tasks", "more"),
     [
-        (SlurmRequest(nodes=2, gpus_per_node="2"), "auto", None, Layout("ddp", 2, 4, None)),
-        (SlurmRequest(ntasks_per_node=3), "ddp", None, Layout("ddp", 3, 3, None)),
-        (SlurmRequest(), "auto", None, Layout("single", 1, 1, None)),
-        (SlurmRequest(gpus_per_node="4"), "dp", None, Layout("dp", 1, 1, 4)),
-        (SlurmRequest(), "dp", 2, Layout("dp", 1, 1, 2)),
-        (SlurmRequest(nodes=2, gpus_per_node="4"), "hybrid", None, Layout("hybrid", 1, 2, 4)),
+        ("--nodes 2 --gpus-per-node 2 digits", 2, "2 nodes × 2 tasks, strategy ddp"),
+        ("--ntasks-per-node 3 digits --strategy ddp", 3, ""),
+        ("digits", 1, "strategy single"),
+        ("--gpus-per-node 4 digits --strategy dp", 1, " --devices 4 "),
+        ("--nodes 2 --gpus-per-node 4 digits --strategy hybrid", 1, " --nodes 2 --devices 4 "),
     ],
 )
 def test_there_is_one_task_a_gpu_or_one_a_node(
-    asked: SlurmRequest, strategy: str, devices: int | None, layout: Layout
+    words: str, tasks: int, more: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert lay_out(asked, strategy, devices) == layout
+    script = _script(capsys, *words.split())
+    assert f"#SBATCH --ntasks-per-node={tasks}\n" in script
+    assert more in script
+
+
+def test_short_limits_get_no_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    for time, is_warned in (("5", True), ("4:59", False), ("1-0", True), ("UNLIMITED", True)):
+        assert main(["submit", "slurm", "--dry-run", "--time", time, "digits"]) == 0
+        told = capsys.readouterr()
+        assert ("#SBATCH --signal" in told.out) == is_warned
+        assert (f"--time {time}: no warning can come that early" in told.err) != is_warned
