@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from ..command import CODE as PATHS
 from ..command import command, weights
 
 STEPS = 6
 RUN = ("train", "digits", "--accelerator", "cpu", "--max-steps", STEPS)
+CODE = {"PYTHONPATH": PATHS}
+"""The code beside the tests, whichever is installed."""
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,10 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..command import CODE, Running
 from ..needs import need
@@ -50,6 +51,13 @@ for again in 1 2 3 4 5 6 7 8 9 10; do
 done
 """
 """Becomes the host. When its input ends, kills every process there, by id, until none is left."""
+
+
+def missing() -> str:
+    """Return why there can be no hosts here; "" where there can be."""
+    if absent := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+        return f"{', '.join(absent)} not found (Debian: apt-get install iproute2 nftables util-linux)"
+    return subprocess.run(["unshare", *_OWN, "true"], capture_output=True, text=True, check=False).stderr.strip()
 
 
 @dataclass(frozen=True)
@@ -93,24 +101,22 @@ class Host(_Namespace):
     switch: _Namespace
     started: list[Running] = field(default_factory=list)
 
-    def popen(self, folder: Path, *command: object) -> Running:
-        """Start a command here, in a folder; its output goes to pipes."""
-        where = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
+    def popen(
+        self, command: Sequence[object], env: Mapping[str, str] | None = None, *, cwd: Path, **options: Any
+    ) -> Running:
+        """Start a command here, with `env` added to this process's environment; its output goes to pipes."""
+        where = ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd)]
         bound = ["taskset", "--cpu-list", str(self.processor)]
-        process = Running(
-            [*bound, *self.inside([*where, *map(str, command)])],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": CODE},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        words = [*bound, *self.inside([*where, *map(str, command)])]
+        process = Running(words, env={**os.environ, **(env or {})}, **{**piped, **options})
         self.started.append(process)
         return process
 
     def lockstep(self, folder: Path, *words: object, through: Sequence[str] = ()) -> Running:
         """Start `python -m lockstep WORDS` here, on the CPU; all hosts share the folder."""
-        return self.popen(folder, sys.executable, *through, "-m", "lockstep", *words)
+        command = [sys.executable, *through, "-m", "lockstep", *words]
+        return self.popen(command, {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": CODE}, cwd=folder)
 
     def cut(self) -> None:
         """Cut the host off from its first network: the interface stays, and nothing comes through."""
@@ -141,7 +147,7 @@ def hosts(count: int, *, networks: int = 1) -> Iterator[tuple[Host, ...]]:
 
     Two programs may have hosts at once: their addresses are the same, and their switches know nothing of each other.
     """
-    need([tool for tool in _TOOLS if shutil.which(tool) is None] + ["root"] * bool(os.geteuid()))
+    need([why] if (why := missing()) else [])
     names = [chr(ord("a") + number) for number in range(count)]
     processors = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as all_:

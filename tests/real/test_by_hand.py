@@ -152,12 +152,12 @@ def test_strangers_at_the_port_are_not_heard(tmp_path: Path, undisturbed: Path) 
     with hosts(3) as (a, b, stranger):
         first = start(a, tmp_path, tcp(a), 0)
         until(lambda: listening(first.pid) == [PORT])
-        stranger.popen(tmp_path, sys.executable, "-c", _STRANGER, a.address, PORT).says("done")
+        stranger.popen([sys.executable, "-c", _STRANGER, a.address, PORT], cwd=tmp_path).says("done")
         second = start(b, tmp_path, tcp(a), 1)
         at(tmp_path, 3)
         ports = listening(first.pid)
         assert len(ports) >= 2
-        stranger.popen(tmp_path, sys.executable, "-c", _STRANGER, a.address, *ports).says("done")
+        stranger.popen([sys.executable, "-c", _STRANGER, a.address, *ports], cwd=tmp_path).says("done")
         gate(tmp_path, OPEN)
         assert [each.err for each in all_end([first, second])] == ["", ""]
     assert weights(tmp_path / "run") == weights(undisturbed)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ..command import CODE, LIMIT_S, weights
+from ..command import LIMIT_S, weights
 from ..needs import need
-from .conftest import RUN
+from .conftest import CODE, RUN
 
 STARTERS = {
     # Ranks that are bound to one core each would compute in fewer threads, and so with other bits.
@@ -29,7 +29,7 @@ def test_ranks_of_mpirun_meet_without_an_address(starter: str, spawned: dict[str
     need([starter] if shutil.which(starter) is None else [])
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    env = {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary), "PYTHONPATH": CODE, **_AS_ROOT}
+    env = {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary), **CODE, **_AS_ROOT}
     done = subprocess.run(
         [starter, *STARTERS[starter], sys.executable, "-m", "lockstep", *map(str, RUN), "--output", "run"],
         cwd=tmp_path,

@@ -15,8 +15,8 @@ import pytest
 from lockstep import hardware
 from lockstep.interrupts import STOPPING
 
-from ..command import CODE, GATED, OPEN, command, end, gate, losses, sentence, start, until, weights
-from .conftest import RUN
+from ..command import GATED, OPEN, command, end, gate, losses, sentence, start, until, weights
+from .conftest import CODE, RUN
 from .slurm import Cluster, running_cluster
 
 pytestmark = pytest.mark.long
@@ -69,7 +69,7 @@ def test_a_script_of_the_users_own_starts_ranks_by_srun_or_torchrun(
 srun {_PYTHON} {_TRAIN} --output {tmp_path}/srun
 {sys.executable} -m torch.distributed.run --nproc-per-node 2 -m lockstep {_TRAIN} --output {tmp_path}/torchrun
 """
-    job = cluster.submit(script, tmp_path, PYTHONPATH=CODE)
+    job = cluster.submit(script, tmp_path, **CODE)
     assert cluster.ended(job) == "COMPLETED", (tmp_path / "log").read_text()
     for name in ("srun", "torchrun"):
         assert _topology(tmp_path / name) == ("environment", 2, 1)
