@@ -34,10 +34,6 @@ def narrow(classes: int) -> nn.Module:
     return nn.Linear(20, classes)
 
 
-def lazy(classes: int) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
-
-
 def noted(classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), Noted(64, classes))
 

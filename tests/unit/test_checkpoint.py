@@ -22,8 +22,6 @@ from lockstep.checkpoint.layout import digest
 from lockstep.errors import RequestError
 from lockstep.state import State
 
-from ..disks import no_file_beyond
-
 Save = tuple[int, bool]
 """A step, and whether it is the best one so far."""
 
@@ -180,25 +178,6 @@ def test_a_kill_between_any_two_changes_of_the_disk_leaves_a_whole_checkpoint(tm
         if not died:
             assert change > 20, "a save is that many changes at least"
             return
-
-
-def test_a_full_disk_stops_no_training(tmp_path: Path) -> None:
-    warnings, saved = list[str](), list[int]()
-    saver = Checkpoints(tmp_path, warn=warnings.append, saved=lambda step, path: saved.append(step))
-    saver.save(state_of(1), step=1, best=True)
-    saver.wait()
-    before = names(tmp_path)
-    with no_file_beyond(500_000):
-        saver.save(State({"model/w": torch.zeros(1_000_000)}, {"step": 2}), step=2, best=True)
-        saver.wait()
-    assert names(tmp_path) == before
-    assert load(tmp_path / "last").meta["step"] == load(tmp_path / "best").meta["step"] == 1
-    (warning,) = warnings
-    assert all(part in warning for part in ("step 2", "training goes on", "File too large"))
-    saver.save(state_of(3), step=3, best=False)
-    saver.close()
-    assert load(tmp_path / "last").meta["step"] == 3
-    assert saved == [1, 3]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "checksums.json"])

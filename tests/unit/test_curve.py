@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from lockstep.config import RunConfig
-from lockstep.errors import ProofError, RequestError, RunError, Stopped
+from lockstep.errors import ProofError, RequestError, RunError
 from lockstep.kinds import KINDS
 from lockstep.options import override, read_toml
 from lockstep.prove import commands, curve, variants
 from lockstep.prove.curve import Curve, compare
-from lockstep.prove.variants import Setup, Way
+from lockstep.prove.variants import Setup
 
 from ..command import gone, until
 
@@ -27,11 +27,10 @@ from ..command import gone, until
 LOSSES = {step: 2.0 / step for step in range(1, 7)}
 PARTED = LOSSES | {step: LOSSES[step] * (1 + 0.01 * (step - 3)) for step in (4, 5, 6)}
 LAST_BIT = LOSSES | {3: math.nextafter(LOSSES[3], 9)}
-NAN, INFINITE = ({**LOSSES, 2: value} for value in (math.nan, math.inf))
+NAN = LOSSES | {2: math.nan}
 TENSORS = {"weight": torch.linspace(-1, 1, 8, dtype=torch.float64), "bias": torch.zeros(3)}
 WEIGHT = TENSORS["weight"].clone()
 WEIGHT[2] = math.nextafter(float(WEIGHT[2]), 9)
-NOISE = torch.tensor([3e-17, -5e-17, 1e-18], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -39,26 +38,20 @@ NOISE = torch.tensor([3e-17, -5e-17, 1e-18], dtype=torch.float64)
     [
         (LOSSES, LOSSES, {}, 0, {"holds": True, "loss": 0, "weight": 0, "step": None, "tensor": "", "where": ""}),
         (PARTED, LOSSES, {}, 1e-3, {"holds": False, "step": 4, "where": "step 4", "loss": pytest.approx(3 / 103)}),
-        (PARTED, LOSSES, {}, 0.015, {"holds": False, "step": 5}),
         # The last bit counts only where bits are due, and so does the sign of a zero.
         (LAST_BIT, LOSSES, {}, 1e-9, {"holds": True}),
         (LAST_BIT, LOSSES, {}, 0, {"holds": False, "step": 3}),
         (LOSSES, LOSSES, {"weight": WEIGHT}, 1e-9, {"holds": True}),
         (LOSSES, LOSSES, {"weight": WEIGHT}, 0, {"holds": False, "step": None, "where": "after 6", "tensor": "weight"}),
-        (LOSSES, LOSSES, {"bias": -torch.zeros(3)}, 1e-9, {"holds": True}),
         (LOSSES, LOSSES, {"bias": -torch.zeros(3)}, 0, {"holds": False, "weight": 0, "tensor": "bias"}),
         (LOSSES, LOSSES, {"bias": torch.full((3,), 0.5)}, 1e-3, {"holds": False, "tensor": "bias", "weight": 1.0}),
         (LOSSES, LOSSES, {"more": torch.ones(2)}, 1, {"holds": False, "tensor": "more", "weight": math.inf}),
         # Runs without a step prove nothing; a loss that is no number, or a step that one lacks, parts.
         ({}, {}, {}, 1, {"holds": False}),
         (NAN, NAN, {}, 1, {"holds": False, "step": 2}),
-        (INFINITE, INFINITE, {}, 1, {"holds": False, "step": 2}),
         ({1: 2.0, 2: 1.0}, {1: 2.0}, {}, 1, {"holds": False, "step": 2, "loss": math.inf}),
-        ({2: 1.0}, {1: 2.0, 2: 1.0}, {}, 1, {"holds": False, "step": 1, "loss": math.inf}),
         # Rounding noise where mathematics has a zero does not count.
-        (LOSSES, LOSSES, {"bias": NOISE}, 1e-9, {"holds": True, "tensor": "bias"}),
-        ({1: 4e-16}, {1: 9e-16}, {}, 1e-9, {"holds": True}),
-        ({1: 4e-9}, {1: 9e-9}, {}, 1e-9, {"holds": False}),
+        (LOSSES, LOSSES, {"bias": torch.full((3,), 3e-17)}, 1e-9, {"holds": True, "tensor": "bias"}),
     ],
 )
 def test_where_two_curves_part_is_told(
@@ -111,19 +104,11 @@ def test_every_strategy_of_the_table_is_held_against_one_device(
     assert ("single-then-hybrid-2x2" in partners) == (not has_statistics)
     exact = ["ddp-2-by-torchrun", "ddp-2-by-hand", "ddp-2-resumed", "other-2-resumed", "hybrid-2x2-resumed"]
     assert [each.name for each in found if each.same_bits] == exact
-    order = ["", "single", *partners]
-    assert all(order.index(partner) < order.index(name) for name, partner in partners.items()), "trained first"
+    asked = variants.others(_setup(strategy="ddp"), has_statistics=has_statistics)
+    assert {each.way.strategy for each in asked} == {"single", "ddp"}
 
 
-def test_a_strategy_that_is_asked_for_is_the_only_one() -> None:
-    found = variants.others(_setup(strategy="ddp"), has_statistics=True)
-    assert {each.way.strategy for each in found} == {"single", "ddp"}
-    for batchnorm in ("auto", "local"):
-        (only,) = variants.others(_setup(strategy="dp", batchnorm=batchnorm), has_statistics=True)
-        assert (only.way, only.partner) == (Way("dp", 2), "single")
-
-
-@pytest.mark.parametrize(("gpus", "strategy"), [("5,3", "auto"), ("6,4,2,0", "hybrid"), ("", "hybrid")])
+@pytest.mark.parametrize(("gpus", "strategy"), [("5,3", "auto"), ("", "hybrid")])
 def test_gpus_are_those_there_are_and_bits_are_due_where_they_can_be(gpus: str, strategy: str) -> None:
     chosen = gpus.split(",") if gpus else [*"0123"]
     asked: dict[str, Any] = {"is_cpu": False, "gpus": gpus, "strategy": strategy, "devices": len(chosen)}
@@ -140,16 +125,14 @@ def test_gpus_are_those_there_are_and_bits_are_due_where_they_can_be(gpus: str, 
                 assert all(gpus == (chosen[:1] if "single" in stage[0] else chosen) for gpus in taken)
 
 
-def test_what_cannot_be_trained_is_left_out_with_the_reason() -> None:
-    found = variants.others(_setup(), has_statistics=True)
-
-    def left_out(setup: Setup, steps: int) -> set[str]:
-        return {each.name for each in found if variants.obstacle(setup, each, steps=steps, has_statistics=True)}
-
-    too_many = {"ddp-3", "ddp-4-local", "ddp-2-accum-2", "hybrid-2x2", "hybrid-2x2-resumed"}
-    assert left_out(_setup(batch=2), 6) == too_many
-    assert left_out(_setup(), 1) == {"ddp-2-resumed", "single-then-ddp-2", "hybrid-2x2-resumed"}
-    assert left_out(_setup(batchnorm="local"), 6) == {"single-then-ddp-2"}
+def test_what_cannot_be_trained_is_left_out() -> None:
+    for setup, steps, names in (
+        (_setup(batch=2), 6, {"ddp-3", "ddp-4-local", "ddp-2-accum-2", "hybrid-2x2", "hybrid-2x2-resumed"}),
+        (_setup(), 1, {"ddp-2-resumed", "single-then-ddp-2", "hybrid-2x2-resumed"}),
+        (_setup(batchnorm="local"), 6, {"single-then-ddp-2"}),
+    ):
+        found = variants.others(_setup(), has_statistics=True)
+        assert {x.name for x in found if variants.obstacle(setup, x, steps=steps, has_statistics=True)} == names
 
 
 def test_all_variants_share_a_config_without_what_tells_them_apart(tmp_path: Path) -> None:
@@ -161,21 +144,15 @@ def test_all_variants_share_a_config_without_what_tells_them_apart(tmp_path: Pat
 # ---- running them
 
 
-@pytest.mark.parametrize(
-    ("script", "error", "told"),
-    [
+def test_a_command_that_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
+    for script, error, told in (
         ("echo 'lockstep: Out of luck.'; echo 'lockstep: an echo'; exit 1", RunError, "Out of luck."),
         ("echo 'lockstep: Asked too much.'; exit 2", RequestError, "Asked too much."),
         ("echo 'lockstep: Replicas differ.'; exit 3", ProofError, "Replicas differ."),
-        ("echo 'lockstep: Stopped.'; exit 75", Stopped, "Stopped."),
         ("kill -9 $$", RunError, "killed by signal 9.*x.log"),
-    ],
-)
-def test_a_command_that_fails_is_told_in_its_own_words(
-    script: str, error: type[Exception], told: str, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=rf"variant ddp-2 failed: {told}"):
-        commands.run("ddp-2", [("sh", "-c", script)], [tmp_path / "x.log"])
+    ):
+        with pytest.raises(error, match=rf"variant ddp-2 failed: {told}"):
+            commands.run("ddp-2", [("sh", "-c", script)], [tmp_path / "x.log"])
 
 
 def test_the_others_end_with_the_first_that_fails_and_so_does_all_they_started(tmp_path: Path) -> None:

@@ -9,12 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from lockstep.cli import doctor
 from lockstep.cli.symptoms import show
 from lockstep.doctor import collectives, devices, disk, host, network, ports, software
 from lockstep.doctor.board import Board
@@ -45,23 +43,20 @@ def _unusable(build: str, driver: str) -> Iterable[Finding] | Finding:
     return devices.judge_unusable(2, "2.12.0", build, driver, chosen_cpu=False)
 
 
-def _reduced(carrier: Carrier | None, wrong: int = 0) -> Finding:
-    """Return what is told of the largest of two ranks' all-reduces, `wrong` of whose elements are on rank 1."""
-    rows = {rank: [Measured(8, 1e-4, 0), Measured(64 * MIB, 0.1, wrong * rank)] for rank in range(2)}
+def _reduced(carrier: Carrier) -> Finding:
+    """Return what is told of the largest of two ranks' all-reduces."""
+    rows = {rank: [Measured(8, 1e-4, 0), Measured(64 * MIB, 0.1, 0)] for rank in range(2)}
     return list(collectives.judge(rows, carrier, ["a", "b"]))[-1]
 
 
 JUDGED: list[tuple[Callable[[], Finding | Iterable[Finding]], str, str]] = [
     (lambda: _torches("2.12.0", "2.12.0"), GREEN, "torch 2.12.0"),
-    (lambda: _torches("2.12.0", "2.11.0"), RED, "torch & 2.12.0 on rank 0 & 2.11.0 on rank 1"),
     (lambda: _torches("2.9.1"), RED, "pip install 'torch>=2.11'"),
     (lambda: host.judge_shared_memory(GIB, GIB, ALONE), GREEN, ""),
     (lambda: host.judge_shared_memory(64 * MIB, 64 * MIB, ALONE), YELLOW, "--shm-size=1g"),
     (lambda: host.judge_shared_memory(64 * MIB, GIB, MANY), YELLOW, "--shm-size=2g"),
     (lambda: host.judge_files(1024, 4096, ALONE), GREEN, ""),
-    (lambda: host.judge_files(256, 4096, ALONE), YELLOW, "ulimit -n 1024"),
     (lambda: host.judge_files(256, 256, ALONE), YELLOW, "limits.conf"),
-    (lambda: host.judge_files(1024, 4096, MANY), YELLOW, "ulimit -n 4096"),
     (
         lambda: network.judge_name("a", ["127.0.1.1"], "", "10.0.0.1", is_bound=False, others=True),
         RED,  # Debian's habit: others reach nobody there
@@ -73,7 +68,6 @@ JUDGED: list[tuple[Callable[[], Finding | Iterable[Finding]], str, str]] = [
         RED,
         "rank 0 (a) does not reach rank 1 (b) at 10.0.0.1: no answer & from 10.0.0.0 into b",
     ),
-    (lambda: disk.output(Path("/proc/runs")), RED, "/proc cannot be written"),  # root makes no files there either
     (lambda: disk.judge_room(ROOM, 100 * GIB, 5), GREEN, ""),
     (lambda: disk.judge_room(ROOM, 100 * MIB, None), YELLOW, "100 MiB free in /x"),  # enough for smaller models
     (lambda: disk.judge_room(ROOM, 100 * GIB, 0), RED, "inodes"),
@@ -84,12 +78,10 @@ JUDGED: list[tuple[Callable[[], Finding | Iterable[Finding]], str, str]] = [
     (lambda: _gpu(free_bytes=10 * GIB), YELLOW, "another program"),
     (lambda: _gpu(prohibited=True), RED, "keeps every program away"),
     (lambda: _gpu(uncorrected=3), YELLOW, "3 memory errors"),
-    (lambda: _gpu(remapping_failed=True), RED, "rows of its memory"),
     (lambda: _unusable("", "570.1"), RED, "shows 2 GPUs & a build without CUDA & --accelerator cpu"),
     (lambda: _unusable("13.0", "470"), RED, "driver is too old"),
     (lambda: _reduced(Carrier("link", "eth0", 1e9)), GREEN, "of eth0"),
     (lambda: _reduced(Carrier("link", "eth0", 100e9)), YELLOW, "far below it"),
-    (lambda: _reduced(None, wrong=3), RED, "(1,) & 3 on rank 1 (b)"),
 ]
 
 
@@ -164,23 +156,8 @@ def test_in_a_pipe_a_finding_is_a_line(capsys: pytest.CaptureFixture[str]) -> No
     ]
     show(findings, ["a", "b"], "cpu", 1.0)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if line.startswith("  ") and "fix:" not in line] == [
-        *("green", "yellow", "red"),
-    ]
-    assert sum("fix:" in line for line in lines) == 2
+    states = [line.split()[0] for line in lines if line.startswith("  ") and "fix:" not in line]
+    assert (states, sum("fix:" in line for line in lines)) == (["green", "yellow", "red"], 2)
     assert any(line.endswith("(rank 1 on b)") for line in lines)
     assert any(line.endswith("[b]rank 0 does not reach rank 1[/]") for line in lines)
     assert lines[-1].startswith("red: no job can run here")
-
-
-@pytest.mark.parametrize("gone", [BrokenPipeError(), SystemExit(1)])
-def test_a_reader_that_has_gone_does_not_change_the_verdict(
-    gone: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def show(visit: object, report: object) -> None:
-        raise gone
-
-    monkeypatch.setattr(doctor._Visit, "show", show)
-    green = SimpleNamespace(findings=[], absent=[])
-    monkeypatch.setattr("lockstep.cli.doctor.launchers.launch", lambda visit, config: green)
-    assert doctor.main(["--accelerator", "cpu"]) == 0

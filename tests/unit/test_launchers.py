@@ -95,26 +95,15 @@ def shows(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return show
 
 
-@pytest.mark.parametrize(
-    ("options", "gpus", "answer"),
-    [
-        ({}, 0, "cpu"),
-        ({}, 2, "cuda"),
-        ({"accelerator": "cpu", "devices": 4}, 0, "cpu"),
-        ({"devices": 2}, 2, "cuda"),
-        ({"devices": 3}, 2, "--devices 3: this machine shows 2 GPUs"),
-        ({"gpus": "0,2"}, 2, "--gpus 0,2: there is no GPU 2; this machine shows 2 GPUs"),
-    ],
-)
-def test_devices_are_checked_against_what_there_is(
-    options: dict[str, Any], gpus: int, answer: str, shows: Callable[[int], None]
-) -> None:
-    shows(gpus)
-    try:
-        told = devices.resolve(override(RunConfig(), **options), {}).parallel.accelerator
-    except RequestError as error:
-        told = str(error)
-    assert answer in told
+def test_devices_are_checked_against_what_there_is(shows: Callable[[int], None]) -> None:
+    shows(0)
+    assert devices.resolve(RunConfig(), {}).parallel.accelerator == "cpu"
+    shows(2)
+    assert devices.resolve(override(RunConfig(), devices=2), {}).parallel.accelerator == "cuda"
+    with pytest.raises(RequestError, match="--devices 3: this machine shows 2 GPUs"):
+        devices.resolve(override(RunConfig(), devices=3), {})
+    with pytest.raises(RequestError, match="--gpus 0,2: there is no GPU 2; this machine shows 2 GPUs"):
+        devices.resolve(override(RunConfig(), gpus="0,2"), {})
 
 
 @pytest.mark.parametrize(
@@ -198,7 +187,6 @@ def test_the_first_cause_is_not_the_loudest() -> None:
         (RuntimeError(f"{GLOO}unbound_buffer.cc:78] Timed out waiting 600000ms for recv"), "waited 600 s (--stall"),
         (DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did\nEx"), "was likely closed"),
         (RuntimeError("the database timed out"), ""),
-        (DistNetworkError("The server socket has failed to listen"), ""),
     ],
 )
 def test_a_lost_rank_is_told_in_plain_words_and_no_other_failure_is(error: Exception, told: str) -> None:
@@ -207,6 +195,5 @@ def test_a_lost_rank_is_told_in_plain_words_and_no_other_failure_is(error: Excep
     assert isinstance(again, RunError)
     assert str(error) in failure.trace  # which goes to the file
     assert again.trace == ("" if told else failure.trace)
-    if told:
-        for words in ("Rank 2", "collective", told, "continue with --resume auto"):
-            assert words in str(again)
+    for words in ("Rank 2", "collective", told, "continue with --resume auto") if told else ():
+        assert words in str(again)

@@ -141,12 +141,6 @@ def test_the_users_own_gets_what_it_asks_for() -> None:
     ]
 
 
-@pytest.mark.parametrize("shape", [(5,), (4, 6), (1, 8, 8), (2, 3, 4, 5)])
-def test_a_perceptron_takes_samples_of_any_shape(shape: tuple[int, ...]) -> None:
-    model = table.build_for("mlp", classes=3, shape=shape)
-    trial.check("mlp", model, classes=3, shape=shape, dtype=torch.float32)
-
-
 def test_weights_are_drawn_from_the_seed_by_whatever_library() -> None:
     def drawn(seed: int) -> tuple[float, float, float]:
         seed_weights(seed)

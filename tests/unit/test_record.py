@@ -251,14 +251,10 @@ def test_the_clock_times_steps_and_not_what_lies_between(monkeypatch: pytest.Mon
     clock.start()
     clock.tick()
     assert clock.flush() == [1.0, 2.0, 3.0, 4.0]
-    assert clock.flush() == []
     assert clock.percentiles(50, 100) == [2.5, 4.0]
 
 
 def test_telemetry_of_a_cpu_is_the_processs_own() -> None:
     sampler = Telemetry([torch.device("cpu")])
-    sample, peak = sampler.sample(), sampler.peak_memory_bytes()
-    assert sample["host_memory_bytes"] > 10e6  # Python and torch
-    assert sample["process_cpu_percent"] >= 0
-    assert peak["device"] is None
-    assert (peak["host"] or 0) > 10e6
+    assert sampler.sample()["host_memory_bytes"] > 10e6  # Python and torch
+    assert (sampler.peak_memory_bytes()["host"] or 0) > 10e6

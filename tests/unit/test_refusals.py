@@ -131,7 +131,6 @@ OWN = """
 --model {own}:Missing                  | has no 'Missing'
 --model broken:Net                     | importing broken | ModuleNotFoundError at | broken.py:2 | no_such_package
 --model {own}:narrow                   | cannot take this data set's samples | (1, 8, 8)
---model {own}:lazy                     | 1.weight, 1.bias | run a batch
 --model {own}:noted                    | more than tensors in its state (1._extra_state)
 --model {own}:unnormed                 | without running statistics (1)
 --model mobilenet_v3_small             | images of 3 channels | has 1 | one of our own

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.config import DataConfig
 from lockstep.data import cifar, digits
@@ -61,11 +61,6 @@ def test_digits_are_scikit_learns_normalised() -> None:
 # --- CIFAR
 
 
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 def test_cifar_is_downloaded_whole_or_not_at_all_read_right_and_refused_once_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +79,8 @@ def test_cifar_is_downloaded_whole_or_not_at_all_read_right_and_refused_once_dam
     md5 = hashlib.md5(path.read_bytes()).hexdigest()
 
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(tmp_path))) as server:
+    serves = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), serves) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/{path.name}"
         right = dataclasses.replace(cifar.CIFAR10, train=cifar.CIFAR10.test, url=url, archive_md5=md5)
@@ -143,24 +139,6 @@ def test_cifar_100s_fine_labels_are_read_and_nothing_in_a_pickle_runs(
     assert Path("executed").exists(), "the payload would not have run anyway"
 
 
-# --- fake
-
-
-def test_fake_images_are_functions_of_their_index_and_show_their_class() -> None:
-    config = DataConfig(name="fake", image_size=16, samples=2000)
-    splits = made(config)
-    x, y = batch(splits.train, *range(2000))
-    again, labels = batch(made(config, seed=1).train, 17, 5)
-    assert torch.equal(again, x[[17, 5]])
-    assert torch.equal(labels, y[[17, 5]])
-    held_out, labels = batch(splits.test, *range(500))
-    assert not torch.equal(held_out[5], x[5])
-    means = torch.stack([x[y == label].mean(0) for label in range(10)])
-    nearest = torch.cdist(held_out.flatten(1), means.flatten(1)).argmin(1)
-    assert (nearest == labels).float().mean() > 0.95
-    assert len(x.flatten(1).unique(dim=0)) == 2000
-
-
 # --- the user's own
 
 
@@ -179,10 +157,6 @@ class Photos(Dataset[tuple[Tensor, int]]):
 
 def photos() -> tuple[Photos, Photos]:
     return Photos(), Photos()
-
-
-def parts() -> list[Subset[tuple[Tensor, int]]]:
-    return [Subset(Photos(), range(9)), Subset(Photos(), range(9, 11))]
 
 
 def _tables(x: Tensor) -> tuple[TensorDataset, TensorDataset]:
@@ -223,7 +197,6 @@ def test_own_data_sets_are_read_in_order() -> None:
         assert [float(each.max()) for each in (x[1], last)] == pytest.approx([10 / 255, 80 / 255])
         assert x.is_contiguous(memory_format=torch.channels_last)
     splits.close()
-    assert own("parts", workers=0).train.classes == 3, "a part has the whole's classes"
 
 
 def test_own_random_transforms_do_not_depend_on_batch_or_worker() -> None:
