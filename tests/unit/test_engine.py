@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +33,20 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(params=["single", "ddp"])
-def strategy(request: pytest.FixtureRequest) -> Iterator[tuple[str, World]]:
-    """A strategy's name and a world of one rank for it: for ddp with a group, which exchanges with itself."""
-    alone = request.param == "single"
-    world = World.alone() if alone else World.join(Topology(), torch.device("cpu"), HashStore(), timeout_s=60)
-    yield request.param, world
-    world.close()
-
-
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: str(options["model"]))
-def test_no_step_reads_a_value(strategy: tuple[str, World], options: dict[str, Any]) -> None:
-    name, world = strategy
-    job = assemble(override(RunConfig(), data="digits", batch=20, strategy=name, **options), world)
-    assert (job.replica is job.model) == (name == "single"), "ddp has a group, and wraps"
-    meter = Meter(job.world, Nothing(), log_every=100, total_steps=job.total_steps)
-    batches = iter(job.batches(0))
-    with NoReading():
-        for step in range(3):
-            advance(job, step, next(batches), meter)
-    meter.flush(stop=False)
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_no_step_reads_a_value(strategy: str, options: dict[str, Any]) -> None:
+    alone = strategy == "single"  # ddp has a group, which exchanges with itself
+    world = World.alone() if alone else World.join(Topology(), torch.device("cpu"), HashStore(), timeout_s=60)
+    with contextlib.closing(world):
+        job = assemble(override(RunConfig(), data="digits", batch=20, strategy=strategy, **options), world)
+        assert (job.replica is job.model) == alone
+        meter = Meter(job.world, Nothing(), log_every=100, total_steps=job.total_steps)
+        batches = iter(job.batches(0))
+        with NoReading():
+            for step in range(3):
+                advance(job, step, next(batches), meter)
+        meter.flush(stop=False)
 
 
 def test_one_process_trains_as_a_loop_by_hand_does() -> None:

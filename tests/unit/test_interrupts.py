@@ -67,6 +67,6 @@ def test_the_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
         process.says(STOPPING)
         time.sleep(2 * _ECHO_S)
         process.send_signal(signal.SIGINT)
-        ended = end(process, 30)
+        ended = end(process, 10)
     assert ended.code == 1
     assert "Killed by a second signal, without saving" in ended.err
