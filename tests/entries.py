@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,9 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.config import RunConfig
 from lockstep.errors import Stopped
-from lockstep.launchers import stores
-from lockstep.launchers.claims import Claim
-from lockstep.launchers.rendezvous import RollCall
 from lockstep.world import World
 
 
@@ -26,10 +22,8 @@ def total(config: RunConfig, world: World) -> dict[str, Any]:
     topology = world.topology
     return {
         "sum": world.sum(torch.tensor([1.0, float(world.rank)])).tolist(),
-        "ranks": world.gather([world.rank, topology.local_rank, topology.local_size, os.getpid()]),
-        "threads": world.gather(torch.get_num_threads()),
+        "ranks": world.gather([world.rank, topology.local_rank, topology.local_size]),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
-        "seed": config.seed,
     }
 
 
@@ -53,28 +47,22 @@ def _raise() -> None:
     raise ValueError("labels reach 10")  # the line that the sentence names
 
 
-def _killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-_FAILURES = {"raise": _raise, "exit": lambda: sys.exit(3), "vanish": lambda: os._exit(7), "killed": _killed}
+_FAILURES = {"raise": _raise, "exit": lambda: sys.exit(3), "vanish": lambda: os._exit(7)}
 
 
 def fed(config: RunConfig, world: World) -> None:
-    """Read from data workers, and end in the way that the config's data folder names while they go on."""
+    """Read from data workers, and stop while they go on."""
     samples = cast(Dataset[Tensor], torch.arange(1000.0).unbind())
     batches = iter(DataLoader(samples, batch_size=1, num_workers=2, persistent_workers=True))
     next(batches)
     world.barrier()
-    if config.data.dir.name == "stop":
-        raise Stopped("Enough.")
-    del batches
+    raise Stopped("Enough.")
 
 
 def lose(config: RunConfig, world: World) -> None:
-    """Send a signal, which the config's data folder names, to the rank that its seed names; the others wait for it."""
+    """Send rank 0 a signal, which the config's data folder names; the others wait for it."""
     world.barrier()
-    if world.rank == config.seed:
+    if world.is_main:
         os.kill(os.getpid(), signal.Signals[config.data.dir.name])
     world.sum(torch.ones(1))
 
@@ -85,20 +73,5 @@ def read_long(config: RunConfig, world: World) -> None:
     world.barrier()
     world.pulse.enter("data")
     if world.rank == 1:
-        _killed()
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
-
-
-def abort(config: RunConfig, world: World) -> None:
-    """End rank 0 as NCCL's watchdog does where it has waited in vain; rank 1 hangs."""
-    world.barrier()
-    if world.rank == 0:
-        os.abort()
-    time.sleep(60)
-
-
-def desert(path: str, rank: int, size: int) -> None:
-    """Answer the roll call at a file, and end with code 3 before the process group is formed."""
-    call = RollCall(stores.open_file(Path(path)), Claim(rank=rank, size=size, accelerator="cpu"))
-    call.take(60)
-    os._exit(3)

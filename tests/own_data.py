@@ -139,17 +139,9 @@ def _start_and_end() -> None:
 breaking = partial(_at_23, partial(_raise, OSError("disk on fire")))
 hanging = partial(_at_23, partial(time.sleep, 600))
 crashing = partial(_at_23, partial(ctypes.string_at, 0))
-leaving = partial(_at_23, partial(os._exit, 0))
-exiting = partial(_at_23, partial(os._exit, 7))
 talking = partial(_at_23, _talk)
 starting = partial(_at_23, _start_and_end)
 debugged = partial(_at_23, breakpoint)
-
-
-def moving() -> Splits:
-    """Return data that change the working folder, when they are made and when one sample is read."""
-    os.chdir("elsewhere")
-    return _at_23(partial(os.chdir, "further"))
 
 
 class _Holding(_Samples):

@@ -24,7 +24,7 @@ CPU = ("--accelerator", "cpu")
 _OWN = ("model", "data", "loss", "step")
 
 
-def _examined(world: World, names: tuple[str, ...], values: dict[str, Any]) -> Report | str:
+def _examined(world: World, names: tuple[str, ...], values: dict[str, Any]) -> Report | str | None:
     torch.set_num_threads(1)
     asked: dict[str, Any] = {"model": "Plain", "data": "vectors", "batch": 24, "precision": "fp64"} | values
     asked |= {key: f"tests.judged:{asked[key]}" for key in _OWN if key in asked}

@@ -78,7 +78,8 @@ def _exchanged(world: World) -> tuple[int, bool]:
     The exchange is one of the two levels', of one bucket.
     """
     job = assemble(override(RunConfig(), **NET, model="mlp", accumulate=3, precision="fp64"), world)
-    sums, summed = [], World.sum_
+    sums: list[Tensor] = []
+    summed = World.sum_
 
     def counted(world: World, tensor: Tensor) -> Tensor:
         sums.append(tensor)

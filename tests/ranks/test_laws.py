@@ -49,7 +49,6 @@ def slowly(cases: Any) -> list[Any]:
         (3, NET | {"schedule": "cosine", "nesterov": True, "label_smoothing": 0.1, "warmup": 1.0}, {}),
         (2, LONG | {"accumulate": 3}, {}),
         (3, LONG, {}),
-        (3, SHORT, {}),
         (2, SHORT | {"accumulate": 3}, {"collectives": "gloo"}),
         (3, NET | {"model": "pyramidnet-20-48", "batch": 20}, {}),
         # No bias before a BatchNorm here: its gradient is 0 but for rounding, which AdamW makes as large as any other.
