@@ -51,11 +51,13 @@ def _reduced(carrier: Carrier) -> Finding:
 
 JUDGED: list[tuple[Callable[[], Finding | Iterable[Finding]], str, str]] = [
     (lambda: _torches("2.12.0", "2.12.0"), GREEN, "torch 2.12.0"),
+    (lambda: _torches("2.12.0", "2.11.0"), RED, "torch & 2.12.0 on rank 0 & 2.11.0 on rank 1"),
     (lambda: _torches("2.9.1"), RED, "pip install 'torch>=2.11'"),
     (lambda: host.judge_shared_memory(GIB, GIB, ALONE), GREEN, ""),
     (lambda: host.judge_shared_memory(64 * MIB, 64 * MIB, ALONE), YELLOW, "--shm-size=1g"),
     (lambda: host.judge_shared_memory(64 * MIB, GIB, MANY), YELLOW, "--shm-size=2g"),
     (lambda: host.judge_files(1024, 4096, ALONE), GREEN, ""),
+    (lambda: host.judge_files(256, 4096, ALONE), YELLOW, "ulimit -n 1024"),
     (lambda: host.judge_files(256, 256, ALONE), YELLOW, "limits.conf"),
     (
         lambda: network.judge_name("a", ["127.0.1.1"], "", "10.0.0.1", is_bound=False, others=True),

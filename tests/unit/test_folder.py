@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +15,12 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop, v2
 
+from lockstep import failures
 from lockstep.config import DataConfig
 from lockstep.data import counter, folder
 from lockstep.data.sets import build
 from lockstep.data.source import Source, Splits
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, RunError
 from lockstep.world import World
 
 from ..real_data import photographs
@@ -135,6 +137,27 @@ def test_a_sample_does_not_depend_on_its_batch_or_worker_and_workers_stay_until_
     assert set(psutil.Process().children()) - before == started
     next(workers.train.stream([np.array([index]) for index in range(50)], epoch=5))
     workers.close()
+    assert set(psutil.Process().children()) == before
+
+
+def test_a_worker_that_is_killed_is_one_sentence() -> None:
+    before = set(psutil.Process().children())
+    splits = made(photographs(), workers=2, image_size=224)
+    stream = splits.train.stream([np.arange(index, index + 4) for index in range(100)], epoch=0)
+    next(stream)
+    next(stream)  # answers come in order, and the second worker's is the second: both have begun
+
+    def go_on() -> None:
+        (set(psutil.Process().children()) - before).pop().kill()
+        list(stream)
+
+    # torch notices by SIGCHLD too, and then raises in whatever the rank is doing: a RuntimeError, outside the stream.
+    with pytest.raises((RunError, RuntimeError)) as caught:
+        go_on()
+    splits.close()  # as a run does before it tells: until then torch may notice once more
+    told = failures.describe(caught.value, 0).sentence
+    assert re.search(r"data worker .*(died|killed by SIGKILL|ended)", told), told
+    assert "\n" not in told
     assert set(psutil.Process().children()) == before
 
 

@@ -45,6 +45,11 @@ def test_auto_finds_the_launcher_and_the_strategy(
     assert (table.choose(resolved, environment(env)).name, resolved.parallel.strategy) == (launcher, strategy)
 
 
+def test_an_entry_that_other_processes_cannot_find_is_refused() -> None:
+    with pytest.raises(RequestError, match="top level of a module"):
+        table.launch(lambda config, world: None, config(devices=2), {})
+
+
 def known(answers: dict[tuple[Any, ...], Any]) -> Callable[..., Any]:
     """Return a function of the driver's that answers these arguments alone."""
 
