@@ -44,12 +44,6 @@ def tensors(dtype: torch.dtype, *arrays: np.ndarray) -> tuple[Tensor, ...]:
     return torch.from_numpy(table).unbind()
 
 
-def track(held: Tensor, new: np.ndarray, momentum: float | Tensor) -> None:
-    """Move running statistics `held` by the share `momentum` towards new ones, in place."""
-    array = held.numpy()  # the buffer's own memory
-    array += float(momentum) * (new - array)
-
-
 def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance per channel."""
     x, parts = _fold(x)
@@ -65,18 +59,9 @@ def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Return (x - mean) / √(var + eps) · weight + bias."""
-    folded, parts = _fold(x)
-    if parts == 1:
-        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
-    # Written into a tensor of x's shape, not unfolded from one of the folded shape: autograd lets nobody change a view
-    # that a Function returns in place, as the ReLU after it does.
-    y = torch.empty_like(x)
-    of_parts = [None if each is None else _repeated(each, parts) for each in (weight, bias, mean, var)]
-    unused = torch.empty(2, 0, dtype=mean.dtype)
-    torch.ops.aten.native_batch_norm.out(
-        folded, *of_parts, False, 0.0, eps, out=_like(y, folded), save_mean=unused[0], save_invstd=unused[1]
-    )
-    return y
+    scales, _ = _scales(var, weight, eps)
+    offsets = -mean.numpy() * scales
+    return _affine(x, *tensors(mean.dtype, scales, offsets if bias is None else offsets + bias.detach().numpy()))
 
 
 def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -105,16 +90,41 @@ def input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, means: Any
 ) -> Tensor:
     """Return w/s · (dy - total - x̂ · dot), s the standard deviation; `means` (2, C) are all ranks' of dot and total."""
-    weights = 1.0 if weight is None else weight.detach().numpy()
-    scales = weights / np.sqrt(var.numpy() + np.float64(eps))
-    scale, slope, offset = tensors(var.dtype, scales, *(means * -scales))
-    # Affine in x̂, so the forward's kernel does it in one pass.
-    dx = normalise(x, mean, var, slope, offset, eps)
-    if dx.dtype == scale.dtype:
-        return dx.addcmul_(dy, scale.view(-1, *[1] * (x.dim() - 2)))
+    scales, invstd = _scales(var, weight, eps)
+    dot, total = means * -scales
+    dot *= invstd
+    scale, slope, offset = tensors(var.dtype, scales, dot, total - dot * mean.numpy())
+    dx = _affine(x, slope, offset)
+    if dx.dtype != scale.dtype:
+        return dx.add_(_affine(dy, scale, torch.zeros_like(scale)))
+    folded, parts = _fold(dx)
+    folded.addcmul_(_like(dy, folded), _spread(scale, folded, parts))
+    return dx
+
+
+def _scales(var: Tensor, weight: Tensor | None, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return weight / s and 1 / s, s the standard deviation: (C,), float64."""
+    invstd = 1 / np.sqrt(var.numpy() + np.float64(eps))
+    return invstd if weight is None else invstd * weight.detach().numpy(), invstd
+
+
+def _affine(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """Return scale · x + offset, in x's type and order of memory; half the time of torch's own `batch_norm`."""
+    folded, parts = _fold(x)
+    # Not unfolded from a tensor of the folded shape: autograd lets nobody change a view that a Function returns in
+    # place, as the ReLU after it does.
+    y = torch.empty_like(x)
+    if x.dtype == scale.dtype:
+        torch.addcmul(_spread(offset, x, parts), folded, _spread(scale, x, parts), out=_like(y, folded))
+        return y
     # A product of bfloat16 and float32 is 4 to 20 times slower than the kernel that is made for the mixture.
-    zero, ones = torch.zeros_like(scale), torch.ones_like(scale)
-    return dx.add_(normalise(dy, zero, ones, scale, zero, 0.0))
+    unused = torch.empty(2, 0)
+    still = torch.zeros_like(scale), torch.ones_like(scale)
+    of_parts = [_repeated(each, parts) for each in (scale, offset, *still)]
+    torch.ops.aten.native_batch_norm.out(
+        folded, *of_parts, False, 0.0, 0.0, out=_like(y, folded), save_mean=unused[0], save_invstd=unused[1]
+    )
+    return y
 
 
 def _fold(x: Tensor) -> tuple[Tensor, int]:
@@ -129,6 +139,11 @@ def _fold(x: Tensor) -> tuple[Tensor, int]:
 
 def _repeated(each: Tensor, parts: int) -> Tensor:
     return each if parts == 1 else torch.cat([each] * parts)  # 2.8 times as fast as Tensor.repeat
+
+
+def _spread(each: Tensor, x: Tensor, parts: int) -> Tensor:
+    """Return values per channel in the shape that meets those of the folded x."""
+    return _repeated(each, parts).view(-1, *[1] * (x.dim() - 2))
 
 
 def _like(other: Tensor, folded: Tensor) -> Tensor:

@@ -40,11 +40,6 @@ def tensors(dtype: torch.dtype, *computed: Tensor) -> list[Tensor]:
     return [each.to(torch.float64 if dtype == torch.float64 else torch.float32) for each in computed]
 
 
-def track(held: Tensor, new: Tensor, momentum: float | Tensor) -> None:
-    """Move running statistics `held` by the share `momentum` towards new ones, in place."""
-    held.lerp_(new.to(held.dtype), momentum)
-
-
 def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and, in float64, biased variance per channel."""
     mean, invstd = torch.batch_norm_stats(x, eps)

@@ -75,8 +75,8 @@ class SyncBatchNorm(_BatchNorm):
         mean, var, count = _global_statistics(x.detach(), self.world, self.eps)
         # Only what ranks have exchanged on a CPU are arrays.
         numbers = _kernels(x) if self.world.size > 1 else cuda_kernels
-        self._track(mean, var, count, numbers.track)
-        mean, var = numbers.tensors(x.dtype, mean, var)
+        mean, var, unbiased = numbers.tensors(x.dtype, mean, var, var * (count / (count - 1)))
+        self._track(mean, unbiased)
         y: Tensor = _Normalise.apply(x, self.weight, self.bias, mean, var, count, self.eps, self.world)
         return y
 
@@ -88,16 +88,16 @@ class SyncBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
         return functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    def _track(self, mean: Any, var: Any, count: Tensor | int, track: Callable[[Tensor, Any, Any], None]) -> None:
-        """Move the running statistics towards those of this global micro-batch; the variance's is the unbiased one."""
+    def _track(self, mean: Tensor, var: Tensor) -> None:
+        """Move the running statistics towards those of this global micro-batch, of which `var` is the unbiased one."""
         running_mean, running_var, batches = self.running_mean, self.running_var, self.num_batches_tracked
         if running_mean is None or running_var is None or batches is None:
             return
         batches.add_(1)
         # Without a momentum the running statistics are the plain average over all batches so far.
         momentum = 1 / batches.to(running_mean.dtype) if self.momentum is None else self.momentum
-        track(running_mean, mean, momentum)
-        track(running_var, var * (count / (count - 1)), momentum)
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_(var.to(running_var.dtype), momentum)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         # A process group cannot be copied; a copy of the layer belongs to the same world.
