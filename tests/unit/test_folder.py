@@ -23,13 +23,14 @@ from lockstep.data.source import Source, Splits
 from lockstep.errors import RequestError, RunError
 from lockstep.world import World
 
+from ..pool import RankPool
 from ..real_data import photographs
 
 
-def made(root: Path, **options: Any) -> Splits:
+def made(root: Path, *, world: World | None = None, **options: Any) -> Splits:
     options = {"image_size": 64, "workers": 0} | options
     config = DataConfig(name="imagefolder", dir=root, **options)
-    return build(config, seed=0, world=World.alone(), dtype=torch.float32, channels_last=True)
+    return build(config, seed=0, world=world or World.alone(), dtype=torch.float32, channels_last=True)
 
 
 def fetch(source: Source, *shares: Sequence[int], epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,7 +165,12 @@ def test_a_worker_that_is_killed_is_one_sentence() -> None:
 # --- damage
 
 
-def test_damaged_images_are_named_or_left_out_and_counted_where_asked(small: Path) -> None:
+def _skipped(world: World, root: Path) -> tuple[tuple[str, ...], int]:
+    train = made(root, world=world, skip_corrupt=True).train
+    return train.skipped, len(train)
+
+
+def test_damaged_images_are_named_or_left_out_and_counted_where_asked(small: Path, pool: RankPool) -> None:
     bees = sorted((small / "train" / "bees").iterdir())
     note = small / "val" / "ants" / "note.jpg"
     note.write_text("not an image")
@@ -177,6 +183,7 @@ def test_damaged_images_are_named_or_left_out_and_counted_where_asked(small: Pat
     splits = made(small, skip_corrupt=True)
     assert (splits.train.skipped, splits.test.skipped) == ((str(bees[1]),), (str(note),))
     assert (len(splits.train), len(splits.test)) == (5, 4)
+    assert pool.run(2, _skipped, small) == [((str(bees[1]),), 5)] * 2
     x, y = fetch(splits.train, range(5))
     assert y.tolist() == [0, 0, 0, 1, 1]
     assert torch.equal(x[:3], fetch(made(small).train, range(3))[0])
