@@ -125,6 +125,15 @@ class Single(Plain):
         return super().forward(x.float())  # type: ignore[no-any-return]
 
 
+class PartlySingle(Plain):
+    """Multiplies in float32 in the first layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self[0].parameters()
+        y = nn.functional.linear(x.float(), weight.float(), bias.float())
+        return self[2](self[1](y.to(x.dtype)))  # type: ignore[no-any-return]
+
+
 # ---- losses
 
 
