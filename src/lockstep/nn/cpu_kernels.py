@@ -59,9 +59,9 @@ def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Return (x - mean) / √(var + eps) · weight + bias."""
-    scales, _ = _scales(var, weight, eps)
-    offsets = -mean.numpy() * scales
-    return _affine(x, *tensors(mean.dtype, scales, offsets if bias is None else offsets + bias.detach().numpy()))
+    scale, _ = _scale(var, weight, eps)
+    moved = mean * scale
+    return _affine(x, scale, moved.neg_() if bias is None else bias - moved)
 
 
 def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -90,10 +90,10 @@ def input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, means: Any
 ) -> Tensor:
     """Return w/s · (dy - total - x̂ · dot), s the standard deviation; `means` (2, C) are all ranks' of dot and total."""
-    scales, invstd = _scales(var, weight, eps)
-    dot, total = means * -scales
-    dot *= invstd
-    scale, slope, offset = tensors(var.dtype, scales, dot, total - dot * mean.numpy())
+    scale, invstd = _scale(var, weight, eps)
+    dot, total = tensors(var.dtype, *-means)
+    slope = dot.mul_(scale).mul_(invstd)
+    offset = total.mul_(scale).addcmul_(slope, mean, value=-1)
     dx = _affine(x, slope, offset)
     if dx.dtype != scale.dtype:
         return dx.add_(_affine(dy, scale, torch.zeros_like(scale)))
@@ -102,10 +102,10 @@ def input_gradient(
     return dx
 
 
-def _scales(var: Tensor, weight: Tensor | None, eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return weight / s and 1 / s, s the standard deviation: (C,), float64."""
-    invstd = 1 / np.sqrt(var.numpy() + np.float64(eps))
-    return invstd if weight is None else invstd * weight.detach().numpy(), invstd
+def _scale(var: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Return weight / s and 1 / s, s the standard deviation."""
+    invstd = (var + eps).rsqrt_()
+    return invstd if weight is None else invstd * weight, invstd
 
 
 def _affine(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
