@@ -14,6 +14,7 @@ Per channel tensors are (C,), images (N, C) or (N, C, …).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,8 @@ def summed(world: World, dot: Tensor, total: Tensor) -> np.ndarray:
     return found.reshape(2, -1)
 
 
-def tensors(dtype: torch.dtype, *arrays: np.ndarray) -> tuple[Tensor, ...]:
-    """Return arrays (C,) as tensors of float64 where `dtype` is that, else of float32."""
+def tensors(dtype: torch.dtype, arrays: Sequence[np.ndarray] | np.ndarray) -> tuple[Tensor, ...]:
+    """Return arrays (C,), or the rows of one, as tensors of float64 where `dtype` is that, else of float32."""
     table = np.array(arrays, np.float64 if dtype == torch.float64 else np.float32)
     return torch.from_numpy(table).unbind()
 
@@ -91,7 +92,7 @@ def input_gradient(
 ) -> Tensor:
     """Return w/s · (dy - total - x̂ · dot), s the standard deviation; `means` (2, C) are all ranks' of dot and total."""
     scale, invstd = _scale(var, weight, eps)
-    dot, total = tensors(var.dtype, *-means)
+    dot, total = tensors(var.dtype, -means)
     slope = dot.mul_(scale).mul_(invstd)
     offset = total.mul_(scale).addcmul_(slope, mean, value=-1)
     dx = _affine(x, slope, offset)

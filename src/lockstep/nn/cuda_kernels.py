@@ -5,6 +5,7 @@ Per channel tensors are (C,), images (N, C) or (N, C, …), x and dy in the same
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ def summed(world: World, dot: Tensor, total: Tensor) -> Tensor:
     return world.sum_(torch.stack([dot.double(), total.double()]))
 
 
-def tensors(dtype: torch.dtype, *computed: Tensor) -> list[Tensor]:
-    """Return tensors (C,) as float64 where `dtype` is that, else as float32."""
+def tensors(dtype: torch.dtype, computed: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors (C,), or the rows of one, as float64 where `dtype` is that, else as float32."""
     return [each.to(torch.float64 if dtype == torch.float64 else torch.float32) for each in computed]
 
 
@@ -67,7 +68,7 @@ def input_gradient(
     if x.numel() == 0:
         return torch.empty_like(x)
     invstd = _invstd(var, eps)
-    dot, total = tensors(var.dtype, *means)
+    dot, total = tensors(var.dtype, means)
     # The kernel takes sums and counts: the means are sums of one. It wants Σdy·(x - mean), hence the division.
     one = torch.ones(1, dtype=torch.int32, device=x.device)
     return torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, total, dot / invstd, one)

@@ -75,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
         mean, var, count = _global_statistics(x.detach(), self.world, self.eps)
         # Only what ranks have exchanged on a CPU are arrays.
         numbers = _kernels(x) if self.world.size > 1 else cuda_kernels
-        mean, var, unbiased = numbers.tensors(x.dtype, mean, var, var * (count / (count - 1)))
+        mean, var, unbiased = numbers.tensors(x.dtype, (mean, var, var * (count / (count - 1))))
         self._track(mean, unbiased)
         y: Tensor = _Normalise.apply(x, self.weight, self.bias, mean, var, count, self.eps, self.world)
         return y
@@ -122,15 +122,16 @@ def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Any, Any, T
         return *kernels.statistics(x, eps), local_count
     own = kernels.statistics(x, eps) if local_count else 2 * [torch.zeros(channels, device=x.device)]
     found = kernels.exchanged(world, *own, local_count)
-    means, variances, counts = found[:, :channels], found[:, channels:-1], found[:, -1:]
+    means, counts = found[:, :channels], found[:, -1:]
     count = counts.sum()
     if not x.is_cuda:
         count = int(count)
         _check_count(count, "on all ranks")
     shares = counts / count
-    mean = (means * shares).sum(0)
+    pooled = (found * shares).sum(0)
+    mean, within = pooled[:channels], pooled[channels:-1]
     # Around the common mean, not the mean of squares less the square of the mean, which loses a small variance.
-    var = ((variances + (means - mean) ** 2) * shares).sum(0)
+    var = within + ((means - mean) ** 2 * shares).sum(0)
     return mean, var, count
 
 
