@@ -140,14 +140,14 @@ BatchNorm stays local: nn/sync_batchnorm.py
 + return model
 = ranks/test_sync_batchnorm.py::test_equals_one_process[2d {}]
 the running variance is the biased one: nn/sync_batchnorm.py
-- numbers.tensors(x.dtype, mean, var, var * (count / (count - 1)))
-+ numbers.tensors(x.dtype, mean, var, var)
+- numbers.tensors(x.dtype, (mean, var, var * (count / (count - 1))))
++ numbers.tensors(x.dtype, (mean, var, var))
 BatchNorm's backward pass forgets the other ranks: nn/sync_batchnorm.py
 - kernels.summed(ctx.world, dot, total)
 + ctx.world.size * kernels.summed(World.alone(), dot, total)
 BatchNorm's mean is one of means: nn/sync_batchnorm.py
-- mean = (means * shares).sum(0)
-+ mean = means.mean(0)
+- pooled = (found * shares).sum(0)
++ pooled = found.mean(0)
 = unit/test_strategies.py::test_the_first_replicas_statistics_are_kept
 replicas in threads share running statistics: strategies/data_parallel.py
 - None if held is None else held.clone()
