@@ -24,6 +24,7 @@ import platform
 import secrets
 import select
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from torch import Tensor
 _SLOT_BYTES = 1 << 19
 _LINE = 8  # 64-bit words in a cache line, so that no two ranks write into one
 _LEFT = 1  # the word of a rank's line that says that it has left; word 0 is its sequence number
+_KIND = 2  # the words that say what it exchanges, by turns
 _NONCE_BYTES = 16
 _PAGE = mmap.PAGESIZE
 _PROCESSORS = ("x86_64", "AMD64")
@@ -85,15 +87,17 @@ class SharedMemory:
 
         `op` is torch.add or torch.maximum, taken in the order of the ranks.
         """
+        kind = _kind(op.__name__, tensor)
         for part in self._parts(tensor):
-            first, second, *more = self._exchange(part).rows
+            first, second, *more = self._exchange(part, kind).rows
             op(first, second, out=part)
             for each in more:
                 op(part, each, out=part)
 
     def stack(self, tensor: Tensor) -> Tensor:
         """Return every rank's `tensor` (contiguous), in the order of the ranks: (ranks, elements)."""
-        parts = [self._exchange(part).all.clone() for part in self._parts(tensor)]
+        kind = _kind("stack", tensor)
+        parts = [self._exchange(part, kind).all.clone() for part in self._parts(tensor)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def numbers(self, parts: Sequence[np.ndarray], count: int) -> np.ndarray | None:
@@ -106,7 +110,7 @@ class SharedMemory:
             return None
         everyone = self._numbers[(self._sequence + 1) % _TURNS, :, :count]
         np.concatenate(parts, out=everyone[self.rank])
-        self._meet()
+        self._meet(~count)  # negative, unlike a tensor's kind
         return everyone
 
     def close(self) -> None:
@@ -120,17 +124,21 @@ class SharedMemory:
         flat = tensor.view(-1)
         return (flat,) if tensor.nbytes <= _SLOT_BYTES else torch.split(flat, _SLOT_BYTES // tensor.element_size())
 
-    def _exchange(self, part: Tensor) -> _Views:
+    def _exchange(self, part: Tensor, kind: int) -> _Views:
         """Return every rank's `part` (flat, at most a slot), which is valid until the next exchange."""
         views = self._next(part.dtype, part.numel())
         views.rows[self.rank].copy_(part)
-        self._meet()
+        self._meet(kind)
         return views
 
-    def _meet(self) -> None:
-        """Say that this rank's slot is written, and return once all have written theirs."""
+    def _meet(self, kind: int) -> None:
+        """Say that this rank's slot is written, and return once all have written theirs.
+
+        Raises `RuntimeError` where another rank exchanges something of another kind: it would be taken for this.
+        """
         self._sequence = sequence = self._sequence + 1
-        words = self._words
+        words, turn = self._words, _KIND + sequence % _TURNS
+        words[self.rank * _LINE + turn] = kind
         words[self.rank * _LINE] = sequence
         for peer in self._peers:
             at = peer * _LINE
@@ -139,6 +147,11 @@ class SharedMemory:
                 looks += 1
                 if looks > _LOOKS:
                     self._wait(peer)
+            if words[at + turn] != kind:
+                raise RuntimeError(
+                    f"rank {self.rank} and rank {peer} exchange different things at the same moment: every rank has to "
+                    "take the same path through the model and the loop"
+                )
 
     def _next(self, dtype: torch.dtype, count: int) -> _Views:
         """Return the slots of the next exchange, of `count` elements each."""
@@ -210,6 +223,11 @@ def join(
         if why and memory is not None:
             memory.close()
         return (None, why) if why else (memory, "")
+
+
+def _kind(operation: str, tensor: Tensor) -> int:
+    """Return a number that is another one where the operation, the type or the number of elements is."""
+    return zlib.crc32(f"{operation} {tensor.dtype} {tensor.numel()}".encode())
 
 
 def _unfit(nodes: int) -> str:

@@ -6,8 +6,10 @@ import os
 import resource
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
@@ -80,6 +82,30 @@ def _read_slowly(world: World, folder: str) -> list[float]:
 
 def test_a_rank_that_reads_slowly_reads_what_was_written(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(3, _read_slowly, str(tmp_path)) == [[0.0, 3.0, 6.0, 9.0, 12.0]] * 3
+
+
+def _crossed(world: World, folder: str, how: str) -> tuple[str, bool]:
+    """Exchange something else than the other ranks do."""
+    world = _rejoined(world, folder)
+    exchanges: dict[str, Callable[[], object]] = {
+        "sum": lambda: world.sum(torch.ones(5)),
+        "another type": lambda: world.sum(torch.ones(5, dtype=torch.float64)),
+        "more": lambda: world.sum(torch.ones(200_000)),
+        "another operation": lambda: world.stack(torch.ones(5)),
+        "numbers": lambda: world.numbers(np.ones(5)),
+    }
+    with pytest.raises(RuntimeError, match="exchange different things") as caught:
+        exchanges["sum" if world.rank else how]()
+    found = str(caught.value), is_echo(caught.value)
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["another type", "more", "another operation", "numbers"])
+def test_what_does_not_match_is_not_taken_for_what_is_asked(pool: RankPool, tmp_path: Path, how: str) -> None:
+    for told, echoes in pool.run(2, _crossed, str(tmp_path), how):
+        assert "every rank has to take the same path" in told
+        assert not echoes, "a cause, not another rank's loss"
 
 
 def _left_alone(world: World, folder: str, how: str) -> tuple[float, str, bool]:
