@@ -32,7 +32,10 @@ from .pulse import Pulse
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_BELOW = tuple(str(Path(__file__).with_name(name)) for name in ("watch.py", "beats.py", "pulse.py", "world.py", "nn"))
+_BELOW = tuple(
+    str(Path(__file__).with_name(name))
+    for name in ("watch.py", "beats.py", "pulse.py", "world.py", "shared_memory.py", "nn")
+)
 _WORDS = {"": "its own code", "data": "data loading", "step": "the optimizer step", "save": "saving"}
 MISSED_BEATS = 3
 """So many of a living rank's beats may come late."""

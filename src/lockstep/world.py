@@ -73,7 +73,8 @@ class World:
         NCCL moves CUDA tensors. CPU tensors go through memory that the ranks of one host share, or by gloo, as
         `collectives` says: auto, gloo or shared-memory. A collective that waits longer than `timeout_s` for a rank
         raises in the others; forming the group waits `form_s`, by default as long. `pulse` is what a watch over this
-        rank reads, `notes` what outlives the ranks. Raises `RequestError` where there can be no shared-memory.
+        rank reads, `notes` what outlives the ranks. Raises `RequestError` where there can be no shared-memory, or
+        ranks ask for different `collectives`.
         """
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -89,6 +90,14 @@ class World:
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             set_timeout(timedelta(seconds=timeout_s))
         world = cls(topology, device, dist.group.WORLD, pulse or Pulse(), notes or NoNotes())
+        # Before the options are compared: what a rank does next depends on this one.
+        asked = world.gather(collectives)
+        if other := next((rank for rank, each in enumerate(asked) if each != asked[0]), 0):
+            world.close()
+            raise RequestError(
+                f"Rank {other} was started with --collectives {asked[other]}, rank 0 with {asked[0]}; "
+                "start every rank with the same options."
+            )
         if world.size == 1 or collectives == "gloo":
             return world
         memory, apart = shared_memory.join(world.rank, world.size, topology.nodes, world.gather, timeout_s)

@@ -25,13 +25,15 @@ from ..pool import RankPool
 NOBODY = 65534
 
 
-def _rejoined(world: World, folder: str, *, nodes: int = 1, timeout_s: float = 30) -> World:
+def _rejoined(
+    world: World, folder: str, *, nodes: int = 1, timeout_s: float = 30, collectives: str = "shared-memory"
+) -> World:
     """Form the group anew, with memory that the ranks share."""
     world.close()
     here = world.topology
     topology = Topology(rank=here.rank, size=here.size, local_rank=here.rank, local_size=here.size, nodes=nodes)
     store = FileStore(str(Path(folder) / "again"), here.size)
-    return World.join(topology, world.device, store, timeout_s=timeout_s, collectives="shared-memory")
+    return World.join(topology, world.device, store, timeout_s=timeout_s, collectives=collectives)
 
 
 def _mixed(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -196,3 +198,19 @@ def test_where_no_memory_can_be_shared_every_rank_says_why(pool: RankPool, how: 
         store.chmod(0o666)
         said = pool.run(2, _refused, folder, how)
     assert said == 2 * [f"--collectives shared-memory: {why}; take --collectives gloo, or auto."]
+
+
+def _asking_otherwise(world: World, folder: str) -> str:
+    try:
+        _rejoined(world, folder, collectives="gloo" if world.rank else "shared-memory").close()
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_ask_for_different_collectives_are_told(pool: RankPool, tmp_path: Path) -> None:
+    said = pool.run(2, _asking_otherwise, str(tmp_path))
+    told = (
+        "Rank 1 was started with --collectives gloo, rank 0 with shared-memory; start every rank with the same options."
+    )
+    assert said == 2 * [f"{told} the same options."]
