@@ -19,7 +19,7 @@ from lockstep import RunConfig, World, launch
 from lockstep.job import assemble
 from lockstep.options import override, recipe
 
-from .harness import Report, Series, interleave, verdict
+from .harness import Report, Series, interleave
 from .loops import configured, repeated, stepper
 
 SIZES = {"256 B": (256, 400, 1 / 30), "4 MB": (4 << 20, 20, 1 / 2), "100 MB": (100 << 20, 2, 1 / 2)}
@@ -41,7 +41,8 @@ TRAININGS: dict[str, tuple[dict[str, Any], int, float]] = {
 
 def measure() -> Report:
     """Return what part of gloo's time a sum takes, and what two ranks train for each image of one process."""
-    rows, met = [], True
+    rows: list[tuple[str, ...]] = []
+    met: list[bool] = []
     for ranks in RANKS:
         found = launch(_sums, configured(strategy="ddp", devices=ranks, accelerator="cpu"))
         assert found is not None
@@ -49,7 +50,7 @@ def measure() -> Report:
             gloo, ours = (Series(tuple(found[size][name])) for name in ("gloo", "shared memory"))
             part = ours.per(gloo)
             reach = goal if ranks == 2 else 1.0
-            met = met and part.median <= reach
+            met.append(part.median <= reach)
             rows.append(
                 (
                     f"sum of {size}, {ranks} ranks",
@@ -64,13 +65,13 @@ def measure() -> Report:
         assert found is not None
         one, two = (Series(tuple(found[subject])) for subject in ("one", "two"))
         quotient = two.per(one)
-        met = met and quotient.median >= goal
+        met.append(quotient.median >= goal)
         rows.append(
             (name, f"{one.median:.0f} images/s", f"{two.median:.0f} images/s", f"× {quotient.text()}", f"{goal}")
         )
     return Report(
         title="Ranks of one host",
-        finding=f"Shared memory against gloo, and two ranks against one process: all goals {verdict(met)}.",
+        finding=f"Shared memory against gloo, and two ranks against one process: {sum(met)} of {len(met)} goals met.",
         columns=("what", "gloo, or one process of 2 threads", "shared memory, or 2 ranks of 1", "quotient", "goal"),
         rows=rows,
         method="Sums of float32, in turns in the same ranks; the slowest rank's time. Training in float32 with "

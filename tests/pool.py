@@ -33,6 +33,18 @@ class RankPool:
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             self._ranks.append((process, ours))
+        try:
+            answers = self._answers(size, function, args, timeout_s, collectives)
+        except (OSError, EOFError):  # a rank is gone, or silent: answers that still come are no later call's
+            self.close()
+            raise
+        failed = [f"rank {rank}:\n{trace}" for rank, (_, trace) in enumerate(answers) if trace]
+        assert not failed, "\n".join(failed)
+        return [value for value, _ in answers]
+
+    def _answers(
+        self, size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, collectives: str
+    ) -> list[tuple[Any, str]]:
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(size):
                 self._ranks[rank][1].send(
@@ -42,12 +54,9 @@ class RankPool:
             for rank in range(size):
                 pipe = self._ranks[rank][1]
                 if not pipe.poll(timeout_s):
-                    self.close()
                     raise TimeoutError(f"rank {rank} of {size} gave no answer within {timeout_s} s")
                 answers.append(pipe.recv())
-        failed = [f"rank {rank}:\n{trace}" for rank, (_, trace) in enumerate(answers) if trace]
-        assert not failed, "\n".join(failed)
-        return [value for value, _ in answers]
+        return answers
 
     def close(self) -> None:
         """End the processes."""

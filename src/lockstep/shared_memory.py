@@ -121,7 +121,7 @@ class SharedMemory:
         self._peers.clear()
 
     def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        flat = tensor.view(-1)
+        flat = tensor.detach().view(-1)  # nothing is written to a view that a gradient passes through
         return (flat,) if tensor.nbytes <= _SLOT_BYTES else torch.split(flat, _SLOT_BYTES // tensor.element_size())
 
     def _exchange(self, part: Tensor, kind: int) -> _Views:

@@ -56,6 +56,7 @@ def _exchanged(world: World, folder: str) -> bool:
             assert torch.equal(mine, each[world.rank])
     assert world.gather({"rank": world.rank, "long": "x" * 2000 * world.rank})[-1]["rank"] == world.size - 1
     assert torch.equal(world.sum(torch.ones(4, 6).T), torch.full((6, 4), float(world.size)))
+    assert world.sum(torch.ones(3, requires_grad=True)).tolist() == 3 * [world.size]
     world.barrier()
     world.close()
     return True

@@ -94,10 +94,12 @@ def input_gradient(
     scale, invstd = _scale(var, weight, eps)
     dot, total = tensors(var.dtype, -means)
     slope = dot.mul_(scale).mul_(invstd)
-    offset = total.mul_(scale).addcmul_(slope, mean, value=-1)
-    dx = _affine(x, slope, offset)
-    if dx.dtype != scale.dtype:
-        return dx.add_(_affine(dy, scale, torch.zeros_like(scale)))
+    total.mul_(scale)
+    moved = slope * mean
+    if x.dtype != scale.dtype:
+        # Each constant beside its own variable: both together nearly cancel, and bfloat16 rounds what stands between.
+        return _affine(x, slope, moved.neg_()).add_(_affine(dy, scale, total))
+    dx = _affine(x, slope, total - moved)
     folded, parts = _fold(dx)
     folded.addcmul_(_like(dy, folded), _spread(scale, folded, parts))
     return dx
@@ -110,16 +112,17 @@ def _scale(var: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tens
 
 
 def _affine(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Return scale · x + offset, in x's type and order of memory; half the time of torch's own `batch_norm`."""
+    """Return scale · x + offset, in x's type and order of memory."""
     folded, parts = _fold(x)
     # Not unfolded from a tensor of the folded shape: autograd lets nobody change a view that a Function returns in
     # place, as the ReLU after it does.
     y = torch.empty_like(x)
-    if x.dtype == scale.dtype:
+    # With channels innermost half the time of the kernel below, with channels apart up to four times as much.
+    if x.dtype == scale.dtype and x.stride(1) == 1:
         torch.addcmul(_spread(offset, x, parts), folded, _spread(scale, x, parts), out=_like(y, folded))
         return y
     # A product of bfloat16 and float32 is 4 to 20 times slower than the kernel that is made for the mixture.
-    unused = torch.empty(2, 0)
+    unused = torch.empty(2, 0, dtype=scale.dtype)
     still = torch.zeros_like(scale), torch.ones_like(scale)
     of_parts = [_repeated(each, parts) for each in (scale, offset, *still)]
     torch.ops.aten.native_batch_norm.out(

@@ -5,6 +5,8 @@ the first backward pass it forms the buckets anew, in the order in which gradien
 ranks depends in its last bits on an element's place in its bucket, so that a resumed run, whose first pass uses
 the first buckets, would differ from one that was never stopped. `settle` therefore rehearses one pass before the
 first step: the buckets are then static, and the same in every run.
+
+Through memory that the ranks of a host share, backward waits for each exchange, and no place matters.
 """
 
 from __future__ import annotations
