@@ -185,9 +185,10 @@ class _Spent:
         """Time saves from now on."""
         save, write = Saver.save, Checkpoints._write
 
-        def timed_save(saver: Saver, *given: Any, evaluated: bool = False) -> None:
-            begin_s, self._is_timed = time.perf_counter(), not evaluated  # the block's own, and not the one at its end
-            save(saver, *given, evaluated=evaluated)
+        def timed_save(saver: Saver, *given: Any, **named: Any) -> None:
+            # The block's own, and not the one at its end, which has a score.
+            begin_s, self._is_timed = time.perf_counter(), "top1" not in named
+            save(saver, *given, **named)
             self._saving_s += (time.perf_counter() - begin_s) * self._is_timed
 
         def timed_write(checkpoints: Checkpoints, *given: Any) -> None:

@@ -84,5 +84,9 @@ def broken() -> NoReturn:
     raise FileNotFoundError("my.csv")
 
 
+def averaged(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    return nn.functional.cross_entropy(scores, labels)
+
+
 def by_samples(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
     return scores.sum(1)

@@ -53,6 +53,7 @@ _PRELOADED = (
 _EARLY = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "TZ")
 """Variables, by how they begin, that are read at the start of Python, of a library, or by an import."""
 _LATE = (
+    "PYTHONSAFEPATH",  # multiprocessing hands its own path over
     *("TORCHELASTIC_", "TORCH_DISTRIBUTED_", "TORCH_DISABLE_SHARE_RDZV", "TORCH_NCCL_", "TORCH_CPP_LOG_LEVEL"),
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it in a process that trains, such as that of the tests
 )

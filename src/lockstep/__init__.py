@@ -1,7 +1,24 @@
 """lockstep trains one PyTorch model on any number of devices, and it is still the same model.
 
-The names below are the public ones. They are looked up when they are used, so that importing lockstep, and with it
-the command, does not import torch.
+A loop of one's own:
+
+    session = lockstep.session()                        one rank of the job, alone where nothing has started others
+    session.prepare(model, optimizer, loader, …)        made ready, in the same order
+    session.epochs(n)                                   the epochs that are left
+    session.backward(loss, weight=None)                 in place of loss.backward()
+    session.evaluating(loader)                          shares of each batch, each sample once
+    session.sum, .mean, .max, .gather                   over all ranks
+    session.log, .print, .score                         records; rank 0's print; how good the weights are
+    lockstep.launch(main, devices=2)                    a function that calls session(), on several ranks
+
+The command from Python:
+
+    config = lockstep.override(lockstep.recipe("digits"), devices=2)
+    result = lockstep.launch(lockstep.run, config)      what `lockstep train digits --devices 2` does
+
+Whatever cannot be honoured raises a `LockstepError`, whose text is one sentence: `RequestError`, `RunError`,
+`ProofError`, or `Stopped`. The names are looked up when they are used, so that importing lockstep, and with it the
+command, does not import torch.
 """
 
 from __future__ import annotations
@@ -15,11 +32,12 @@ if TYPE_CHECKING:
     from .engine import train
     from .errors import LockstepError, ProofError, RequestError, RunError, Stopped
     from .evaluation import evaluate
-    from .launchers.table import launch
     from .options import override, recipe
     from .precision import Precision
     from .result import RunResult, Scores
     from .runs import run
+    from .script import launch
+    from .sessions import Session, session
     from .strategies.table import build as build_strategy
     from .topology import Topology
     from .world import World
@@ -34,15 +52,17 @@ _HOMES = {
     "RunError": "errors",
     "RunResult": "result",
     "Scores": "result",
+    "Session": "sessions",
     "Stopped": "errors",
     "Topology": "topology",
     "World": "world",
     "build_strategy": "strategies.table:build",
     "evaluate": "evaluation",
-    "launch": "launchers.table",
+    "launch": "script",
     "override": "options",
     "recipe": "options",
     "run": "runs",
+    "session": "sessions:session",
     "train": "engine",
 }
 
@@ -56,6 +76,7 @@ __all__ = [
     "RunError",
     "RunResult",
     "Scores",
+    "Session",
     "Stopped",
     "Topology",
     "World",
@@ -65,6 +86,7 @@ __all__ = [
     "override",
     "recipe",
     "run",
+    "session",
     "train",
 ]
 
@@ -74,3 +96,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _HOMES[name].partition(":")
     return getattr(import_module(f".{module}", __name__), attribute or name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from . import kinds
 from .config import SPANNING_SCHEDULES
 from .errors import counted
@@ -31,7 +33,7 @@ def announce(job: Job, progress: Progress, recorder: Recorder) -> None:
 def _record(job: Job, progress: Progress, recorder: Recorder) -> None:
     recorder.record(
         "start",
-        lines=[str(job.plan), *_said(job), *_skipped(job), *_continued(job, progress)],
+        lines=[str(job.plan), *_said(job), *_skipped(job), *_begun(job), *_continued(job, progress)],
         plan=dataclasses.asdict(job.plan),
         chosen=_chosen(job),
         output=shown(job.config.record.output),
@@ -40,7 +42,12 @@ def _record(job: Job, progress: Progress, recorder: Recorder) -> None:
         total_steps=job.total_steps,
         steps_per_epoch=job.steps_per_epoch,
         epochs=job.config.epochs,
+        eval_every=job.config.eval_every,
+        best_on=job.data.best_on,
+        shape=list(job.data.train.shape),
+        classes=job.config.model.classes or job.data.train.classes,
         covers=COVERS,
+        **({} if job.taken is None else {"init": dataclasses.asdict(job.taken)}),
     )
 
 
@@ -54,7 +61,7 @@ def _chosen(job: Job) -> dict[str, Any]:
         "devices": job.replicas,
         "precision": job.precision.name,
         "channels-last": job.precision.channels_last,
-        "collectives": "gloo" if job.world.memory is None else "shared-memory",
+        "collectives": "none" if job.world.size == 1 else "gloo" if job.world.memory is None else "shared-memory",
         "batchnorm": job.batchnorm,
         "batchnorm-kernels": "folded" if is_folded(job.model) else "torch's",
         "accumulate": job.plan.accumulation,
@@ -64,14 +71,31 @@ def _chosen(job: Job) -> dict[str, Any]:
 
 def _skipped(job: Job) -> list[str]:
     """Return a line for images that were left out, on request, because they cannot be decoded."""
-    files = [*job.data.train.skipped, *job.data.test.skipped]
+    data = job.data
+    sources = (data.train, data.test) if data.validation is None else (data.train, data.validation, data.test)
+    files = list(dict.fromkeys(path for source in sources for path in source.skipped))
     what = "1 image that cannot be decoded is" if len(files) == 1 else f"{len(files)} images that cannot be decoded are"
     return [f"{what} left out: {', '.join(files[:3])}"] if files else []
+
+
+def _begun(job: Job) -> list[str]:
+    """Return lines for weights from elsewhere, and for layers that are frozen."""
+    lines = [] if job.taken is None else job.taken.lines()
+    if job.config.model.freeze:
+        held = list(job.model.parameters())
+        frozen = [each for each in held if not each.requires_grad]
+        share = " of ".join(f"{sum(each.numel() for each in those):,}" for those in (frozen, held))
+        kept = sum(isinstance(each, _BatchNorm) and not each.training for each in job.model.modules())
+        statistics = f", and the statistics of {counted(kept, 'BatchNorm layer')}" if kept else ""
+        lines.append(f"frozen: {counted(len(frozen), 'parameter')} ({share} weights){statistics}")
+    return lines
 
 
 def _continued(job: Job, progress: Progress) -> list[str]:
     """Return lines that say whether the run goes on from a checkpoint, if that was asked for, and as what."""
     path, first_step = progress.origin, progress.step
+    if path is not None and (stalled := progress.stalled(job.config.patience)):
+        return [f"nothing is left to train: {shown(path)} is of step {first_step:,}, and {stalled}"]
     if path is not None and first_step >= job.total_steps:
         return [f"nothing is left to train: {shown(path)} is complete at step {first_step:,} of {job.total_steps:,}"]
     if path is not None:
@@ -116,16 +140,27 @@ def _said(job: Job) -> list[str]:
         "none": "no batch statistics",
     }[job.batchnorm]
     parallel, device = job.config.parallel, job.world.device.type
-    order = "channels_last" if job.precision.channels_last else "contiguous"
+    images = len(job.data.train.shape) == 3  # what has no four dimensions has no such order
+    order = f", {'channels_last' if job.precision.channels_last else 'contiguous'}" if images else ""
     return [
         f"strategy {job.strategy.name}, launcher {parallel.launcher}, {job.replicas} × {device}, "
-        f"precision {job.precision.name}, {order}",
+        f"precision {job.precision.name}{order}",
         statistics,
+        _judged(job),
         *_exchange(job),
         *_plain(job),
         *_short(job),
         *_inexact(job),
     ]
+
+
+def _judged(job: Job) -> str:
+    """Return on what the best weights are chosen."""
+    held = counted(len(job.data.judged), "sample")
+    if job.data.validation is None:
+        return f"best is chosen on the test set ({held}): there is no validation set, and --holdout makes one"
+    test, train = len(job.data.test), job.samples
+    return f"best is chosen on the validation set ({held}; training {train:,}, test {test:,}, evaluated at the end)"
 
 
 def _exchange(job: Job) -> list[str]:

@@ -92,7 +92,7 @@ class BatchPlan:
     @property
     def largest_share(self) -> int:
         """The most samples that a rank computes at once."""
-        return max(len(share) for share in self.split(0, self.global_size, 0))
+        return len(self._share(*_cut(0, self.global_size, self.accumulation, 0), 0))  # the larger ones come first
 
     def steps(self, samples: int, *, drop_last: bool = False) -> int:
         """Return the number of optimizer steps in an epoch of `samples` samples."""

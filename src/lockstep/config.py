@@ -12,6 +12,7 @@ they live in `BatchPlan`, `Topology` and the run's manifest, so that a config sa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -45,9 +46,17 @@ class ModelConfig:
     """A name from `lockstep info`, a torchvision classifier, or module:attribute of your own."""
     classes: Annotated[int | None, _key(metavar="INT")] = None
     """Number of classes; by default the data set's own."""
+    init_from: str = ""
+    """Weights that a new run begins with: of a run or a checkpoint, a .safetensors or .pth file, or pretrained for
+    torchvision's own; tensors that are not there, or of another shape, are drawn."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, by patterns of their names, such as layer1.* conv1.*; BatchNorm layers whose
+    parameters are all frozen compute as in an evaluation, and their running statistics stay as they are."""
 
     def __post_init__(self) -> None:
         check_whole("classes", self.classes)
+        check_text("init-from", self.init_from)
+        check_text("freeze", self.freeze)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +78,12 @@ class DataConfig:
     """Side in pixels of imagefolder's and fake's images."""
     samples: int = 1024
     """Number of training images of the fake data set; a quarter as many are held out."""
+    holdout: float = 0.0
+    """Share of the training set that is held out as a validation set, chosen by --seed; 0 for none."""
     skip_corrupt: bool = False
     """Leave images out that cannot be decoded, and count them, instead of stopping."""
+    collate: str = ""
+    """With --step: module:attribute of your own that makes a batch of a list of samples; by default torch's."""
     on_device: str = "auto"
     """Keep small data sets in the accelerator's memory: auto, on, off."""
 
@@ -80,7 +93,9 @@ class DataConfig:
         choose("value of --on-device", self.on_device, SWITCHES)
         check_whole("workers", self.workers, least=0)
         check_whole("image-size", self.image_size, unit=" pixels")
+        require(self.image_size <= 4096, f"--image-size {self.image_size}: give 4096 pixels or less.")
         check_whole("samples", self.samples, least=4)
+        require(0 <= self.holdout < 1, f"--holdout {self.holdout}: give a share from 0 up to, not including, 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +106,9 @@ class OptimConfig:
     """sgd, adamw, or muon (matrices by Muon, the rest by AdamW)."""
     lr: float = 0.1
     """Peak learning rate."""
+    lr_scale: tuple[str, ...] = ()
+    """Factors on the learning rate by PATTERN=FACTOR of parameter names, such as fc.*=10 layer1.*=0.1; the first
+    pattern that a name matches counts."""
     momentum: float = 0.9
     """Momentum of sgd and muon."""
     nesterov: bool = False
@@ -113,6 +131,12 @@ class OptimConfig:
     """Largest gradient norm, measured over the whole model after unscaling."""
     loss: str = "cross_entropy"
     """cross_entropy, or module:attribute of your own: called as loss(scores, labels, reduction="sum")."""
+    step: str = ""
+    """module:attribute of your own, for any task: called as step(model, batch), it returns the sum of the loss over the
+    batch, alone or with the number of things that it is a sum over (tokens, say; by default samples)."""
+    metric: str = ""
+    """With --step: module:attribute of your own, called as metric(model, batch), which returns a sum over the batch, or
+    (sum, count); more is better, and `best` follows it."""
     label_smoothing: float = 0.0
     """Share of each label that is spread over all classes."""
     ema: Annotated[float | None, _key(metavar="FLOAT")] = None
@@ -125,12 +149,20 @@ class OptimConfig:
         choose("learning-rate rule", self.lr_rule, LR_RULES)
         if ":" not in self.loss:
             choose("loss", self.loss, LOSSES)
+        require(not self.metric or bool(self.step), "--metric belongs to --step, whose batches it is given; add that.")
         require(
             ":" not in self.loss or not self.label_smoothing,
             f"--label-smoothing {self.label_smoothing:g} belongs to cross_entropy, and --loss is {self.loss}; smooth "
             "the labels there, or leave it out.",
         )
         require(self.lr > 0, f"--lr {self.lr}: give a number above 0.")
+        check_text("lr-scale", self.lr_scale)
+        for word, (pattern, factor) in zip(self.lr_scale, self.lr_scales, strict=True):
+            require(
+                bool(pattern) and 0 < factor < math.inf,
+                f"--lr-scale {word}: give PATTERN=FACTOR with a factor above 0, such as fc.*=10; --freeze keeps "
+                "parameters as they are.",
+            )
         require(0 <= self.momentum < 1, f"--momentum {self.momentum}: give a number from 0 up to, not including, 1.")
         require(self.weight_decay >= 0, f"--weight-decay {self.weight_decay}: give 0 or more.")
         require(self.gamma > 0, f"--gamma {self.gamma}: give a factor above 0.")
@@ -159,6 +191,18 @@ class OptimConfig:
                 f"--schedule step needs one --milestones value, the epochs between cuts; found "
                 f"{listed(self.milestones)}.",
             )
+
+    @property
+    def lr_scales(self) -> tuple[tuple[str, float], ...]:
+        """(pattern, factor) of each --lr-scale; the factor is NaN where there is no number."""
+        return tuple((word.rpartition("=")[0], _number(word.rpartition("=")[2])) for word in self.lr_scale)
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        return math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,8 +332,9 @@ class ParallelConfig:
 class PrecisionConfig:
     """The arithmetic."""
 
-    name: Annotated[str, _key(name="precision")] = "auto"
-    """fp32, tf32, bf16, fp16 (with loss scaling) or fp64; auto takes bf16 where the hardware has it, else fp32."""
+    name: Annotated[str, _key(name="precision")] = "fp32"
+    """fp32, tf32, bf16, fp16 (with loss scaling) or fp64; auto takes bf16 where the hardware has it, else fp32: then
+    the model depends on the hardware."""
     channels_last: str = "auto"
     """Memory order of images: auto (on where it helps), on, off."""
     compile: bool = False
@@ -324,6 +369,8 @@ class RecordConfig:
     """The run's folder; by default runs/NAME, numbered if that exists."""
     log_every: int = 50
     """Optimizer steps between log lines (sooner where steps are slow)."""
+    quiet: bool = False
+    """Show warnings, errors and one line at the end, and nothing else; what is written down stays the same."""
 
     def __post_init__(self) -> None:
         check_whole("log-every", self.log_every, unit=" steps")
@@ -364,12 +411,29 @@ class RunConfig:
     """Passes over the training set."""
     max_steps: Annotated[int | None, _key(metavar="INT")] = None
     """Stop after this many optimizer steps, even within an epoch; schedules still follow --epochs."""
+    eval_every: Annotated[int, _key(metavar="EPOCHS")] = 1
+    """Epochs between evaluations; the last weights are evaluated always."""
+    patience: Annotated[int | None, _key(metavar="EVALUATIONS")] = None
+    """Stop once so many evaluations in a row have brought no better top1; by default never."""
     seed: int = 0
     """Seed of the weights, of the order and of the augmentation."""
 
     def __post_init__(self) -> None:
         check_whole("epochs", self.epochs)
         check_whole("max-steps", self.max_steps)
+        check_whole("eval-every", self.eval_every, unit=" epochs")
+        check_whole("patience", self.patience, unit=" evaluations")
+        require(
+            not self.optim.step or (not self.data.holdout and self.eval_every == 1 and self.patience is None),
+            "--holdout, --eval-every and --patience have no effect with --step, which evaluates its second data set "
+            "after each epoch; leave them out.",
+        )
+        idle = [self.optim.ema is not None, ":" in self.optim.loss, self.optim.label_smoothing, self.data.augment]
+        require(
+            not (self.optim.step and any(idle)),
+            "--ema, --loss, --label-smoothing and --augment have no effect with --step, which computes the loss of the "
+            "data set's own samples; leave them out.",
+        )
         require(0 <= self.seed < 2**63, f"--seed {self.seed}: give a number from 0 to 2**63 - 1.")
         require(
             self.optim.warmup <= self.epochs,

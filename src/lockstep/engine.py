@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,17 +19,21 @@ from . import losses, resume
 from .announce import announce
 from .config import RunConfig
 from .errors import RunError, Stopped, ranks_named
-from .evaluation import evaluate
-from .files import shown, write_json
+from .files import own_folder, shown, write_json
 from .interrupts import StopRequest
 from .job import Batch, Job, assemble
 from .meter import Meter, NonFiniteLossError
+from .models.modes import evaluating
 from .proofs import Proofs
 from .record.base import Recorder
-from .result import RunResult, Scores
-from .saving import Progress, Saver, remedy, restore, restore_model
+from .result import RunResult
+from .saving import Progress, Saver, captured, remedy, restore
+from .scoring import Tests, scored, tested
 from .state import State
 from .world import World
+
+_PROBED = 8
+"""Samples by which a loss of the user's is judged."""
 
 
 def train_step(job: Job, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -90,6 +92,8 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
         progress = Progress() if loaded is None else restore(job, loaded)
         world.pulse.step = progress.step
         world.together(lambda: announce(job, progress, recorder))
+        if ":" in config.optim.loss:
+            world.together(lambda: _check_loss(job))
         job.strategy.settle(job.model, lambda: _rehearse(job))
         meter = _meter(job, recorder)
         with StopRequest(quiet=not world.is_main) as stop:
@@ -98,14 +102,17 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
                 Proofs(job, meter, recorder, step=progress.step) as proofs,
             ):
                 try:
-                    while progress.step < job.total_steps or progress.evaluated < progress.step:
+                    while not _is_over(job, progress):
                         _train_epoch(job, progress, meter, proofs, stop, saver)
-                        _evaluate_epoch(job, progress, recorder, proofs, stop, saver)
+                        _end_epoch(job, progress, recorder, proofs, stop, saver)
                 except NonFiniteLossError as bad:
                     bad.doubt = proofs.explain_loss(progress.step, bad.step)
                     raise
-                unsaved = saver.conclude(job, progress)
-            result = _result(job, progress, meter, proofs, recorder)
+                unsaved = _conclude(job, progress, saver)
+                tests = tested(job, progress, recorder, proofs, stop=lambda: stop.asked)
+                if tests is None:
+                    raise _stopped(job, progress, saver)
+            result = _result(job, progress, meter, proofs, recorder, tests)
         world.pulse.enter("")  # not after an error: where it came is told
         if unsaved:  # only now: what it came to is told and written all the same
             raise RunError(unsaved)
@@ -123,25 +130,6 @@ def _meter(job: Job, recorder: Recorder) -> Meter:
 
 def _saver(config: RunConfig, world: World, recorder: Recorder, loaded: State | None) -> Saver:
     return Saver(config.record.output, world, recorder, taken_up=loaded)
-
-
-def evaluate_checkpoint(config: RunConfig, world: World) -> tuple[int, Scores]:
-    """Return the step and the exact scores of the checkpoint that `config.checkpoint.resume` names (*collective*)."""
-    loaded = resume.load(config, world, keys=resume.EVALUATED)
-    assert loaded is not None, "the command names a checkpoint"
-    # An evaluation has no global batch that would have to be split; each rank takes this many samples at once.
-    share = config.batch.eval_batch or -(-config.batch.size // world.size)
-    batch = dataclasses.replace(
-        config.batch, size=share * world.size, accumulate=None, micro_batch=None, drop_last=False
-    )
-    job = assemble(dataclasses.replace(config, batch=batch), world, only_evaluates=True)
-    try:
-        restore_model(job, loaded)
-        scores = _evaluate(job, lambda: False)
-        assert scores is not None, "nobody stops it"
-        return loaded.meta["step"], scores
-    finally:
-        job.data.close()
 
 
 def _train_epoch(job: Job, progress: Progress, meter: Meter, proofs: Proofs, stop: StopRequest, saver: Saver) -> None:
@@ -170,7 +158,7 @@ def _train_epoch(job: Job, progress: Progress, meter: Meter, proofs: Proofs, sto
             proofs.keep(epoch)
             if save or stopping:
                 proofs.before_save(progress.step)
-                saver.save(job, progress)
+                _save(job, progress, saver)
                 meter.start()
             if stopping:
                 raise _stopped(job, progress, saver)
@@ -178,51 +166,52 @@ def _train_epoch(job: Job, progress: Progress, meter: Meter, proofs: Proofs, sto
             break
 
 
-def _evaluate_epoch(
+def _end_epoch(
     job: Job, progress: Progress, recorder: Recorder, proofs: Proofs, stop: StopRequest, saver: Saver
 ) -> None:
-    """Evaluate at the end of an epoch or of the run, and save; what a stop cuts short is done again on resuming."""
+    """Evaluate where that is due at the end of an epoch or of the run, and save.
+
+    What a stop cuts short is done again on resuming.
+    """
     proofs.before_save(progress.step)
-    recorder.record("evaluate", step=progress.step, epoch=progress.epochs, samples=len(job.data.test))
-    scores = _evaluate(job, lambda: stop.asked, proofs.note_evaluated)
-    if scores is None:
-        saver.save(job, progress)
-        raise _stopped(job, progress, saver)
-    progress.scores, progress.evaluated = scores, progress.step
-    epoch = progress.epochs
-    proofs.end_evaluation(epoch, progress.step)
+    epoch, scores = progress.epochs, None
+    if progress.step == job.total_steps or (epoch + 1) % job.config.eval_every == 0:
+        recorder.record("evaluate", step=progress.step, epoch=epoch, samples=len(job.data.judged))
+        scores = scored(job, job.data.judged, stop=lambda: stop.asked, note=proofs.note_evaluated)
+        if scores is None:
+            _save(job, progress, saver)
+            raise _stopped(job, progress, saver)
+        progress.take(scores)
+        proofs.end_evaluation(epoch, progress.step, scores.samples)
     if progress.step == (epoch + 1) * job.steps_per_epoch:
         proofs.end_epoch(epoch)
         progress.epochs += 1
         progress.epoch_s.append(progress.partial_s)
         progress.partial_s = 0.0
         recorder.record("epoch", step=progress.step, epoch=epoch, epoch_s=progress.epoch_s[-1])
-    fields = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss, "samples": scores.samples}
-    recorder.record("eval", step=progress.step, epoch=epoch, **fields)
-    progress.best_top1 = max(progress.best_top1, scores.top1)
-    saver.save(job, progress, evaluated=True)
+    if scores is not None:
+        fields = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss, "samples": scores.samples}
+        recorder.record("eval", step=progress.step, epoch=epoch, on=job.data.best_on, **fields)
+    saver.save(lambda: captured(job, progress), step=progress.step, top1=-1.0 if scores is None else scores.top1)
+
+
+def _is_over(job: Job, progress: Progress) -> bool:
+    """Whether no step is left to make, and the last weights are evaluated."""
+    is_last = progress.step >= job.total_steps and progress.evaluated == progress.step
+    return is_last or bool(progress.stalled(job.config.patience))
+
+
+def _save(job: Job, progress: Progress, saver: Saver) -> None:
+    saver.save(lambda: captured(job, progress), step=progress.step)
+
+
+def _conclude(job: Job, progress: Progress, saver: Saver) -> str:
+    top1 = progress.scores.top1 if progress.scores is not None else -1.0
+    return saver.conclude(lambda: captured(job, progress), step=progress.step, top1=top1)
 
 
 def _stopped(job: Job, progress: Progress, saver: Saver) -> Stopped:
     return Stopped(f"Stopped on request at step {progress.step} of {job.total_steps}{saver.finish(progress.step)}")
-
-
-def _evaluate(
-    job: Job, stop: Callable[[], bool], note: Callable[[np.ndarray], None] = lambda indices: None
-) -> Scores | None:
-    job.strategy.agree_on_buffers(job.model)
-    if job.average is not None:
-        job.strategy.agree_on_buffers(job.average.module)
-    return evaluate(
-        job.evaluated_model,
-        job.data.test,
-        job.world,
-        batch=job.eval_batch,
-        autocast=job.precision.autocast,
-        loss_fn=losses.evaluated(job.config.optim, job.loss_fn),
-        stop=stop,
-        note=note,
-    )
 
 
 def _rehearse(job: Job) -> None:
@@ -234,15 +223,25 @@ def _rehearse(job: Job) -> None:
     batches.close()
 
 
+def _check_loss(job: Job) -> None:
+    """Raise `RequestError` where the user's own loss is no sum over the first samples of the run."""
+    batches = job.batches(0)
+    x, y, _ = next(next(iter(batches)).micros)
+    with evaluating(job.model), torch.no_grad(), job.precision.autocast():
+        losses.check_sum(job.config.optim.loss, job.loss_fn, job.model(x[:_PROBED]), y[:_PROBED])
+    batches.close()
+
+
 def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
     """Return the error for a loss that is not finite, after saving which samples this rank computed."""
     folder = job.config.record.output
     where = ""
     if folder is not None and job.world.rank in bad.ranks:
-        (folder / "failures").mkdir(parents=True, exist_ok=True)
-        indices = [part.tolist() for part in job.indices(bad.step - 1)]
+        numbers = getattr(job.data.train, "indices", None)  # of a part, those of the whole set
+        indices = [(part if numbers is None else numbers[part]).tolist() for part in job.indices(bad.step - 1)]
         path = folder / "failures" / f"nonfinite_step_{bad.step}_rank_{job.world.rank}.json"
         with contextlib.suppress(OSError):  # a full disk must not hide why the run failed
+            own_folder(path.parent)
             write_json(path, {"step": bad.step, "rank": job.world.rank, "indices": indices})
     if folder is not None:
         where = f"; the batch's sample indices are in {shown(folder / 'failures')}"
@@ -252,7 +251,14 @@ def _explain(bad: NonFiniteLossError, job: Job) -> RunError:
     )
 
 
-def _result(job: Job, progress: Progress, meter: Meter, proofs: Proofs, recorder: Recorder) -> RunResult:
+def _result(
+    job: Job,
+    progress: Progress,
+    meter: Meter,
+    proofs: Proofs,
+    recorder: Recorder,
+    tests: Tests,
+) -> RunResult:
     assert progress.scores is not None
     peak = meter.telemetry.peak_memory_bytes()
     peaks = job.world.sum(torch.tensor([peak["host"] or 0, peak["device"] or 0], device=job.world.device)).tolist()
@@ -261,6 +267,10 @@ def _result(job: Job, progress: Progress, meter: Meter, proofs: Proofs, recorder
         top5=progress.scores.top5,
         loss=progress.scores.loss,
         best_top1=max(progress.best_top1, progress.scores.top1),
+        best_on=job.data.best_on,
+        test=tests["test"],
+        test_best=tests.get("test_best"),
+        stopped=progress.stalled(job.config.patience) if progress.step < job.total_steps else "",
         samples=progress.scores.samples,
         steps=progress.step,
         epoch_s=tuple(progress.epoch_s),

@@ -1,4 +1,4 @@
-"""Exact evaluation: each sample of the test set once, shared out among the ranks, counts summed and then divided."""
+"""Exact evaluation: each sample of a set once, shared out among the ranks, counts summed and then divided."""
 
 from __future__ import annotations
 
@@ -25,6 +25,30 @@ if TYPE_CHECKING:
     from .data.source import Indices, Source
 
 
+class Predictions:
+    """What a model says of each sample that this rank evaluates: 32 bytes a sample, until they are gathered."""
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+
+    def add(self, indices: Indices, y: Tensor, logits: Tensor, best: Tensor) -> None:
+        """Keep a batch: its sample indices (n,), labels y (n,), logits (n, classes) and most likely classes (n,)."""
+        probability = logits.gather(1, best[:, None])[:, 0].sub(logits.logsumexp(dim=1)).exp()
+        told = (torch.from_numpy(indices).to(y.device), y, best, probability)
+        self._rows.append(torch.stack([part.double() for part in told], dim=1))
+
+    def gathered(self, world: World, samples: int) -> np.ndarray:
+        """Return (samples, 4): index, label, predicted class, its probability, in index order (*collective*)."""
+        own = torch.cat(self._rows or [torch.empty(0, 4, dtype=torch.float64, device=world.device)])
+        counts = world.gather(len(own))
+        padded = own.new_zeros(max(counts), 4)
+        padded[: len(own)] = own
+        told = world.stack(padded).cpu().numpy()
+        rows = np.concatenate([part[:count] for part, count in zip(told, counts, strict=True)])
+        assert np.array_equal(rows[:, 0], np.arange(samples)), "not each sample once, in index order"
+        return rows
+
+
 def evaluate(
     model: nn.Module,
     source: Source,
@@ -35,13 +59,14 @@ def evaluate(
     loss_fn: LossFunction = nn.functional.cross_entropy,
     stop: Callable[[], bool] = lambda: False,
     note: Callable[[Indices], None] = lambda indices: None,
+    predictions: Predictions | None = None,
 ) -> Scores | None:
     """Return the scores of `model` over all of `source`, or None once `stop()` holds on any rank (*collective*).
 
     Each rank takes a run of consecutive samples, `batch` at a time; nothing is padded, so ranks may evaluate
     different numbers of batches, and the model is called without a wrapper that would wait for the others.
-    `note` hears of the sample indices of each batch. top5 counts a hit among the five most likely classes, or among
-    all where there are fewer.
+    `note` hears of the sample indices of each batch, and `predictions` keep what the model says of them. top5 counts a
+    hit among the five most likely classes, or among all where there are fewer.
     """
     samples = len(source)
     first, end = (samples * part // world.size for part in (world.rank, world.rank + 1))
@@ -56,8 +81,12 @@ def evaluate(
             for x, y, indices in islice(stream, interval):
                 with autocast():
                     logits = model(x)
-                totals += _count(logits.float() if logits.dtype.itemsize < 4 else logits, y, loss_fn)
+                logits = logits.float() if logits.dtype.itemsize < 4 else logits
+                best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+                totals += _count(best, y, loss_fn(logits, y, reduction="sum"))
                 note(indices)
+                if predictions is not None:
+                    predictions.add(indices, y, logits, best[:, 0])
             left -= interval
             stopped, interval = _agree(world, stop(), interval, totals, begun_s)
             if stopped and left > 0:
@@ -81,9 +110,8 @@ def _batches(first: int, end: int, size: int) -> Iterator[np.ndarray]:
         yield np.arange(start, min(start + size, end))
 
 
-def _count(logits: Tensor, y: Tensor, loss_fn: LossFunction) -> Tensor:
-    """Return (hits at 1, hits at 5, summed loss, samples) of a batch: logits (n, classes), y (n,)."""
-    hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == y[:, None]
-    loss = loss_fn(logits, y, reduction="sum")
+def _count(best: Tensor, y: Tensor, loss: Tensor) -> Tensor:
+    """Return (hits at 1, hits at 5, `loss`, samples) of a batch: `best` are its most likely classes (n, 5 at most)."""
+    hits = best == y[:, None]
     counts = (hits[:, 0].sum(), hits.sum(), loss, y.new_full((), len(y)))
     return torch.stack([count.double() for count in counts])

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from .config import RunConfig
 from .errors import AbsentError, LockstepError, ProofError, RequestError, RunError, Stopped
+from .files import ours, own_folder, read
+from .printable import visible
 
 _CLASSES: dict[str, type[LockstepError]] = {
     kind.__name__: kind for kind in (AbsentError, ProofError, RequestError, Stopped)
@@ -123,10 +125,11 @@ def account(error: BaseException, rank: int, config: RunConfig) -> Failure:
 
 def write(failure: Failure, folder: Path) -> Path:
     """Write the failure with its whole trace to `folder`/rank_N.txt and return that path."""
-    folder.mkdir(parents=True, exist_ok=True)
+    own_folder(folder)
     path = folder / f"rank_{failure.rank}.txt"
     marked = f"{_ECHO_MARK}\n" if failure.is_echo else ""
-    path.write_text(f"{failure.sentence}\n{marked}\n{failure.trace}", encoding="utf-8", errors="backslashreplace")
+    with open(path, "w", encoding="utf-8", errors="backslashreplace", opener=ours) as file:
+        file.write(visible(f"{' '.join(failure.sentence.split())}\n{marked}\n{failure.trace}"))
     return path
 
 
@@ -138,7 +141,7 @@ def cause_in(folder: Path, *, since_s: float) -> str:
     """
     with contextlib.suppress(OSError):
         for time_s, path in sorted((path.stat().st_mtime, path) for path in folder.glob("rank_*.txt")):
-            sentence, mark, *_ = [*path.read_text(encoding="utf-8").splitlines(), "", ""]
+            sentence, mark, *_ = [*read(path).decode(errors="replace").splitlines(), "", ""]
             if time_s >= since_s and mark != _ECHO_MARK:
                 return sentence
     return ""

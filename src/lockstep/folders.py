@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fnmatch
+import os
 import platform
 import shutil
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from typing import IO
 from . import locks
 from .config import RunConfig
 from .errors import RequestError, Stopped
-from .files import shown
+from .files import REFUSED, check_own, lines_of, shown
 
 RUNS = Path("runs")
 _LATE_S = 120.0  # for the lock of a node that is no more: NFS gives it back when its lease has run out, after 90 s
@@ -24,6 +26,7 @@ _WRITTEN = (
     *("events.out.tfevents.*", locks.LOCK),
 )
 """What a run may have written before its first step."""
+_FOLDERS = ("checkpoints", "failures", "output")
 _BEGUN = "manifest.json"
 """Written when a run starts."""
 _STEP = b'"event": "step"'
@@ -65,7 +68,10 @@ class RunFolder:
 
     def _has_steps(self) -> bool:
         steps = self.path / "steps.jsonl"
-        return steps.exists() and _STEP in steps.read_bytes()
+        try:
+            return any(_STEP in line for line in lines_of(steps))
+        except OSError:
+            return os.path.lexists(steps)
 
 
 def claim(config: RunConfig, *, before: Path | None = None, holder: str = "") -> RunFolder:
@@ -91,6 +97,7 @@ def claim(config: RunConfig, *, before: Path | None = None, holder: str = "") ->
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
+    _check_own(path)
     patience_s = min(_LATE_S, config.parallel.stall_timeout / 2) if path == before else 0.0
     claimed = RunFolder(path, is_new, was_free, _hold(path, patience_s, holder))
     try:
@@ -104,11 +111,7 @@ def claim(config: RunConfig, *, before: Path | None = None, holder: str = "") ->
 
 def _holds_anything_of_ours(path: Path) -> bool:
     """Whether a file lies there that a run writes: one without a manifest may be a person's copy of a run."""
-    return any(
-        next(path.glob(pattern), None)
-        for pattern in (*_WRITTEN, "checkpoints", "failures", "output")
-        if pattern != locks.LOCK
-    )
+    return any(next(path.glob(pattern), None) for pattern in (*_WRITTEN, *_FOLDERS) if pattern != locks.LOCK)
 
 
 def check(config: RunConfig) -> None:
@@ -125,6 +128,7 @@ def check(config: RunConfig) -> None:
         return
     if not path.is_dir():
         raise RequestError(f"--output {path} is a file; give a folder.")
+    _check_own(path)
     try:
         locks.check_free(path)
     except OSError as error:
@@ -132,8 +136,23 @@ def check(config: RunConfig) -> None:
     _check_no_other_run(path, config.checkpoint.resume)
 
 
+def _check_own(path: Path) -> None:
+    """Raise `RequestError` where a name that a run writes is a link, or a pipe, that somebody has put there."""
+    names = (*_WRITTEN, *_FOLDERS, "slurm-*.out")
+    try:
+        for each in path.iterdir():
+            if any(fnmatch.fnmatch(each.name, name) for name in names):
+                check_own(each)
+                for held in each.iterdir() if each.name in ("failures", "output") and each.is_dir() else ():
+                    check_own(held)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
 def unwritable(path: Path | None, error: OSError) -> RequestError:
     """Return the error for a folder that does not take what a run has to write before it can begin."""
+    if error.errno in REFUSED:
+        path = Path(error.filename)
     way = "make room there, or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
     return RequestError(f"{shown(path)} cannot be written: {error.strerror}; {way} another --output.")
 
@@ -189,6 +208,11 @@ def _asked(config: RunConfig) -> Path | None:
 def _check_no_other_run(path: Path, resume: str) -> None:
     """Raise `RequestError` where the folder holds a run that `resume` does not name."""
     if not (path / _BEGUN).exists():
+        if not resume and _holds_anything_of_ours(path):
+            raise RequestError(
+                f"--output {path} holds files that a run would overwrite, and is no run's folder; give another one, or "
+                "--resume auto where a run was killed there before it began."
+            )
         return
     if not resume:
         raise RequestError(
@@ -212,7 +236,8 @@ def _hold(path: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
 
 def default_name(config: RunConfig) -> str:
     """Return the name of the config's default folder."""
-    return f"{config.data.name}-{config.model.name}".replace(":", ".").replace("/", ".")
+    named = [name for name in (config.data.name, config.model.name) if name]
+    return "-".join(named).replace(":", ".").replace("/", ".")
 
 
 def fresh(name: str) -> Path:
@@ -251,7 +276,8 @@ def _numbered(name: str) -> dict[int, Path]:
 
 def _latest(config: RunConfig) -> Path | None:
     """Return the newest default folder of this config that exists."""
-    there = _numbered(default_name(config))
+    # A link there, as in a checked-out repository, would choose what is written to.
+    there = {number: path for number, path in _numbered(default_name(config)).items() if not path.is_symlink()}
     return there[max(there)] if there else None
 
 

@@ -60,7 +60,7 @@ def survey(visible: str | None) -> Hardware:
 
 def cpus() -> int:
     """Return the number of processors that this process may keep busy, at least 1; a quota is rounded up."""
-    return max(1, math.ceil(min(len(processors()), quota(_OWN_GROUPS, _GROUPS))))
+    return max(1, math.ceil(min(len(processors()), quota())))
 
 
 def processors() -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def processors() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def quota(own_groups: Path, groups: Path) -> float:
+def quota(own_groups: Path = _OWN_GROUPS, groups: Path = _GROUPS) -> float:
     """Return the processors' worth of time that control groups (cgroup v2) leave a process; infinite without a limit.
 
     `own_groups` is the process's /proc/PID/cgroup, `groups` where the hierarchy is mounted. Each group's `cpu.max`
@@ -149,6 +149,37 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
+def driver_trouble() -> str:
+    """Return why the NVIDIA driver does not answer; "" where it does, and where there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return "" if error.value in absent else str(error)
+    pynvml.nvmlShutdown()
+    return ""
+
+
+def nvml_handle(uuid: str) -> Any | None:
+    """Return the driver's handle of a GPU, to ask about while this process lives; None where it knows none."""
+    import pynvml
+
+    asked(pynvml.nvmlInit)
+    return asked(pynvml.nvmlDeviceGetHandleByUUID, uuid)
+
+
+def asked(question: Callable[..., Answer], *about: Any) -> Answer | None:
+    """Return the driver's answer; None where the GPU is lost, forbidden to this process, or has none (parts, MIG)."""
+    import pynvml
+
+    try:
+        return question(*about)
+    except pynvml.NVMLError:
+        return None
+
+
 def _nvidia(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
     """Return the visible GPUs and the driver's version."""
     import pynvml
@@ -161,9 +192,9 @@ def _nvidia(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
         handles = [
             handle
             for index in range(pynvml.nvmlDeviceGetCount())
-            if (handle := _asked(pynvml.nvmlDeviceGetHandleByIndex, index)) is not None
+            if (handle := asked(pynvml.nvmlDeviceGetHandleByIndex, index)) is not None
         ]
-        found = [gpu for handle in handles if (gpu := _asked(_gpu, handle)) is not None]
+        found = [gpu for handle in handles if (gpu := asked(_gpu, handle)) is not None]
         parts = (
             {name: gpu for handle in handles for name, gpu in _parts(handle).items()}
             if "MIG-" in (visible or "")
@@ -176,20 +207,10 @@ def _nvidia(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
         pynvml.nvmlShutdown()
 
 
-def _asked(question: Callable[[Any], Answer], about: Any) -> Answer | None:
-    """Return the driver's answer; None where the GPU is lost, forbidden to this process, or not there."""
-    import pynvml
-
-    try:
-        return question(about)
-    except pynvml.NVMLError:
-        return None
-
-
 def _gpu(handle: Any) -> Gpu:
     import pynvml
 
-    memory = _asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
     own_bytes = int(memory.total) if memory is not None else memory_bytes()
     return Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle), own_bytes)
 
@@ -199,12 +220,12 @@ def _parts(handle: Any) -> dict[str, Gpu]:
     import pynvml
 
     parts: dict[str, Gpu] = {}
-    for index in range(_asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-        part = _asked(lambda index: pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index), index)
-        if part is None or (gpu := _asked(_gpu, part)) is None:
+    for index in range(asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        part = asked(lambda index: pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index), index)
+        if part is None or (gpu := asked(_gpu, part)) is None:
             continue
         parts[gpu.uuid] = gpu
-        gpu_instance = _asked(pynvml.nvmlDeviceGetGpuInstanceId, part)
-        compute_instance = _asked(pynvml.nvmlDeviceGetComputeInstanceId, part)
+        gpu_instance = asked(pynvml.nvmlDeviceGetGpuInstanceId, part)
+        compute_instance = asked(pynvml.nvmlDeviceGetComputeInstanceId, part)
         parts[f"MIG-{pynvml.nvmlDeviceGetUUID(handle)}/{gpu_instance}/{compute_instance}"] = gpu
     return parts

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from .errors import RunError
+from .printable import told
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """What asks a run to stop: SIGHUP comes when the terminal goes, and is left alone under nohup; SIGUSR1 is what
@@ -109,13 +110,13 @@ class StopRequest:
             # has hidden the cursor gets it back.
             try:
                 stderr = _stderr()
-                os.write(stderr, f"{SHOW_CURSOR if os.isatty(stderr) else ''}\nlockstep: {KILLED}\n".encode())
+                os.write(stderr, f"{SHOW_CURSOR if os.isatty(stderr) else ''}\n{told(KILLED)}".encode())
             finally:  # the terminal may be what has gone
                 os._exit(RunError.exit_code)
         if heard is Heard.FIRST and not self._quiet:
             with contextlib.suppress(OSError):
-                told = STOPPING if number == signal.SIGUSR1 else f"{STOPPING}{INSIST}"
-                os.write(_stderr(), f"\nlockstep: {told}\n".encode())
+                words = STOPPING if number == signal.SIGUSR1 else f"{STOPPING}{INSIST}"
+                os.write(_stderr(), f"\n{told(words)}".encode())
 
 
 def _stderr() -> int:

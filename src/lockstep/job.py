@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import kinds, losses, optim
+from . import kinds, losses, optim, resume
 from .batching import BatchPlan, most_ranks
 from .config import BatchConfig, ParallelConfig, RunConfig
 from .data import sets
@@ -24,6 +26,9 @@ from .nn import sync_batchnorm
 from .optim import Average, Optimizers
 from .precision import Precision
 from .randomness import seed_all
+from .start import Taken, freeze
+from .start import load as load_weights
+from .state import check_fits
 from .strategies import table as strategies
 from .strategies.base import Strategy
 from .world import World
@@ -63,6 +68,8 @@ class Job:
     loss_fn: LossFunction
     batchnorm: str
     """sync, local, or none where the model has no batch statistics."""
+    taken: Taken | None
+    """What a new run's weights come from, where that is not the seed alone."""
 
     @property
     def samples(self) -> int:
@@ -177,13 +184,15 @@ def assemble(
     only_evaluates: bool = False,
     data: Splits | None = None,
     prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
+    weights: dict[str, Tensor] | None = None,
 ) -> Job:
     """Return the job that `config` asks for (*collective*).
 
     `accumulation` is the number of global micro-batches of a run that is being continued: it is part of the model,
     and stays whatever the world has become, unless --micro-batch forbids shares so large. A job that only evaluates
     has no batch that leaves a rank empty. `data` is this rank's, where another job has it already, and `prepare`
-    changes the model before anything rests on it. Raises `RequestError` for what cannot be honoured.
+    changes the model before anything rests on it; `weights` are those that it will get, and it is only built where they
+    fit. Raises `RequestError` for what cannot be honoured.
     """
     asked = config.batch
     strategy = strategies.build(config.parallel, world)
@@ -204,13 +213,16 @@ def assemble(
             f"--drop-last leaves no step: the training set has {len(data.train)} samples and the global batch is "
             f"{asked.size}; use --batch {len(data.train)} or less."
         )
-    model, batchnorm = _model(config, world, strategy, data, prepare)
+    model, batchnorm = _model(config, world, strategy, data, prepare, weights)
     _check_nodes(config.parallel, strategy, batchnorm)
     classes = config.model.classes or data.train.classes
     loss_fn = losses.build(config.optim, classes=classes, device=world.device, dtype=precision.dtype)
     if world.device.type == "cpu" and precision.channels_last and not config.precision.compile:
         model = sync_batchnorm.fold(model)
     model = precision.place(model, world.device)
+    # Where it goes on from a checkpoint, that has all; what it began with may be gone.
+    is_new = not only_evaluates and all(world.gather(resume.source(config) is None))
+    taken = load_weights(config.model, model, world) if is_new else None
     train = data.train
     empty = not only_evaluates and plan.leaves_ranks_empty(len(train), drop_last=asked.drop_last)
     with precision.autocast():
@@ -238,6 +250,7 @@ def assemble(
         average=None if config.optim.ema is None else Average(model, config.optim.ema),
         loss_fn=loss_fn,
         batchnorm=batchnorm,
+        taken=taken,
     )
 
 
@@ -286,7 +299,12 @@ def _check_nodes(parallel: ParallelConfig, strategy: Strategy, batchnorm: str) -
 
 
 def _model(
-    config: RunConfig, world: World, strategy: Strategy, data: Splits, prepare: Callable[[nn.Module], nn.Module]
+    config: RunConfig,
+    world: World,
+    strategy: Strategy,
+    data: Splits,
+    prepare: Callable[[nn.Module], nn.Module],
+    weights: dict[str, Tensor] | None,
 ) -> tuple[nn.Module, str]:
     """Return the model with the batch statistics asked for, and which they are."""
     classes = config.model.classes or data.train.classes
@@ -295,9 +313,14 @@ def _model(
             f"--classes {classes} is less than the {data.train.classes} classes of {config.data.name}: labels would "
             f"lie outside the model's outputs; use {data.train.classes} or more."
         )
+    if weights is not None and ":" not in config.model.name:
+        with torch.device("meta"):  # no memory: a foreign run may name a model of any size
+            skeleton = models_table.build_for(config.model.name, classes=classes, shape=data.train.shape)
+        check_fits(skeleton, weights)
     seed_weights(config.seed)  # every rank draws the same ones
     model = prepare(models_table.build_for(config.model.name, classes=classes, shape=data.train.shape))
     trial.check_parts(config.model.name, model)
+    freeze(model, config.model.freeze)
     asked = config.parallel.batchnorm
     if asked == "sync" and not strategy.can_sync_batchnorm:
         raise RequestError(
@@ -310,8 +333,8 @@ def _model(
             "with which an evaluation depends on how the samples fall into batches and on the number of ranks; give "
             "them track_running_stats=True, or use another norm."
         )
-    if not sync_batchnorm.has_batchnorm(model):
-        return model, "none"
+    if not any(isinstance(each, _BatchNorm) and each.training for each in model.modules()):
+        return model, "none"  # the frozen ones are as in an evaluation
     if asked == "local" or not strategy.can_sync_batchnorm:
         return model, "local"
     return sync_batchnorm.convert(model, world), "sync"

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import IO
 
 from .errors import RequestError, RunError
+from .files import ours
 
 LOCK = ".lock"
 _RANK_0, _AGENT = 0, 1  # their bytes
 _LOOK_S = 0.2
+_NAME_BYTES = 200  # read of a file that may come from elsewhere
 
 
 def this_process() -> str:
@@ -42,7 +44,7 @@ def acquire(folder: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes
 
 def check_free(folder: Path) -> None:
     """Raise `RequestError` where another run has the folder, OSError where its lock file cannot be written."""
-    if (folder / LOCK).exists():
+    if os.path.lexists(folder / LOCK):
         _locked(folder).close()
 
 
@@ -52,7 +54,7 @@ def acquire_for_agent(folder: Path) -> IO[bytes] | None:
     None where there is no such folder here.
     """
     try:
-        lock = (folder / LOCK).open("r+b", buffering=0)
+        lock = open(folder / LOCK, "r+b", buffering=0, opener=ours)
     except OSError:
         return None
     if _try_lock(lock, _AGENT, fcntl.LOCK_SH):
@@ -63,7 +65,7 @@ def acquire_for_agent(folder: Path) -> IO[bytes] | None:
 
 def _locked(folder: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
     """Return the folder's lock file, locked for rank 0."""
-    lock = (folder / LOCK).open("a+b", buffering=0)
+    lock = open(folder / LOCK, "a+b", buffering=0, opener=ours)
     try:
         _wait(lock, folder, patience_s, before)
     except BaseException:
@@ -94,7 +96,7 @@ def _wait(lock: IO[bytes], folder: Path, patience_s: float, before: str) -> None
 def _named(lock: IO[bytes]) -> str:
     """Return the last holder's name; "" where a full disk has left none."""
     lock.seek(0)
-    return lock.read().decode()
+    return lock.read(_NAME_BYTES).decode(errors="replace")
 
 
 def _taken(folder: Path, how: str) -> RequestError:

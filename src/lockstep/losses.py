@@ -16,6 +16,8 @@ from . import own
 from .config import OptimConfig
 from .errors import RequestError
 
+SAME_SUM = 1e-3
+"""How far, relatively, the loss of samples together may be from the sum of their losses: half precision and more."""
 LossFunction = Callable[..., Tensor]
 """(scores (n, classes), labels (n,), reduction="sum") -> the sum over the samples, 0-dim."""
 
@@ -32,6 +34,26 @@ def build(
     found: LossFunction = own.load("--loss", config.loss)
     _check(config.loss, found, torch.zeros(2, classes, device=device, dtype=dtype, requires_grad=True))
     return found
+
+
+def check_sum(name: str, loss_fn: LossFunction, scores: Tensor, labels: Tensor) -> None:
+    """Raise `RequestError` where the loss of samples together is not the sum of their losses.
+
+    `scores` (n, …) are what the model gives for real samples, `labels` (n, …) theirs. Of a single sample nothing is
+    asked.
+    """
+    if len(labels) < 2:
+        return
+    whole, first, rest = (
+        float(loss_fn(scores[part], labels[part], reduction="sum")) for part in (slice(None), slice(1), slice(1, None))
+    )
+    if abs(whole - (first + rest)) > SAME_SUM * max(map(abs, (whole, first, rest))):
+        raise RequestError(
+            f"--loss {name} gives {whole:.6g} for {len(labels)} samples (scores {tuple(scores.shape)}, labels "
+            f"{tuple(labels.shape)}), and {first:.6g} and {rest:.6g} for the first of them and the rest, which sum to "
+            f"{first + rest:.6g}: it divides by the samples that it sees, and each rank would weigh its own otherwise; "
+            'with reduction="sum" it has to return the sum over the samples.'
+        )
 
 
 def evaluated(config: OptimConfig, training: LossFunction) -> LossFunction:

@@ -28,7 +28,7 @@ from .world import World
 COVERS = {
     "loss samples": "the global batch of the step, all ranks",
     "top1": "the last micro-batch of the step, all ranks",
-    "images_per_s": "all ranks, over the interval",
+    "samples_per_s": "all ranks, over the interval",
     "step_s data_wait_s eta_s": "rank 0, mean over the interval",
     "process_cpu_percent host_memory_bytes device_memory_bytes device_percent device_used_bytes": (
         "rank 0's process and the devices that it drives"
@@ -50,6 +50,7 @@ class _Pending:
     rows: list[tuple[int, int, float, int]] = field(default_factory=list)  # step, epoch, lr, samples
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
+    values: list[tuple[int, str, Tensor]] = field(default_factory=list)  # index of the row, name, this rank's part
 
 
 class Meter:
@@ -63,8 +64,12 @@ class Meter:
         log_every: int,
         total_steps: int,
         devices: Sequence[torch.device] | None = None,
+        sums: bool = True,
     ) -> None:
-        """`devices` are those that this process drives, by default the world's."""
+        """`devices` are those that this process drives, by default the world's.
+
+        `sums` says whether the losses that come are sums over a rank's samples, or its parts of the batch's mean.
+        """
         self.clock = step_clock(world.device)
         self.telemetry = Telemetry([world.device] if devices is None else devices)
         self.train_s = 0.0
@@ -75,6 +80,7 @@ class Meter:
         self._world = world
         self._recorder = recorder
         self._log_every = log_every
+        self._sums = sums
         self._total_steps = total_steps
         self._interval = 1
         self._pending = _Pending()
@@ -95,6 +101,10 @@ class Meter:
         if norm is not None:
             pending.norms.append(norm)
 
+    def note(self, name: str, value: Tensor) -> None:
+        """Note a value of the step under way: `value` (0-dim) is this rank's part of it, and the parts add up."""
+        self._pending.values.append((len(self._pending.rows), name, value))
+
     def due(self, stop: bool) -> bool:
         """Whether the interval is over: true on all ranks at the same step."""
         # One process need not agree with anybody, and stops at once.
@@ -114,19 +124,28 @@ class Meter:
         hits, seen = _hits(last) if last is not None else (0.0, 0.0)
         proposal = min(self._log_every, max(1, round(_INTERVAL_S * len(own) / elapsed_s)))
         extras = [hits, seen, float(stop), float(proposal if self._world.is_main else 0)]
+        parts = [value.double().to(own.device) for *_, value in pending.values]
         told = torch.cat([own, torch.tensor(extras, dtype=torch.float64, device=own.device)])
+        told = torch.cat([told, torch.stack(parts)]) if parts else told
         by_rank: list[list[float]] = self._world.stack(told).tolist()
-        *losses, hits, seen, wants_stop, interval = (sum(column, 0.0) for column in zip(*by_rank, strict=True))
+        summed = [sum(column, 0.0) for column in zip(*by_rank, strict=True)]
+        losses, values = summed[: len(own)], summed[len(own) + len(extras) :]
+        hits, seen, wants_stop, interval = summed[len(own) : len(own) + len(extras)]
         self._interval = int(interval)
         self._account(pending, elapsed_s, wait_s)
         norms = torch.stack(pending.norms).tolist() if pending.norms else []
-        self._record(pending, losses, norms, elapsed_s, wait_s, hits / seen if seen else None)
+        self._record(pending, losses, norms, values, elapsed_s, wait_s, hits / seen if seen else None)
         self._check(pending, by_rank)
         return bool(wants_stop)
 
+    @property
+    def pending(self) -> int:
+        """Steps since the last flush."""
+        return len(self._pending.rows)
+
     def settle(self) -> None:
         """Record the steps since the last flush, if there are any, with what `flush` raises (*collective*)."""
-        if self._pending.rows:
+        if self.pending:
             self.flush(stop=False)
 
     def _elapsed(self, own: Tensor) -> float:
@@ -161,17 +180,22 @@ class Meter:
         pending: _Pending,
         losses: list[float],
         norms: list[float],
+        values: list[float],
         elapsed_s: float,
         wait_s: float,
         top1: float | None,
     ) -> None:
         record = self._recorder.record
         rows: list[dict[str, Any]] = [
-            {"step": step, "epoch": epoch, "loss": loss / samples, "lr": lr, "samples": samples}
+            {"step": step, "epoch": epoch, "loss": loss / (samples if self._sums else 1), "lr": lr, "samples": samples}
             for (step, epoch, lr, samples), loss in zip(pending.rows, losses, strict=True)
         ]
         for row, norm in zip(rows, norms, strict=False):
             row["grad_norm"] = norm
+        own: dict[str, float] = {"grad_norm": norms[-1]} if norms else {}
+        for (number, name, _), value in zip(pending.values, values, strict=True):
+            if number < len(rows):  # what was noted after the last whole step is of no step
+                rows[number][name] = own[name] = rows[number].get(name, 0.0) + value
         record("steps", rows=rows)
         step, epoch, lr, _ = pending.rows[-1]
         images = sum(samples for *_, samples in pending.rows)
@@ -183,11 +207,12 @@ class Meter:
             loss=rows[-1]["loss"],
             lr=lr,
             top1=top1,
-            images_per_s=images / elapsed_s,
+            samples_per_s=images / elapsed_s,
             step_s=step_s,
             data_wait_s=wait_s / len(pending.rows),
             eta_s=step_s * (self._total_steps - step),
             **self._sampled(),
+            **own,
         )
 
 

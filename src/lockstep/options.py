@@ -21,6 +21,8 @@ import tomli_w
 
 from .config import RunConfig
 from .errors import RequestError, unknown
+from .files import read, understanding
+from .printable import visible_json
 
 OWN_TO_A_RANK = frozenset(
     {
@@ -29,6 +31,12 @@ OWN_TO_A_RANK = frozenset(
     }
 )
 """Options in which ranks that people start by hand may differ: who and where they are. All others make the run."""
+NAMES_OF_CODE = ("model", "data", "loss", "step", "metric", "collate")
+"""Options that may name code of the user's own, as module:attribute."""
+
+
+_MOST_BYTES, _DOTS = 1 << 18, 200
+"""Of a TOML file, and in one line of it."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,12 @@ def flatten_common(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if key not in OWN_TO_A_RANK}
 
 
+def code(config: RunConfig) -> dict[str, str]:
+    """Return {public key: module:attribute} of the options that name code of the user's own."""
+    named = {key: value for key, value in flatten(config).items() if key in NAMES_OF_CODE}
+    return {key: value for key, value in named.items() if ":" in value}
+
+
 def override(config: RunConfig, **values: Any) -> RunConfig:
     """Return `config` with options replaced by their public keys (`batch=256, data_dir="data"`).
 
@@ -144,7 +158,7 @@ def _as(kind: Any, value: Any) -> Any:
 
 def to_toml(config: RunConfig) -> str:
     """Return the config as TOML that `from_toml` reads back to an equal config; unset options are left out."""
-    return tomli_w.dumps({key: value for key, value in flatten(config).items() if value is not None})
+    return visible_json(tomli_w.dumps({key: value for key, value in flatten(config).items() if value is not None}))
 
 
 def from_toml(text: str, *, base: RunConfig | None = None, source: str = "TOML") -> RunConfig:
@@ -152,20 +166,24 @@ def from_toml(text: str, *, base: RunConfig | None = None, source: str = "TOML")
 
     Raises `RequestError` where the text is not TOML or an option is unknown or of another type.
     """
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RequestError(f"{source} is not valid TOML: {error}.") from error
-    return apply(base or RunConfig(), values, source=source)
+    # No option is nested, and each level of a key costs tomllib as much as all those before it.
+    if any(line.count(".") > _DOTS for line in text.splitlines()):
+        raise RequestError(f"{source} is not valid: a line has more than {_DOTS} dots.")
+    with understanding(Path(source), "mend it"):
+        try:
+            values = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise RequestError(f"{source} is not valid TOML: {error}.") from error
+        return apply(base or RunConfig(), values, source=source)
 
 
-def read_toml(path: Path, *, base: RunConfig | None = None) -> RunConfig:
-    """Return the config in the file at `path`, over `base`.
+def read_toml(path: Path, *, base: RunConfig | None = None, through_links: bool = False) -> RunConfig:
+    """Return the config in the file at `path`, over `base`; `through_links` where the user has named it.
 
     Raises `RequestError` where it cannot be read or `from_toml` refuses it.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read(path, most_bytes=_MOST_BYTES, through_links=through_links).decode()
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

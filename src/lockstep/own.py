@@ -17,9 +17,12 @@ from .errors import RequestError
 
 
 def check_no_module(flag: str, name: str, example: str) -> None:
-    """Raise `RequestError` where `name`, which is none of ours, names a module alone; `example` is an attribute."""
+    """Raise `RequestError` where `name`, which is none of ours, names a module alone; `example` is an attribute.
+
+    Nothing is imported, not even the parents of a module: the name may be that of a file's.
+    """
     module = name.removesuffix(".py")
-    spec = _find(module)
+    spec = None if "." in module else _find(module)
     if spec is not None and spec.origin is not None:  # a folder without a module in it is found too, of no origin
         raise RequestError(f"{flag} {name} is a module; say what to take from it, as in {flag} {module}:{example}.")
 

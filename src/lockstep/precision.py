@@ -84,11 +84,12 @@ class Precision:
         """Return the context for forward and loss."""
         return self.context
 
-    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        """Add the gradients of `weight` · `loss` (0-dim) to the parameters', scaled where float16 needs it."""
+    def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
+        """Add the gradients of `weight` · `loss` (both 0-dim) to the parameters', scaled where float16 needs it."""
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         # As the gradient that the pass begins with, the weight costs no operation of its own.
-        scaled.backward(loss.new_full((), weight))  # type: ignore[no-untyped-call]
+        begin = weight.to(loss) if isinstance(weight, Tensor) else loss.new_full((), weight)
+        scaled.backward(begin)  # type: ignore[no-untyped-call]
 
     def step(self, optimizers: Sequence[Optimizer], *, clip: float | None) -> Tensor | None:
         """Clip and apply the gradients; return the norm before clipping if `clip` is set.
@@ -115,6 +116,51 @@ class Precision:
         """Continue from what `state` returned."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+class Scaled:
+    """Loss scaling where gradients are unscaled as soon as they are summed, several times to a step if need be.
+
+    A step is left out where any gradient since the last `update` was not finite.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+        self._unscaled: list[_Unscaled] = []
+
+    def unscale(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Unscale the gradients of `parameters`, in place, and note on the device whether all are finite."""
+        once = _Unscaled([each for each in parameters if each.grad is not None])
+        if once.param_groups[0]["params"]:
+            self._scaler.unscale_(cast(Optimizer, once))
+            self._scaler.step(cast(Optimizer, once))
+            self._unscaled.append(once)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Step, unless a gradient was not finite."""
+        together = _Together([optimizer])
+        together.found_inf = torch.stack([each.found for each in self._unscaled]).amax(0)
+        together.step()
+
+    def update(self) -> None:
+        """Adapt the scale to what was found since the last time."""
+        if self._unscaled:
+            self._scaler.update()
+            self._unscaled.clear()
+
+
+class _Unscaled:
+    """Parameters that GradScaler takes for an optimizer (see `_Together`); its step only keeps what was found."""
+
+    _step_supports_amp_scaling = True
+    found_inf: Tensor
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+
+    def step(self) -> None:
+        """Keep whether all gradients were finite."""
+        self.found = self.found_inf
 
 
 class _Together:

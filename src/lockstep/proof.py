@@ -7,14 +7,18 @@ writes its own when it ends (`record.manifest`); whoever checks something afterw
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, ClassVar
 
 from .errors import counted
-from .files import write_json, write_whole
+from .files import parse_json, read, write_json, write_whole
+from .printable import one_line
 
 SUMMARY, SHEET = "summary.json", "proof.md"
 OF_THE_MODEL = frozenset(("gradients", "curve"))
@@ -58,10 +62,23 @@ class Check:
         return dataclasses.asdict(self)
 
 
-def from_json(held: Mapping[str, Mapping[str, Any]] | None) -> list[Check]:
-    """Return the checks that a `summary.json` holds under "proof"; of what newer versions add, nothing."""
-    known = {item.name for item in dataclasses.fields(Check)}
-    return [Check(**{key: value for key, value in each.items() if key in known}) for each in (held or {}).values()]
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("name", "claim", "outcome", "tolerance", "found"), (str,)),
+    "times": (int,),
+    "at_step": (int, NoneType),
+    "cost_s": (int, float, NoneType),
+}
+
+
+def from_json(held: Any) -> list[Check]:
+    """Return the checks that a `summary.json` holds under "proof"; nothing of what newer versions add, or others."""
+    found = []
+    for each in held.values() if isinstance(held, dict) else ():
+        own = {key: each[key] for key in _KINDS if key in each} if isinstance(each, dict) else {}
+        is_whole = own.keys() >= {"name", "claim", "outcome"} and all(type(own[key]) in _KINDS[key] for key in own)
+        if is_whole and math.isfinite(own.get("cost_s") or 0):
+            found.append(Check(**own))
+    return found
 
 
 def by_name(checks: Iterable[Check]) -> dict[str, dict[str, Any]]:
@@ -73,7 +90,7 @@ def sheet(title: str, checks: Iterable[Check]) -> str:
     """Return the checks as a page of Markdown."""
     checks = list(checks)
     rows = [
-        f"| {each.claim} | **{each.outcome}** | {each.times:,} | {each.tolerance or '–'} | "
+        f"| {_shown(each.claim)} | **{_shown(each.outcome)}** | {each.times:,} | {_shown(each.tolerance) or '–'} | "
         f"{'–' if each.cost_s is None else f'{each.cost_s:.2f} s'} |"
         for each in checks
     ]
@@ -81,9 +98,11 @@ def sheet(title: str, checks: Iterable[Check]) -> str:
     wrong = f"{len(failed)} {'is' if len(failed) == 1 else 'are'} wrong"
     verdict = f"Of {counted(len(failed) + len(held), 'claim')} checked, {wrong if failed else 'all hold'}."
     verdict = verdict if failed or held else "Nothing was checked."
-    notes = [f"- **{each.name}** ({each.outcome}): {each.found}." for each in checks if each.found]
+    notes = [
+        f"- **{_shown(each.name)}** ({_shown(each.outcome)}): {_shown(each.found)}." for each in checks if each.found
+    ]
     lines = [
-        f"# What is proved of {title}",
+        f"# What is proved of {_shown(title)}",
         "",
         verdict,
         "",
@@ -94,6 +113,11 @@ def sheet(title: str, checks: Iterable[Check]) -> str:
         *notes,
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _shown(text: str) -> str:
+    """Return a text, which names of others' are part of, in one line of one cell, without a tag of HTML."""
+    return re.sub(r"([|<])", r"\\\1", one_line(text))
 
 
 def page(folder: Path, held: Mapping[str, Mapping[str, Any]] | None) -> bytes:
@@ -108,7 +132,7 @@ def add(folder: Path, checks: Iterable[Check], **more: Any) -> None:
     summary.json is damaged.
     """
     path = folder / SUMMARY
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    summary: dict[str, Any] = parse_json(read(path)) if os.path.lexists(path) else {}
     proof = (summary.get("proof") or {}) | by_name(checks)
     write_json(path, summary | more | {"proof": proof})
     write_whole(folder / SHEET, page(folder, proof))

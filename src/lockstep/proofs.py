@@ -23,6 +23,7 @@ from .saving import remedy
 from .verify import pages
 from .verify.ledger import Ledger
 from .verify.replicas import ReplicaCheck
+from .world import World
 
 
 class Proofs:
@@ -91,14 +92,14 @@ class Proofs:
         expected = self._job.steps_per_epoch * plan.global_size if drop_last else self._job.samples
         self._ask(self._ledger.close_epoch(epoch, expected), "Not each sample was trained on exactly once")
 
-    def end_evaluation(self, epoch: int, step: int) -> None:
-        """Write down which samples the evaluation after `step` took (*collective*).
+    def end_evaluation(self, epoch: int, step: int, samples: int) -> None:
+        """Write down which of `samples` samples the evaluation after `step` took (*collective*).
 
         Raises `ProofError` where it did not take each sample exactly once.
         """
         if self._ledger is not None:
             self._evaluations += 1
-            finding = self._ledger.flush_evaluation(epoch, step)
+            finding = self._ledger.flush_evaluation(epoch, step, samples)
             self._ask(finding, "The evaluation did not take each sample exactly once, as planned")
 
     def _ask(self, finding: str | None, wrong: str) -> None:
@@ -114,29 +115,32 @@ class Proofs:
         return proof.by_name([*self._replicas.proof(), *self._of_ledger()])
 
     def _of_ledger(self) -> list[Check]:
-        if self._ledger is None:
-            return []
-        epochs = self._ledger.whole_epochs
-        asked = f"{counted(epochs, 'whole epoch')} and {counted(self._evaluations, 'evaluation')} were asked"
-        found = self._short or asked
-        if self._ledger.waiting:
-            found += f"; {self._ledger.waiting} pages could not be written ({self._ledger.trouble})"
-        judged = epochs + self._evaluations
-        return [
-            Check(
-                name="ledger",
-                claim="Each epoch and each evaluation held each sample exactly once",
-                outcome=Check.FAILS if self._short else Check.HOLDS if judged else Check.OPEN,
-                times=judged,
-                tolerance="exactly",
-                found=found,
-                cost_s=self._ledger.cost_s,
-            )
-        ]
+        return [] if self._ledger is None else of_ledger(self._ledger, self._evaluations, self._short)
 
     def _remedy(self) -> str:
         self._meter.settle()  # raises where the loss itself was not finite, which is then the better explanation
         return remedy(self._job)
+
+
+def of_ledger(ledger: Ledger, evaluations: int, short: str) -> list[Check]:
+    """Return what a ledger has proved: of its whole epochs, and of so many evaluations; `short` is what it misses."""
+    epochs = ledger.whole_epochs
+    asked = f"{counted(epochs, 'whole epoch')} and {counted(evaluations, 'evaluation')} were asked"
+    found = short or asked
+    if ledger.waiting:
+        found += f"; {ledger.waiting} pages could not be written ({ledger.trouble})"
+    judged = epochs + evaluations
+    return [
+        Check(
+            name="ledger",
+            claim="Each epoch and each evaluation held each sample exactly once",
+            outcome=Check.FAILS if short else Check.HOLDS if judged else Check.OPEN,
+            times=judged,
+            tolerance="exactly",
+            found=found,
+            cost_s=ledger.cost_s,
+        )
+    ]
 
 
 def _nothing(*_: Any) -> None:
@@ -144,24 +148,29 @@ def _nothing(*_: Any) -> None:
 
 
 def _ledger(job: Job, step: int) -> Ledger | None:
-    """Return the run's ledger, cut back to `step`; None where there is to be none (*collective*).
-
-    A run that has begun one keeps it, whether or not that is asked for again: a gap would be no proof.
-    """
-    folder = job.config.record.output
-    path = None if folder is None else folder / pages.NAME
-    there = job.world.together(lambda: _taken_up(path, job.config, step) if job.world.is_main and path else False)
-    if not (job.config.proof.ledger or job.world.gather(there)[0]):
-        return None
-    return Ledger(
-        path,
+    return open_ledger(
+        job.config,
         job.world,
+        step,
         samples=job.samples,
-        evaluated_samples=len(job.data.test),
         accumulation=job.plan.accumulation,
         steps_per_epoch=job.steps_per_epoch,
         devices=job.plan.devices,
     )
+
+
+def open_ledger(config: RunConfig, world: World, step: int, **known: int) -> Ledger | None:
+    """Return the run's ledger, cut back to `step`; None where there is to be none (*collective*).
+
+    A run that has begun one keeps it, whether or not that is asked for again: a gap would be no proof. `known` is what
+    a `Ledger` has to know of the run.
+    """
+    folder = config.record.output
+    path = None if folder is None else folder / pages.NAME
+    there = world.together(lambda: _taken_up(path, config, step) if world.is_main and path else False)
+    if not (config.proof.ledger or world.gather(there)[0]):
+        return None
+    return Ledger(path, world, **known)
 
 
 def _taken_up(path: Path, config: RunConfig, step: int) -> bool:

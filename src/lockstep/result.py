@@ -19,7 +19,9 @@ class Scores:
 
 
 COVERS = {
-    "top1 top5 loss best_top1": "the whole test set, by all ranks",
+    "top1 top5 loss samples best_top1": "the whole set that best_on names, by all ranks; all but best_top1 are of the "
+    "last weights",
+    "test test_best": "the whole test set, by all ranks: the last weights, and those of checkpoints/best",
     "epoch_s": "the whole run, resumed parts included",
     "images_per_s": "all ranks' training images, since the last start",
     "step_p50_s step_p95_s data_wait_s": "rank 0, since the last start",
@@ -51,6 +53,14 @@ class RunResult:
     peak_memory_bytes: dict[str, int] | None = None
     proof: dict[str, Any] | None = None
     """What was proved, by name: the fields of `lockstep.proof.Check`."""
+    best_on: str = "test set"
+    """The set that the best weights were chosen on: the validation set, where there is one."""
+    test: dict[str, Any] | None = None
+    """Scores of the last weights on the test set, and their step; evaluated once, where there is a validation set."""
+    test_best: dict[str, Any] | None = None
+    """Likewise of the best weights; None where they are not in the run's folder, and without a validation set."""
+    stopped: str = ""
+    """Why the run stopped before its last step, in a clause."""
     output: str = ""
     exit: int = 0
 

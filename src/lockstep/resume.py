@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Collection
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from . import checkpoint
@@ -17,15 +18,19 @@ from .world import World
 
 # The options that make a run the run it is. Others (strategy, devices, launcher, epochs, precision, logging …) may
 # change when it is continued.
-_IDENTITY = (
+IDENTITY = (
     "model",
     "classes",
+    "init-from",
+    "freeze",
     "data",
     "augment",
     "image-size",
     "samples",
+    "holdout",
     "optimizer",
     "lr",
+    "lr-scale",
     "momentum",
     "nesterov",
     "weight-decay",
@@ -37,6 +42,8 @@ _IDENTITY = (
     "base-batch",
     "clip",
     "loss",
+    "step",
+    "collate",
     "label-smoothing",
     "ema",
     "batch",
@@ -45,7 +52,19 @@ _IDENTITY = (
 )
 
 
-EVALUATED = ("model", "classes", "data", "image-size", "ema")
+_META: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("step", "epochs", "evaluated", "stale", "replicas", "accumulation", "samples"), (int,)),
+    "planned_epochs": (int, NoneType),
+    **dict.fromkeys(("partial_s", "best_top1"), (float,)),
+    "epoch_s": (list,),
+    "scores": (dict, NoneType),
+    "config": (dict,),
+    "batchnorm": (str,),
+    "generators": (list,),
+}
+"""What a checkpoint says of itself, and its types; numbers are not negative."""
+
+EVALUATED = ("model", "classes", "data", "image-size", "holdout", "seed", "ema")
 """The options that an evaluation has to share with the run whose weights it takes."""
 _SEEN_S = 10.0  # for another host's checkpoint to be seen here
 _LOOK_S = 0.2
@@ -54,7 +73,7 @@ _LOOK_S = 0.2
 def identity(config: RunConfig) -> dict[str, Any]:
     """Return the options that a continued run has to share with the one it continues."""
     flat = flatten(config)
-    return {key: flat[key] for key in _IDENTITY}
+    return {key: flat[key] for key in IDENTITY}
 
 
 def source(config: RunConfig) -> Path | None:
@@ -67,7 +86,7 @@ def source(config: RunConfig) -> Path | None:
     return Path(asked)
 
 
-def load(config: RunConfig, world: World, *, keys: Collection[str] = _IDENTITY) -> State | None:
+def load(config: RunConfig, world: World, *, keys: Collection[str] = IDENTITY) -> State | None:
     """Return the state to continue from, None for a fresh start (*collective*); `keys` are the options it must share.
 
     A rank that does not see the newest one yet, over a network that is slow to tell, waits for it for some seconds.
@@ -105,6 +124,7 @@ def _patiently(state: State | None, newest: str | None, config: RunConfig, keys:
         path = folder / "checkpoints" / newest.partition(" ")[0]
         with contextlib.suppress(RequestError):  # it may be there in part
             found = checkpoint.load(path)
+            _check_meta(found.meta, path)
             _check_same_run(found.meta, config, path, keys)
             if _fingerprint(found) == newest:
                 return found
@@ -117,16 +137,28 @@ def _load(config: RunConfig, keys: Collection[str]) -> State | None:
     if path is None:
         return None
     loaded = checkpoint.load_good(path) if config.checkpoint.resume == "auto" else checkpoint.load(path)
+    _check_meta(loaded.meta, path)
     _check_same_run(loaded.meta, config, path, keys)
     return loaded
 
 
+def _check_meta(meta: dict[str, Any], path: Path) -> None:
+    """Raise `RequestError` where a checkpoint, whole by its checksums, says of itself what none of ours does."""
+    meta = {"stale": 0} | meta  # which older ones lack
+    for name, kinds in _META.items():
+        if name not in meta or type(meta[name]) not in kinds or (int in kinds and not 0 <= (meta[name] or 0) < 2**63):
+            raise RequestError(f"{path} is no checkpoint of lockstep's: its {name} cannot be; give another one.")
+    if not all(type(each) in (int, float) for each in meta["epoch_s"]):
+        raise RequestError(f"{path} is no checkpoint of lockstep's: its epoch_s cannot be; give another one.")
+
+
 def _check_same_run(meta: dict[str, Any], config: RunConfig, path: Path, keys: Collection[str]) -> None:
-    saved, asked = meta["config"], identity(config)
+    saved, asked = identity(RunConfig()) | meta["config"], identity(config)  # older ones lack newer options
     differ = [f"--{key} {asked[key]} (it has {saved.get(key)})" for key in keys if asked[key] != saved.get(key)]
     if differ:
+        anew = f", or begin a new run with its weights by --init-from {path} in place of --resume" * ("lr" in keys)
         raise RequestError(
-            f"{path} is another run's: asked for {', '.join(differ)}; give these flags the values that it has."
+            f"{path} is another run's: asked for {', '.join(differ)}; give these flags the values that it has{anew}."
         )
     accumulate = config.batch.accumulate
     if accumulate is not None and accumulate != meta["accumulation"]:

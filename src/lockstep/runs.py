@@ -9,7 +9,8 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import failures, folders, hardware, locks, resume, said, stacks
@@ -17,13 +18,13 @@ from .checkpoint import find
 from .config import RunConfig
 from .engine import train
 from .errors import RequestError
-from .files import shown
 from .launchers.table import visible_gpus
 from .notes import FOLDER
-from .options import flatten_common, to_toml
+from .options import flatten_common
 from .record.base import Nothing, Recorder
 from .record.table import build as build_recorder
 from .result import RunResult
+from .state import State
 from .world import World
 
 # Notes in which the starts of one run tell one another who held its folder, and the last checkpoint that the first one
@@ -31,15 +32,38 @@ from .world import World
 _HOLDER, _CAME_UPON = "holder", "came upon"
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A run whose folder is held: the config with that folder, who records it, and what it goes on from."""
+
+    config: RunConfig
+    recorder: Recorder
+    state: State | None
+
+
 def run(config: RunConfig, world: World) -> RunResult:
     """Train in a folder of its own: claim it, record, and leave a summary (*collective*)."""
+    with opened(config, world) as ours:
+        return train(ours.config, world, ours.recorder, state=ours.state)
+
+
+@contextlib.contextmanager
+def opened(
+    config: RunConfig, world: World, *, keys: Collection[str] = resume.IDENTITY, console: Recorder | None = None
+) -> Iterator[Opened]:
+    """Hold the run's folder while the block runs, and record what it raises (*collective*).
+
+    `keys` are the options that a continued run has to share with the one before, and `console` replaces what a run
+    shows to a person.
+    """
     _check_alike(config, world)
+    asked = config
     config, before = _after(config, world)
-    state = resume.load(config, world)  # what cannot be continued is refused before a folder is made
+    state = resume.load(config, world, keys=keys)  # what cannot be continued is refused before a folder is made
     with _claimed(config, world, before) as folder, _kept_output(folder, world):
         config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=folder))
         world.pulse.folder = folder
-        state = state or resume.load(config, world)  # of the folder that --resume auto has found
+        state = state or resume.load(config, world, keys=keys)  # of the folder that --resume auto has found
         begun_s = time.time()
         recorder: Recorder = Nothing()
         if world.is_main:
@@ -49,11 +73,13 @@ def run(config: RunConfig, world: World) -> RunResult:
                 folder,
                 topology=world.topology,
                 hardware=facts,
-                config_toml=to_toml(_lasting(config)),
+                config=_lasting(asked, folder),
+                identity=keys,
                 resume_step=resume_step,
+                console=console,
             )
         try:
-            return train(config, world, recorder, state=state)
+            yield Opened(config, recorder, state)
         except Exception as error:
             failure = failures.account(error, world.rank, config)
             cause = failures.cause_in(folder / "failures", since_s=begun_s) if failure.is_echo else ""
@@ -70,17 +96,37 @@ def _kept_output(folder: Path, world: World) -> contextlib.AbstractContextManage
 def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
     """Return the config with which this start goes on where an earlier one was lost, and its folder (*collective*).
 
-    None and the config as it is where there was no earlier one, or it was lost before it had a folder.
+    None and the config as it is where there was no earlier one, or it was lost before it had a folder. Raises
+    `RequestError` where what was noted of it is no folder that this command would have taken.
     """
     told = world.gather(world.notes.read(FOLDER) if world.is_main else "")[0]
     if not told:
         return config, None
-    folder = Path(told)
+    # Rank 0's alone: nodes may be in different working folders.
+    folder = Path(world.gather(world.together(lambda: str(taken_up(config, Path(told)) if world.is_main else "")))[0])
     # Where it was lost before its first checkpoint, this one begins as it did.
     again = world.gather(_last(folder) != world.notes.read(_CAME_UPON) if world.is_main else None)[0]
     saving = dataclasses.replace(config.checkpoint, resume="auto") if again else config.checkpoint
     recording = dataclasses.replace(config.record, output=folder)
     return dataclasses.replace(config, checkpoint=saving, record=recording), folder
+
+
+def taken_up(config: RunConfig, told: Path) -> Path:
+    """Return the folder of an earlier start: the one that the flags name, else a default one of theirs that is `told`.
+
+    On several nodes the note comes over the network: it may choose among the runs that this command could have begun.
+    """
+    asked, output = config.checkpoint.resume, config.record.output
+    named = output or (folders.run_of(Path(asked)) if asked not in ("", "auto") else None)
+    if named is not None:
+        return named.absolute()
+    is_ours = told.parent == folders.RUNS.absolute() and told.name.startswith(folders.default_name(config))
+    if is_ours and not told.is_symlink():
+        return told
+    raise RequestError(
+        f"An earlier start of these ranks is said to have written to {told}, where this command would not have: give "
+        "all nodes the same --output, and start them in the same folder."
+    )
 
 
 def _last(folder: Path) -> str:
@@ -123,12 +169,18 @@ def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[P
             claim.release()
 
 
-def _lasting(config: RunConfig) -> RunConfig:
-    """Return what makes the run. How its ranks met belongs to this start; the manifest has it."""
+def _lasting(config: RunConfig, folder: Path) -> RunConfig:
+    """Return what makes the run, as it was asked for: what repeats it in another folder.
+
+    How its ranks met, where it is written, and that it goes on in its own folder belong to this start.
+    """
     parallel = dataclasses.replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None)
     parallel = dataclasses.replace(parallel, clear_meeting=False, interface="")
-    record = dataclasses.replace(config.record, output=Path(shown(config.record.output)))
-    return dataclasses.replace(config, parallel=parallel, record=record)
+    resume = config.checkpoint.resume
+    own = resume == "auto" or (resume and folders.run_of(Path(resume).absolute()) == folder)
+    checkpoint = dataclasses.replace(config.checkpoint, resume="" if own else resume)
+    record = dataclasses.replace(config.record, output=None)
+    return dataclasses.replace(config, parallel=parallel, checkpoint=checkpoint, record=record)
 
 
 def _check_alike(config: RunConfig, world: World) -> None:

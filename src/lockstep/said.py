@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from . import relay
+from .files import ours, own_folder
 
 _REDRAWS = re.compile(r"\x1b\[\??[0-9;]*[ABFGHJKhl]")
 """What moves a terminal's cursor: part of a bar that is drawn over and over."""
@@ -43,8 +44,8 @@ def kept(path: Path, *, shown: bool) -> Iterator[None]:
     the stacks of a crash in C code. Where the file cannot be written, the console has everything.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a", buffering=1, encoding="utf-8", errors="replace")
+        own_folder(path.parent)
+        file = open(path, "a", buffering=1, encoding="utf-8", errors="replace", opener=ours)
     except OSError:
         yield
         return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ from torch import Tensor
 
 from . import resume
 from .checkpoint import Checkpoints, find, peek
-from .errors import RequestError
-from .files import shown
+from .errors import RequestError, counted
+from .files import shown, understanding
 from .folders import unwritable
 from .job import Job
 from .nn import sync_batchnorm
@@ -37,6 +39,8 @@ class Progress:
     partial_s: float = 0.0
     """Seconds of training in the epoch under way, before this process took it up."""
     best_top1: float = -1.0
+    stale: int = 0
+    """Evaluations since the best one."""
     scores: Scores | None = None
     """Of the last evaluation, which was at step `evaluated`."""
     evaluated: int = 0
@@ -48,6 +52,18 @@ class Progress:
     """The checkpoint that it was taken up from."""
     caution: str = ""
     """What is to be said of that checkpoint."""
+
+    def take(self, scores: Scores) -> None:
+        """Take the scores of an evaluation at this step."""
+        self.stale = 0 if scores.top1 > self.best_top1 else self.stale + 1
+        self.best_top1 = max(self.best_top1, scores.top1)
+        self.scores, self.evaluated = scores, self.step
+
+    def stalled(self, patience: int | None) -> str:
+        """Return in a clause that the evaluation at this step was the last that `patience` allows; "" if it was not."""
+        if patience is None or self.stale < patience or self.evaluated != self.step:
+            return ""
+        return f"top1 has not improved in {counted(self.stale, 'evaluation')} (--patience {patience})"
 
 
 class Saver:
@@ -64,9 +80,9 @@ class Saver:
         self._world = world
         self._recorder = recorder
         self._on_disk: int | None = None
-        self._best_top1 = -1.0
+        self._best_top1 = -math.inf
         """Of the checkpoint that `best` points to. A save may fail: the run's own best is no measure for it."""
-        self._next_best_top1 = -1.0
+        self._next_best_top1 = -math.inf
         self._checkpoints: Checkpoints | None = None
         if folder is not None:
             self._checkpoints = world.together(lambda: self._open(folder) if world.is_main else None)
@@ -76,11 +92,12 @@ class Saver:
             checkpoints = Checkpoints(folder / "checkpoints", warn=self._warn, saved=self._saved, origin=self._origin)
         except OSError as error:
             raise unwritable(folder / "checkpoints", error) from error
-        if self._taken_up_at is not None and (last := find(checkpoints.folder)) and (meta := peek(last)):
-            self._on_disk = min(meta["step"], self._taken_up_at)
-        best = peek(checkpoints.folder / "best")
-        if best is not None and best["scores"] is not None and best["step"] <= (self._taken_up_at or 0):
-            self._best_top1 = best["scores"]["top1"]
+        with understanding(checkpoints.folder):
+            if self._taken_up_at is not None and (last := find(checkpoints.folder)) and (meta := peek(last)):
+                self._on_disk = min(meta["step"], self._taken_up_at)
+            best = peek(checkpoints.folder / "best")
+            if best is not None and best["scores"] is not None and best["step"] <= (self._taken_up_at or 0):
+                self._best_top1 = best["scores"]["top1"]
         return checkpoints
 
     def _warn(self, text: str) -> None:
@@ -91,22 +108,17 @@ class Saver:
         self._best_top1 = self._next_best_top1
         self._recorder.record("checkpoint", step=step, path=str(path))
 
-    def save(self, job: Job, progress: Progress, *, evaluated: bool = False) -> None:
-        """Save in the background; weights that were just `evaluated` may be the best (*collective*)."""
+    def save(self, make: Callable[[], State], *, step: int, top1: float = -math.inf) -> None:
+        """Save in the background what `make` returns (*collective*); `top1` of weights just evaluated may be best."""
         if self._folder is None:
             return
         with self._world.pulse.during("save"):
-            self._save(job, progress, evaluated=evaluated)
-
-    def _save(self, job: Job, progress: Progress, *, evaluated: bool) -> None:
-        _check_weights(job, progress.step)
-        state = _state(job, progress)
-        if self._checkpoints is not None:
-            self._checkpoints.wait()  # only then it is known what `best` points to
-            top1 = progress.scores.top1 if evaluated and progress.scores is not None else -1.0
-            best = top1 > self._best_top1
-            self._next_best_top1 = max(top1, self._best_top1)
-            self._checkpoints.save(state, step=progress.step, best=best)
+            state = make()
+            if self._checkpoints is not None:
+                self._checkpoints.wait()  # only then it is known what `best` points to
+                best = top1 > self._best_top1
+                self._next_best_top1 = max(top1, self._best_top1)
+                self._checkpoints.save(state, step=step, best=best)
 
     def poll(self) -> None:
         """Tell how the save in the background ended, if it has."""
@@ -125,18 +137,19 @@ class Saver:
         last = "none before it was" if on_disk is None else f"the last one is of step {on_disk}: {_MEND} and {again}"
         return f", but its checkpoint could not be written; {last}."
 
-    def conclude(self, job: Job, progress: Progress) -> str:
+    def conclude(self, make: Callable[[], State], *, step: int, top1: float = -math.inf) -> str:
         """Wait until the last save is on the disk; return, on every rank, a sentence where it is not (*collective*).
 
-        A run that was complete when it was taken up is saved only where it goes on in a folder of its own.
+        A run that was complete when it was taken up is saved, as `save` does, only where it goes on in a folder of its
+        own.
         """
         there = self._checkpoints is not None and find(self._checkpoints.folder) is not None
-        nothing_done = progress.step == self._taken_up_at
+        nothing_done = step == self._taken_up_at
         if nothing_done and not self._world.gather(there)[0]:
-            self.save(job, progress, evaluated=True)
+            self.save(make, step=step, top1=top1)
         self._wait()
-        is_there = self._checkpoints is None or self._on_disk == progress.step or (nothing_done and there)
-        told: str = self._world.gather("" if is_there else self._unsaved(progress.step))[0]
+        is_there = self._checkpoints is None or self._on_disk == step or (nothing_done and there)
+        told: str = self._world.gather("" if is_there else self._unsaved(step))[0]
         return told
 
     def _unsaved(self, step: int) -> str:
@@ -185,8 +198,9 @@ def remedy(job: Job) -> str:
     return f"{text[0].upper()}{text[1:]}{kept}."
 
 
-def _state(job: Job, progress: Progress) -> State:
-    """Return all that an exact continuation needs (*collective*)."""
+def captured(job: Job, progress: Progress) -> State:
+    """Return all that an exact continuation needs (*collective*). Raises `RunError` as `_check_weights` does."""
+    _check_weights(job, progress.step)
     state = job.strategy.full_state(job.model, job.optimizer.each)
     tensors = dict(state.tensors)
     if job.average is not None:
@@ -197,6 +211,7 @@ def _state(job: Job, progress: Progress) -> State:
         "epoch_s": progress.epoch_s,
         "partial_s": progress.partial_s,
         "best_top1": progress.best_top1,
+        "stale": progress.stale,
         "scores": None if progress.scores is None else dataclasses.asdict(progress.scores),
         "evaluated": progress.evaluated,
         "planned_epochs": job.config.epochs,
@@ -222,29 +237,37 @@ def restore(job: Job, loaded: State) -> Progress:
             f"The checkpoint is of step {meta['step']}, and this run would end at step {job.total_steps}; give more "
             "--epochs or --max-steps, or start a new run in another --output."
         )
-    job.strategy.load_state(job.model, job.optimizer.each, loaded)
-    if job.average is not None:
-        load_model(job.average.module, loaded.part("ema"))
-    job.precision.load_state(meta["scaler"])
-    devices = job.strategy.devices
-    load_generators(job.world, meta["generators"], job.config.seed, meta["step"], devices=devices)
-    return Progress(
-        step=meta["step"],
-        epochs=meta["epochs"],
-        epoch_s=list(meta["epoch_s"]),
-        partial_s=meta["partial_s"],
-        best_top1=meta["best_top1"],
-        scores=None if meta["scores"] is None else Scores(**meta["scores"]),
-        evaluated=meta["evaluated"],
-        planned_epochs=meta["planned_epochs"],
-        accumulation=meta["accumulation"],
-        origin=loaded.origin,
-        caution=loaded.caution,
-    )
+    if not 0 <= meta["step"] - meta["epochs"] * job.steps_per_epoch <= job.steps_per_epoch:
+        raise RequestError(
+            f"The checkpoint is of step {meta['step']}, which cannot come after {meta['epochs']} epochs of "
+            f"{job.steps_per_epoch} steps; give another one."
+        )
+    with understanding(loaded.origin or Path("the checkpoint")):
+        job.strategy.load_state(job.model, job.optimizer.each, loaded)
+        if job.average is not None:
+            load_model(job.average.module, loaded.part("ema"))
+        job.precision.load_state(meta["scaler"])
+        devices = job.strategy.devices
+        load_generators(job.world, meta["generators"], job.config.seed, meta["step"], devices=devices)
+        return Progress(
+            step=meta["step"],
+            epochs=meta["epochs"],
+            epoch_s=list(meta["epoch_s"]),
+            partial_s=meta["partial_s"],
+            best_top1=meta["best_top1"],
+            stale=meta.get("stale", 0),
+            scores=None if meta["scores"] is None else Scores(**meta["scores"]),
+            evaluated=meta["evaluated"],
+            planned_epochs=meta["planned_epochs"],
+            accumulation=meta["accumulation"],
+            origin=loaded.origin,
+            caution=loaded.caution,
+        )
 
 
 def restore_model(job: Job, loaded: State) -> None:
     """Put a loaded state's weights into the job's model, and into the averaged one, for evaluation alone."""
-    job.strategy.load_state(job.model, (), loaded)
-    if job.average is not None:
-        load_model(job.average.module, loaded.part("ema"))
+    with understanding(loaded.origin or Path("the checkpoint")):
+        job.strategy.load_state(job.model, (), loaded)
+        if job.average is not None:
+            load_model(job.average.module, loaded.part("ema"))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from . import bounded
+from .files import check_own, ours, read
 
 _NAME = ".rank_{rank}.stacks"
 _PUT_OFF = 0.1
@@ -86,14 +87,16 @@ def _asked(process: int, until_s: float) -> str:
 def left_by(rank: int, folder: Path) -> str:
     """Return the stacks that C code has written for a rank of the run in `folder`; "" for none."""
     with contextlib.suppress(OSError):
-        return _file(rank, folder).read_text(encoding="utf-8", errors="replace")
+        return read(_file(rank, folder)).decode(errors="replace")
     return ""
 
 
 def remove(rank: int | str, folder: Path) -> None:
     """Remove the file for a rank of the run in `folder`; for all of them where that is "*"."""
-    for path in (folder / "output").glob(_NAME.format(rank=rank)):
-        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a link, behind which others' files lie
+        check_own(folder / "output")
+        for path in (folder / "output").glob(_NAME.format(rank=rank)):
+            path.unlink(missing_ok=True)
 
 
 class DeadMansSwitch:
@@ -138,7 +141,8 @@ class DeadMansSwitch:
 
     def _open(self, path: Path) -> None:
         with contextlib.suppress(OSError):  # without a file there is no dump, which is no reason to fail
-            file = path.open("wb")
+            check_own(path.parent)
+            file = open(path, "wb", opener=ours)
             with self._lock:
                 if self._next_s != _NEVER:
                     self._file = file

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from lockstep.cli.main import main
-from lockstep.doctor import examine
+from lockstep.doctor.examine import Examination, Report
 from lockstep.doctor.finding import Finding
 from lockstep.world import World
 
@@ -21,40 +22,59 @@ from ..pool import RankPool
 from ..starting import config
 
 STALL_S = 5.0
-
-
-SUM = World.sum
+PATIENT_S = 30.0  # where nobody stalls: a busy machine takes its time
+SUM, SEND = World.sum, dist.all_to_all_single
 
 
 def _wrong(world: World, tensor: Tensor) -> Tensor:
-    found = SUM(world, tensor)
-    found[-1] += 1
-    return found
+    total = SUM(world, tensor)
+    total[-1] += 1
+    return total
 
 
-def _examine(world: World, folder: Path, silent: bool) -> tuple[Finding, ...]:
-    """Examine this rank with the other one; rank 1 is silent, or sums wrongly."""
+def _changed(received: Tensor, sent: Tensor, **options: Any) -> None:
+    SEND(received, sent, **options)
+    received[0] ^= 1
+
+
+def _ignore(report: Report) -> None: ...
+
+
+def _examine(world: World, folder: Path, fault: str) -> tuple[Finding, ...]:
+    """Examine this rank with the other one; rank 1 is silent, sums wrongly, or receives other bits."""
     world.close()  # an examination forms its own
-    if world.rank == 1 and silent:
+    if world.rank == 1 and fault == "silent":
         return ()
     store = FileStore(str(folder / "store"), 2)
-    asked = examine.Asked(folder / "runs", None, chosen_cpu=False)
+    examination = Examination(folder / "runs", None, False, _ignore)
     with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 1:
+        if world.rank == 1 and fault == "sum":
             patch.setattr(World, "sum", _wrong)
-        return examine.examine(config(stall_timeout=STALL_S), world.topology, world.device, store, asked).findings
+        elif world.rank == 1:
+            patch.setattr(dist, "all_to_all_single", _changed)
+        stall_s = STALL_S if fault == "silent" else PATIENT_S
+        return examination.before_world(config(stall_timeout=stall_s), world.topology, world.device, store).findings
 
 
-@pytest.mark.parametrize(("name", "told"), [("ranks", "fell silent at host"), ("all-reduce 8 B", "1 on rank 1")])
-def test_a_rank_at_fault_is_named_in_bounded_time(pool: RankPool, tmp_path: Path, name: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "name", "told"),
+    [
+        ("silent", "ranks", "rank 1 fell silent at host"),
+        ("sum", "all-reduce 8 B", "1 on rank 1"),
+        ("bits", "bytes sent", "rank 0 to rank 1"),
+    ],
+)
+def test_a_rank_at_fault_is_named_in_bounded_time(
+    pool: RankPool, tmp_path: Path, fault: str, name: str, told: str
+) -> None:
     pool.run(2, str)  # processes that start are not counted
     begun_s = time.monotonic()
-    findings, _ = pool.run(2, _examine, tmp_path, name == "ranks", collectives="gloo")
-    assert time.monotonic() - begun_s < 6 * STALL_S
+    findings, _ = pool.run(2, _examine, tmp_path, fault, collectives="gloo")
+    assert time.monotonic() - begun_s < 6 * (STALL_S if fault == "silent" else PATIENT_S)
     red = [each for each in findings if each.state == "red"]
     assert {each.name.partition(" ")[0] for each in red} == {name.partition(" ")[0]}
     assert told in next(each.words for each in red if each.name == name)
-    assert all(each.ranks in ((1,), ()) for each in red)
+    assert all(other not in each.words for each in red for other in ("on rank 0", "to rank 0", "rank 0 fell"))
     assert "write speed" in {each.name for each in findings}, "the examination goes on"
     assert {path.name for path in tmp_path.iterdir()} <= {"store"}
 

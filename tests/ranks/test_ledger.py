@@ -143,7 +143,7 @@ def test_what_is_wrong_is_found_and_named(name: str) -> None:
 
 def test_on_a_full_disk_pages_wait_and_go_out_whole(tmp_path: Path) -> None:
     path = tmp_path / NAME
-    sizes = {"samples": SAMPLES, "evaluated_samples": TESTED, "accumulation": 1, "steps_per_epoch": 4}
+    sizes = {"samples": SAMPLES, "accumulation": 1, "steps_per_epoch": 4}
     with Ledger(path, World.alone(), **sizes) as kept:
 
         def note(*steps: int) -> None:

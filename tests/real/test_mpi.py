@@ -43,4 +43,4 @@ def test_ranks_of_mpirun_meet_without_an_address(starter: str, spawned: dict[str
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert (manifest["chosen"]["launcher"], manifest["topology"]["size"]) == ("environment", 2)
     assert weights(tmp_path / "run") == spawned
-    assert not list(temporary.rglob("lockstep*"))
+    assert not list(temporary.rglob("mpi-*"))

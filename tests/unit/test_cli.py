@@ -24,18 +24,18 @@ from lockstep.options import flatten, leaves, override, read_toml, recipe, recip
 from ..command import Ended, refusal, sentence
 
 FLAGS = """
-model classes
-data data-dir download workers augment image-size samples skip-corrupt on-device
-optimizer lr momentum nesterov weight-decay schedule milestones gamma warmup lr-rule base-batch clip
-loss label-smoothing ema
+model classes init-from freeze
+data data-dir download workers augment image-size samples holdout skip-corrupt collate on-device
+optimizer lr lr-scale momentum nesterov weight-decay schedule milestones gamma warmup lr-rule base-batch clip
+loss step metric label-smoothing ema
 batch accumulate micro-batch eval-batch drop-last
 strategy devices gpus accelerator launcher nodes max-restarts init-method clear-meeting interface rank
 world-size timeout stall-timeout batchnorm collectives find-unused
 precision channels-last compile deterministic
 resume checkpoint-every
-output log-every
+output log-every quiet
 verify-every ledger
-epochs max-steps seed
+epochs max-steps eval-every patience seed
 """
 
 

@@ -125,6 +125,13 @@ def test_gpus_are_those_there_are_and_bits_are_due_where_they_can_be(gpus: str, 
                 assert all(gpus == (chosen[:1] if "single" in stage[0] else chosen) for gpus in taken)
 
 
+def test_code_of_the_users_own_is_named_to_each_variant() -> None:
+    setup = _setup(loss="mine:loss", model="mine:Net")
+    for each in variants.others(setup, has_statistics=True):
+        for stage in variants.commands(setup, each, steps=6):
+            assert all({"mine:loss", "mine:Net"} <= {*words} for words in stage)
+
+
 def test_what_cannot_be_trained_is_left_out() -> None:
     for setup, steps, names in (
         (_setup(batch=2), 6, {"ddp-3", "ddp-4-local", "ddp-2-accum-2", "hybrid-2x2", "hybrid-2x2-resumed"}),

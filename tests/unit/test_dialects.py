@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.errors import RequestError
 from lockstep.launchers import dialects, table
@@ -13,18 +16,15 @@ from lockstep.launchers import environment as launcher
 from lockstep.launchers.dialects import slurm
 
 from ..environments import environment
+from ..hostile import environments, often
 from ..starting import config
 
 PORT = 10_000 + 7 * 16
 
 
-def test_a_host_list_is_expanded_as_scontrol_does() -> None:
-    for text, names in (
-        ("n[1-3,5],m2", "n1 n2 n3 n5 m2"),
-        ("n[08-11]-ib", "n08-ib n09-ib n10-ib n11-ib"),
-        ("r[1-2]n[3,5]", "r1n3 r1n5 r2n3 r2n5"),
-    ):
-        assert " ".join(slurm.hosts(text)) == names
+def test_the_first_host_of_a_list_is_scontrols() -> None:
+    lists = ("n[1-3,5],m2", "m2,n[1-3]", "n[08-11]-ib", "r[1-2]n[3,5]", "n[1-99999999]", f"n[{'9' * 5000}]")
+    assert [slurm.first_host(text) for text in lists] == ["n1", "m2", "n08-ib", "r1n3", "n1", f"n{'9' * 5000}"]
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,23 @@ def test_more_tasks_than_gpus_are_refused() -> None:
     place = dialects.read(environment("srun-one-node SLURM_GPUS_ON_NODE=2"))
     with pytest.raises(RequestError, match="this node is 3, but SLURM_GPUS_ON_NODE is 2: each rank needs a GPU"):
         launcher._check_node(asked, place, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+_FUZZED = ("srun", "srun-one-node", "array", "ranks", "torchrun", "open-mpi", "mpich", "")
+
+
+@often
+@given(st.sampled_from(_FUZZED).flatmap(lambda words: environments(environment(words))))
+def test_no_environment_does_more_than_be_refused(env: dict[str, str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slurm, "_resolves", lambda name: len(name) < 9)  # no name server is asked
+        for ask in (
+            lambda: table.choose(config(), env),
+            lambda: table.choose(config(launcher="environment"), env),
+            lambda: dialects.read(env),
+            lambda: dialects.check_started(env),
+            lambda: dialects.started_elsewhere(env),
+            lambda: dialects.of_array(env),
+        ):
+            with contextlib.suppress(RequestError):
+                ask()

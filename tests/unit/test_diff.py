@@ -137,7 +137,7 @@ def test_a_difference_is_said_in_words(tmp_path: Path, capsys: Capture) -> None:
     told, err = capsys.readouterr()
     for part in (
         "only in A: model/classifier.bias",
-        "only in B: model/head\\x1b[2J",  # escaped: a name cannot move the cursor
+        "only in B: model/head␛[2J",  # a name cannot move the cursor
         "(10, 64) in A, (9, 64) in B",
         "0, other bits (float32 in A, float64 in B)",
     ):

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.data.source import Fetched, Indices
-from lockstep.engine import evaluate_checkpoint, train
+from lockstep.engine import train
 from lockstep.evaluation import evaluate
 from lockstep.options import override
 from lockstep.record.base import Nothing
 from lockstep.result import Scores
+from lockstep.scoring import evaluate_checkpoint
 from lockstep.world import World
 
 from ..pool import RankPool
@@ -98,7 +99,7 @@ def _trained(world: World, folder: Path) -> float:
 
 
 def _evaluated(world: World, folder: Path) -> float:
-    return evaluate_checkpoint(override(RunConfig(), **RESNET, resume=str(folder)), world)[1].loss
+    return float(evaluate_checkpoint(override(RunConfig(), **RESNET, resume=str(folder)), world)["loss"])
 
 
 def test_all_ranks_evaluate_the_model_that_is_saved(pool: RankPool, tmp_path: Path) -> None:

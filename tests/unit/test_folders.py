@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import folders
+from lockstep import folders, runs
 from lockstep.errors import RequestError, RunError
 
 from ..starting import config
@@ -70,3 +70,20 @@ def test_a_folder_is_its_runs_also_while_no_rank_holds_it(tmp_path: Path) -> Non
         with _held(tmp_path, "acquire_for_agent"):  # another one of the same run
             pass
     folders.check(asked)
+
+
+def test_a_restart_goes_on_in_no_folder_but_one_of_the_commands_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The note of an earlier start comes over the network, where there are several nodes."""
+    monkeypatch.chdir(tmp_path)
+    asked = config(model="mlp", data="digits")
+    mine = tmp_path / "runs" / "digits-mlp-2"
+    assert runs.taken_up(asked, mine) == mine
+    theirs = tmp_path / "theirs"
+    mine.parent.mkdir()
+    (mine.parent / "digits-mlp-3").symlink_to(theirs)
+    for told in (theirs, tmp_path / "runs" / "another", tmp_path / "runs" / "digits-mlp-3"):
+        with pytest.raises(RequestError, match="is said to have written to"):
+            runs.taken_up(asked, told)
+    assert runs.taken_up(config(output="here"), theirs) == tmp_path / "here"

@@ -15,12 +15,12 @@ SOURCE = Path(lockstep.__file__).parent
 LAYERS = [
     rooms.split()
     for rooms in (
-        "bounded beats synonyms errors files validity config options topology kinds locks batching result proof "
-        "failures hardware versions interrupts own pulse relay said stacks notes watch submit",
-        "shared_memory world state randomness",
+        "bounded beats synonyms errors printable screen files validity config options topology kinds locks batching "
+        "result proof failures hardware versions interrupts own pulse relay said stacks notes watch submit",
+        "shared_memory world state randomness gradients",
         "data models nn precision optim losses strategies launchers record",
-        "checkpoint resume meter evaluation verify doctor",
-        "job saving announce proofs engine folders runs",
+        "checkpoint resume meter evaluation verify doctor prepared",
+        "job saving start announce proofs scoring engine folders runs script loop sessions task",
         "prove",
         "cli",
         "__main__ __init__",
@@ -64,3 +64,17 @@ def test_the_launchers_alone_read_the_environment_and_the_engine_names_no_strate
     named = re.compile(r"\b(ddp|dp|DistributedDataParallel|DataParallel)\b|[\"']single[\"']", re.IGNORECASE)
     for name in ("engine.py", "job.py", "meter.py", "evaluation.py"):
         assert named.findall(FILES[Path(name)]) == [], name
+
+
+def test_one_file_makes_consoles() -> None:
+    # On a `Screen` foreign text has no power: it is no markup, and acts on no terminal.
+    makes = re.compile(r"(from rich(\.\w+)? import .*\b(Console|escape|print)\b|^import rich)", re.MULTILINE)
+    assert [str(file) for file, text in FILES.items() if makes.search(text)] == ["screen.py"]
+
+
+def test_a_file_is_opened_for_writing_as_ones_own() -> None:
+    """Through `opener=ours` or `write_whole`, which follow no link; or in a folder that was made this moment."""
+    writes = re.compile(r"""\.write_(?:text|bytes)\(|open\((?![^\n]*opener=ours)[^\n]*["'][rb]*[wax+][wabxt+]*["']""")
+    found = {str(file) for file, text in FILES.items() if writes.search(text)}
+    # The last writes to the console through a descriptor of its own.
+    assert found == {"checkpoint/write.py", "data/shared.py", "said.py"}

@@ -31,6 +31,8 @@ train --batch 64 digits                | 'digits' belongs to no flag | a recipe 
 eval --devices 2                       | lacks the run
 eval gone                              | gone is not there
 eval trained --epochs 3                | no use for --epochs
+eval trained --split valid             | 'valid' | did you mean validation?
+eval trained --predictions x.txt       | x.txt | a file .csv
 diff                                   | compares two checkpoints, found 0
 diff a b --tolerance nan               | --tolerance nan: give 0 or more
 diff a b --fast                        | no flag --fast; lockstep diff --help
@@ -40,6 +42,8 @@ submit slurm digits                    | sbatch is not on PATH
 
 TRAIN = """
 --batch two                            | --batch two | a whole number
+--holdout 1                            | --holdout 1.0 | not including, 1
+--patience 0                           | --patience 0 | 1
 --nesterov true                        | 'true' | --nesterov or --no-nesterov
 --config gone.toml                     | gone.toml | No such file
 --config broken.toml                   | broken.toml | not valid TOML
@@ -143,8 +147,10 @@ OWN = """
 --data {own}:vectors --augment crop    | --augment crop | images of bytes
 --data {own}:vectors --model resnet8   | takes images | --model mlp
 --on-device on                         | --on-device on | use auto
+--holdout 1e-9                         | --holdout 1e-09 | none of 1,437 samples
 --precision tf32                       | tf32 | NVIDIA GPU | found cpu
 --loss {own}:by_samples                | returned a tensor of shape (2,)
+--loss {own}:averaged                  | divides by the samples that it sees | for 8 samples (scores (8,
 --resume gone                          | gone | no checkpoint
 """.replace("{own}", "tests.refused")
 

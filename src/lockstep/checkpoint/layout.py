@@ -6,21 +6,23 @@ import errno
 import hashlib
 import json
 import re
-import stat
 from pathlib import Path
 from typing import Any
+
+from ..files import foreign
 
 FORMAT = "lockstep checkpoint"
 VERSION = 1
 STATE = "state.json"
 SUMS = "checksums.json"
+LINKS = ("last", "best")
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 def digest(path: Path) -> str:
     """Return the file's SHA-256 in hexadecimal."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=foreign) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -29,19 +31,17 @@ def render(value: Any) -> bytes:
     return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
-def parse(data: bytes) -> Any:
-    """Return what JSON `data` holds; ValueError where it is none, or none that anybody could have meant."""
-    try:
-        return json.loads(data)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+def linked(link: Path) -> Path:
+    """Return the checkpoint beside `last` or `best` that it points to, or `link` itself where it is no such link.
 
-
-def content(path: Path) -> bytes:
-    """Return what a file holds; OSError where there is none, or what is there, such as a pipe, may never end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is no file")
-    return path.read_bytes()
+    Raises OSError for one that leads elsewhere: in a folder from somebody else it would choose what is read.
+    """
+    if link.name not in LINKS or not link.is_symlink():
+        return link
+    target = link.parent / link.readlink()
+    if target.parent != link.parent or numbered(target) is None or target.is_symlink():
+        raise OSError(errno.ELOOP, f"it leads to {link.readlink()}, and not to a checkpoint beside it", str(link))
+    return target
 
 
 def free_name(folder: Path, step: int) -> Path:
@@ -55,7 +55,11 @@ def free_name(folder: Path, step: int) -> Path:
 
 def steps(folder: Path) -> list[tuple[tuple[int, int], Path]]:
     """Return the checkpoints in `folder` by their numbers, oldest step first."""
-    found = [(number, path) for path in folder.iterdir() if (number := numbered(path)) and path.is_dir()]
+    found = [
+        (number, path)
+        for path in folder.iterdir()
+        if (number := numbered(path)) and path.is_dir() and not path.is_symlink()
+    ]
     return sorted(found)
 
 

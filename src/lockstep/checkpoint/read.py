@@ -10,12 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
+from .. import files
 from ..errors import RequestError
+from ..files import MOST_BYTES, parse_json
 from ..state import State
-from .layout import FORMAT, STATE, SUMS, VERSION, content, digest, numbered, parse, render, steps
+from .layout import FORMAT, STATE, SUMS, VERSION, digest, linked, numbered, render, steps
+
+_TENSORS = ".safetensors"
 
 
 def find(path: Path) -> Path | None:
@@ -24,7 +30,7 @@ def find(path: Path) -> Path | None:
     `path` is a run's folder, its `checkpoints`, or one checkpoint. Whether that one is whole is for `load` to say.
     """
     points_nowhere = path.is_symlink() and not path.exists()
-    if points_nowhere or _is_checkpoint(path):
+    if points_nowhere or (path / SUMS).is_file() or peek(path) is not None:  # whole, or damaged
         return path
     for folder in (path / "checkpoints", path):
         if (folder / "last").is_symlink() or (folder / "last").is_dir():
@@ -33,16 +39,6 @@ def find(path: Path) -> Path | None:
         if folder.is_dir() and (found := steps(folder)):
             return found[-1][1]
     return None
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Return whether the folder is a checkpoint of ours, whole or damaged: either of its two JSON files says so."""
-    if (path / SUMS).is_file():
-        return True
-    try:
-        return bool(parse(content(path / STATE))["format"] == FORMAT)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def fingerprint(folder: Path) -> str:
@@ -59,23 +55,16 @@ def load(path: Path) -> State:
     folder = find(path)
     if folder is None:
         raise RequestError(_why_not(path))
-    # As it is now: a run that trains meanwhile moves `last` from one checkpoint to the next.
-    while folder.is_symlink() and folder.is_dir():
-        folder = folder.parent / folder.readlink()
-    if (newer := _newer_version(folder)) is not None:
-        raise RequestError(
-            f"The checkpoint {path} has format version {newer}; this lockstep reads up to version {VERSION}: "
-            f"update lockstep-torch."
-        )
     tensors: dict[str, Tensor] = {}
     meta: dict[str, Any] = {}
     try:
+        folder = _folder(folder)
         for name, data in _verified(folder):
             if name == STATE:
-                meta = parse(data)["meta"]
-            elif name.endswith(".safetensors"):
-                group = name.removesuffix(".safetensors")
-                tensors |= {f"{group}/{key}": tensor for key, tensor in load_tensors(data).items()}
+                meta = _meta(path, data)
+            else:
+                group = name.removesuffix(_TENSORS)
+                tensors |= {f"{group}/{key}": tensor for key, tensor in _loaded(name, data).items()}
     except _DamageError as damage:
         raise DamagedError(path, damage, _good_beside(folder)) from damage
     return State(tensors, meta, origin=folder)
@@ -100,10 +89,9 @@ def load_good(path: Path) -> State:
 def peek(path: Path) -> dict[str, Any] | None:
     """Return the `meta` of the checkpoint in `path` without its tensors; None where it cannot be read."""
     try:
-        meta: dict[str, Any] = parse(content(path / STATE))["meta"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return _meta(path, files.read(linked(path) / STATE))
+    except (OSError, RequestError, _DamageError):
         return None
-    return meta
 
 
 class DamagedError(RequestError):
@@ -123,44 +111,71 @@ class _DamageError(Exception):
     """A checkpoint is not what was written; the message is a clause."""
 
 
-def _verified(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of each file of a checkpoint, once its checksum is verified; raise _DamageError."""
-    if not folder.is_dir():
-        gone = f"{folder.name} points to {folder.readlink()}, which is" if folder.is_symlink() else "it is"
-        raise _DamageError(f"{gone} not there")
-    listed = _read(folder / SUMS)
+def _folder(named: Path) -> Path:
+    """Return the checkpoint that `named` is or is a link to, as it is now: a run that trains meanwhile moves `last`."""
     try:
-        sums = parse(listed)
+        folder = linked(named)
+    except OSError as error:
+        raise _DamageError(f"{named.name} cannot be followed ({error.strerror})") from error
+    if not folder.is_dir():
+        gone = f"{named.name} points to {named.readlink()}, which is" if named.is_symlink() else "it is"
+        raise _DamageError(f"{gone} not there")
+    return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+
+
+def _verified(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and content of each file of a checkpoint once its checksum is verified, `state.json` first.
+
+    Raises _DamageError.
+    """
+    listed = _read(folder / SUMS, MOST_BYTES)
+    try:
+        sums = parse_json(listed)
     except ValueError:
         sums = None
-    # Compared as a whole, so that there is no byte in the list, either, that could change unseen.
-    if not isinstance(sums, dict) or render(sums) != listed or STATE not in sums:
+    if not isinstance(sums, dict) or STATE not in sums:
         raise _DamageError(f"{SUMS} is damaged")
-    for name, expected in sums.items():
-        data = _read(folder / name)
+    room = psutil.virtual_memory().total
+    for name, expected in sorted(sums.items(), key=lambda item: item[0] != STATE):  # which says what the others are
+        # A name that leads elsewhere would have other files read.
+        if name != STATE and not (name.endswith(_TENSORS) and name.removesuffix(_TENSORS).isidentifier()):
+            raise _DamageError(f"{SUMS} names {name!r}, which is no file of a checkpoint")
+        data = _read(folder / name, MOST_BYTES if name == STATE else room)
+        room -= len(data)
         if hashlib.sha256(data).hexdigest() != expected:
             raise _DamageError(f"{name} does not match its checksum (it was changed or cut short)")
         yield name, data
+    # Compared as a whole, so that there is no byte in the list, either, that could change unseen.
+    if render(sums) != listed:
+        raise _DamageError(f"{SUMS} is damaged")
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, most_bytes: int) -> bytes:
     try:
-        return content(path)
+        return files.read(path, most_bytes=most_bytes)
     except OSError as error:
         raise _DamageError(f"{path.name} cannot be read ({error.strerror})") from error
 
 
-def _newer_version(folder: Path) -> int | None:
-    """Return the format's version where it is one that this code does not know, None otherwise."""
+def _meta(path: Path, data: bytes) -> dict[str, Any]:
+    """Return the `meta` in the `state.json` of `path`; raise `RequestError` where its format is a newer one."""
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        state = parse_json(data)
+        if state["format"] == FORMAT and isinstance(meta := state["meta"], dict):
+            if state["version"] <= VERSION:
+                return meta
+            raise RequestError(
+                f"The checkpoint {path} has format version {state['version']}; this lockstep reads up to version "
+                f"{VERSION}: update lockstep-torch."
+            )
+    raise _DamageError(f"{STATE} is not what lockstep writes")
+
+
+def _loaded(name: str, data: bytes) -> dict[str, Tensor]:
     try:
-        state = parse(content(folder / STATE))
-        version = state["version"] if state["format"] == FORMAT else VERSION
-        listed = parse(content(folder / SUMS)).get(STATE)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    # A flipped bit in the version is damage, and told as such.
-    intact = listed is None or listed == digest(folder / STATE)
-    return version if intact and isinstance(version, int) and version > VERSION else None
+        return load_tensors(data)
+    except (SafetensorError, *files.DEFECTS) as error:
+        raise _DamageError(f"{name} is no file of tensors") from error
 
 
 def _good_beside(damaged: Path) -> Path | None:

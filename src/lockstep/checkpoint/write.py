@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -16,9 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import shown, sync_folder
+from ..files import check_own, own_folder, shown, sync_folder
 from ..state import State
 from .layout import FORMAT, STATE, SUMS, VERSION, digest, free_name, render, steps
+from .read import peek
 
 _HIDDEN = re.compile(r"\.(saving|deleting|last|best)-.*")
 
@@ -48,7 +48,7 @@ class Checkpoints:
         self._outcome: Path | BaseException | None = None
         self._failed = False
         self._step = 0
-        folder.mkdir(parents=True, exist_ok=True)
+        own_folder(folder)
         _tidy(folder)
 
     def save(self, state: State, *, step: int, best: bool) -> None:
@@ -146,6 +146,7 @@ def _publish(
 
     Of the older ones stay the last and the best; where the last is damaged, the run comes from `origin`, which is not.
     """
+    check_own(folder)
     part = folder / f".saving-{step:08d}-{os.getpid()}"
     final = free_name(folder, step)
     try:
@@ -162,7 +163,7 @@ def _publish(
     sync_folder(folder)
     kept = {final, before, _target(folder / "best"), folder / origin.name if origin else None}
     for _, old in steps(folder):
-        if old not in kept:
+        if old not in kept and (old / SUMS).exists():  # another program's may be called so
             with contextlib.suppress(OSError):  # one that somebody reads over a network; the next save tries again
                 _delete(old)
     return final
@@ -217,8 +218,8 @@ def _tidy(folder: Path) -> None:
             path.unlink(missing_ok=True)
     for link in (folder / "last", folder / "best"):
         if link.is_dir() and not link.is_symlink():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                step = int(json.loads((link / STATE).read_bytes())["meta"]["step"])
+            step = (peek(link) or {}).get("step")
+            if type(step) is int and 0 <= step < 2**63:
                 named = free_name(folder, step)
                 link.rename(named)
                 _point(link, named)

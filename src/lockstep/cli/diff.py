@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ProofError, RequestError, counted
+from ..screen import Screen, line
 from . import output, words
 
 if TYPE_CHECKING:
@@ -55,17 +54,17 @@ def main(given: list[str]) -> int:
     verdict = found.verdict(asked.tolerance)
     is_same = not beyond and not found.only_a and not found.only_b
     with output.written():
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = _WIDE
+        screen = Screen()
+        if not screen.is_terminal:
+            screen.width = _WIDE
         for side, names in (("A", found.only_a), ("B", found.only_b)):
-            _print_names(console, f"only in {side}", names, most=len(names) if asked.all else _ROWS)
+            _print_names(screen, f"only in {side}", names, most=len(names) if asked.all else _ROWS)
         if beyond:
-            console.print(_table(beyond, len(beyond) if asked.all else _ROWS))
+            screen.print(_table(beyond, len(beyond) if asked.all else _ROWS))
         for note in left_out:
-            console.print(note, style="dim", soft_wrap=True)
+            screen.say((note, "dim"))
         if is_same:
-            console.print(verdict, soft_wrap=True)
+            screen.say(verdict)
     if not is_same:
         raise ProofError(f"{asked.paths[0]} and {asked.paths[1]} are not the same. {verdict}")
     return 0
@@ -101,10 +100,10 @@ def _comparable(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[dict[str, T
     return weights[0], weights[1], [f"not compared, since only {side} has more than weights: {said}"]
 
 
-def _print_names(console: Console, title: str, names: Sequence[str], *, most: int) -> None:
+def _print_names(screen: Screen, title: str, names: Sequence[str], *, most: int) -> None:
     if names:
         more = f" … and {len(names) - most} more (--all)" if len(names) > most else ""
-        console.print(f"[bold]{title}[/]: {_shown(', '.join(names[:most]))}{more}")
+        screen.print(line((title, "bold"), f": {', '.join(names[:most])}{more}"))
 
 
 def _table(rows: Sequence[Difference], most: int) -> Table:
@@ -116,15 +115,10 @@ def _table(rows: Sequence[Difference], most: int) -> Table:
     for kind, count in Counter(each.kind for each in rows).items():
         shown = [each for each in rows if each.kind == kind][:most]
         first = f", the first {len(shown)} (--all)" if count > len(shown) else ""
-        table.add_row(f"[bold]{kind}[/]: {counted(count, 'tensor')}{first}")
+        table.add_row(line((kind, "bold"), f": {counted(count, 'tensor')}{first}"))
         for each in shown:
-            table.add_row(f"  {_shown(each.name)}", *_cells(each))
+            table.add_row(line(f"  {each.name}"), *map(line, _cells(each)))
     return table
-
-
-def _shown(name: str) -> str:
-    """Return a name for the terminal, which a file could use to move its cursor."""
-    return escape("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name))
 
 
 def _cells(each: Difference) -> tuple[str, str, str, str]:

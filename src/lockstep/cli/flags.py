@@ -6,6 +6,7 @@ of its own is looked for beforehand, and said in a sentence.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ import tyro
 
 from ..config import RunConfig
 from ..errors import RequestError, unknown
-from ..options import Leaf, leaves, read_toml, recipe
+from ..files import shown
+from ..options import Leaf, code, leaves, read_toml, recipe
 from . import output, unread
 
 _HELP = ("--help", "-h")
@@ -51,11 +53,14 @@ def parse(
     *,
     prog: str,
     base: RunConfig | None = None,
+    source: Path | None = None,
+    imports: bool = True,
     check: Callable[[Collection[str], RunConfig], None] = unread.check,
 ) -> RunConfig:
     """Return the config that the arguments ask for, over `base`; without a base, a recipe may come first.
 
-    `check` refuses flags, by their names without dashes, that would have no effect in the config.
+    `source` is the file that `base` was read from, and `imports` whether the config's code will be imported. `check`
+    refuses flags, by their names without dashes, that would have no effect in the config.
 
     Raises `RequestError` for what is no recipe, flag or value, with the nearest names; exits 0 after --help.
     """
@@ -70,7 +75,8 @@ def parse(
     base = recipe(named[0]) if named else base or RunConfig()
     for flag in flags:
         if flag.text == "--config":
-            base = read_toml(Path(flag.words[0]), base=base)
+            source = Path(flag.words[0])
+            base = read_toml(source, base=base, through_links=True)
     with output.written():  # the help, if it is asked for
         arguments = tyro.cli(
             Arguments,
@@ -79,8 +85,20 @@ def parse(
             default=Arguments(run=base),
             config=(tyro.conf.OmitArgPrefixes,),
         )
-    check([flag.name.removeprefix("no-") for flag in flags], arguments.run)
+    names = [flag.name.removeprefix("no-") for flag in flags]
+    if imports:
+        _check_code(code(base), names, source)
+    check(names, arguments.run)
     return arguments.run
+
+
+def _check_code(found: Mapping[str, str], names: Collection[str], source: Path | None) -> None:
+    """Raise `RequestError` for code that a file names, which may be anybody's, and no flag of these `names` does."""
+    if repeated := " ".join(f"--{key} {shlex.quote(value)}" for key, value in found.items() if key not in names):
+        raise RequestError(
+            f"{shown(source)} names code of its own, which is imported only where the command line names it; if you "
+            f"trust it, add {repeated}."
+        )
 
 
 def without(given: list[str], names: Collection[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 
-from rich.console import Console
 from rich.table import Table
 
 from .. import hardware
@@ -14,6 +13,7 @@ from ..kinds import KINDS
 from ..launchers import table as launchers
 from ..models import table as models
 from ..options import recipes
+from ..screen import Screen
 from ..versions import version_of
 from . import output
 
@@ -38,7 +38,7 @@ def main(given: list[str]) -> int:
     for name, text in _rows():
         table.add_row(name, text)
     with output.written():
-        Console(highlight=False).print(table)
+        Screen().print(table)
     return 0
 
 

@@ -12,16 +12,16 @@ import threading
 from collections.abc import Iterator
 from importlib import import_module
 
-from rich.console import Console
-from rich.text import Text
-
 from ..errors import LockstepError, RunError, Stopped, unknown
 from ..interrupts import OUTSIDE, SIGNALS
+from ..printable import one_line, visible
+from ..screen import Screen
 from ..versions import version_of
 from . import output
 
 VERBS = {
     "train": "train a model: lockstep train RECIPE [flags]",
+    "run": "run a script of your own on every device: lockstep run [flags] SCRIPT [its flags]",
     "eval": "evaluate a checkpoint exactly: lockstep eval RUN [flags]",
     "verify": "proofs: N ranks against one, variants of a run, a run's records: lockstep verify WHAT",
     "diff": "how two checkpoints differ: lockstep diff A B",
@@ -111,10 +111,8 @@ def _version() -> str:
 def _say(error: LockstepError) -> int:
     with contextlib.suppress(OSError):  # the exit code still tells
         if isinstance(error, RunError):
-            print(error.trace, file=sys.stderr, end="")
-        # soft_wrap: one sentence stays one line for whoever greps it.
-        console = Console(stderr=True, soft_wrap=True, highlight=False)
-        console.show_cursor()  # a rank that was killed while it drew a bar could not
-        # Text, since markup would read `models.py:100:` as the name of a picture.
-        console.print(Text.assemble(("lockstep:", "bold"), f" {error}"))
+            print(visible(error.trace), file=sys.stderr, end="")
+        screen = Screen(stderr=True)
+        screen.show_cursor()  # a rank that was killed while it drew a bar could not
+        screen.say(("lockstep:", "bold"), f" {one_line(str(error))}")
     return error.exit_code

@@ -13,7 +13,9 @@ from .. import folders
 from ..batching import BatchPlan
 from ..config import RunConfig
 from ..errors import RequestError, Stopped, unknown
+from ..files import write_whole
 from ..options import flatten
+from ..printable import told
 from ..submit import following
 from ..submit.request import Layout, SlurmRequest, check_settled, lay_out
 from ..submit.script import NAME, WARNED_FROM_S, Plan, is_unwarned, render
@@ -53,10 +55,13 @@ def main(given: list[str]) -> int:
     usage = _USAGE.format(name=NAME)
     if output.helped(given, usage) or (given[:1] == ["slurm"] and output.helped(given[1:], usage)):
         return 0
-    if not given or given[0] != "slurm":
-        raise unknown(
-            "scheduler", given[0] if given else "", ["slurm"], "As in lockstep submit slurm --nodes 2 digits."
+    if not given or given[0].startswith("-"):
+        raise RequestError(
+            "lockstep submit lacks the scheduler, which comes first: slurm, as in lockstep submit slurm --nodes 2 "
+            "digits."
         )
+    if given[0] != "slurm":
+        raise unknown("scheduler", given[0], ["slurm"], "As in lockstep submit slurm --nodes 2 digits.")
     own, rest = words.take(given[1:], _OWN)
     is_dry = own.pop("--dry-run", False)
     config = flags.parse(rest, prog="lockstep submit slurm")
@@ -78,7 +83,7 @@ def main(given: list[str]) -> int:
             return 0
         path = folder / NAME
         try:
-            path.write_text(script, encoding="utf-8")
+            write_whole(path, script.encode())
         except OSError as error:
             raise folders.unwritable(folder, error) from error
         job = following.submit(path)
@@ -181,4 +186,4 @@ def _show(more: bytes) -> None:
 
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):
-        print(f"lockstep: {line}", file=sys.stderr, flush=True)
+        print(told(line), end="", file=sys.stderr, flush=True)

@@ -8,10 +8,11 @@ from .. import folders
 from ..batching import BatchPlan
 from ..config import RunConfig
 from ..data import sets
-from ..errors import choose
+from ..errors import RequestError, choose
 from ..kinds import KINDS
 from ..launchers import table as launchers
 from ..models import table as models
+from ..options import recipes
 from . import flags, output
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 def main(given: list[str]) -> int:
     """Train, and return the exit code."""
+    if not given:
+        raise RequestError(f"lockstep train lacks what to train: give a recipe ({', '.join(recipes())}), or flags.")
     config = flags.parse(given, prog="lockstep train")
     preflight(config)
     BatchPlan.solve(
@@ -45,9 +48,13 @@ def preflight(config: RunConfig) -> None:
     sets.preflight(config.data)
 
 
-def _entry(config: RunConfig, world: World) -> RunResult:
+def _entry(config: RunConfig, world: World) -> RunResult | dict[str, float]:
     # Imported by the ranks alone: a parent that starts and watches them needs no torch.
+    output.survive()  # a rank is a process of its own
+    if config.optim.step:
+        from .. import task
+
+        return task.train(config, world)
     from ..runs import run
 
-    output.survive()  # a rank is a process of its own
     return run(config, world)

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 
 import numpy as np
+import psutil
 import torch
 
+from ..errors import RequestError
 from . import counter
 from .augment import Augment, to_device
 from .resident import channels_first
@@ -78,8 +80,16 @@ def _noise(images: int, side: int, purpose: int) -> np.ndarray[tuple[int, ...], 
 
 def build(wish: Wish) -> Splits:
     """Return --samples training images, and a quarter as many held out."""
-    samples = wish.config.samples
-    return Splits(
-        Synthetic(wish, samples=samples, split=0, variations=wish.config.augment),
-        Synthetic(wish, samples=samples // 4, split=1, variations=()),
-    )
+    samples, size = wish.config.samples, wish.config.image_size
+    patterns_bytes, memory = (CLASSES + NOISES) * 3 * size**2 * 8, psutil.virtual_memory().total
+    if patterns_bytes > memory / 4:
+        raise RequestError(
+            f"--image-size {size}: what the fake images are made of takes {patterns_bytes / 2**30:.3g} GiB, and this "
+            f"host has {memory / 2**30:.3g}; give a smaller one."
+        )
+
+    def make(split: str, variations: tuple[str, ...]) -> Synthetic:
+        count, number = (samples, 0) if split == "train" else (samples // 4, 1)
+        return Synthetic(wish, samples=count, split=number, variations=variations)
+
+    return Splits.of(wish, make)

@@ -10,18 +10,22 @@ on bytes; the device turns those into normalised numbers.
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from ..errors import RequestError
+from ..files import read
 from . import counter, tree
 from .alike import check_alike
 from .augment import Augment
@@ -34,6 +38,16 @@ MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
 STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
 """ImageNet's, as torchvision's pretrained models expect them, in units of bytes."""
 
+_KINDS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
+"""What `tree.ENDINGS` stand for; Pillow knows forty more, of which some start other programs."""
+_MOST_BYTES = 1 << 30
+_SCAN = re.compile(rb"\xff\xda\0(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
+_SCANS = 16
+"""Of a progressive JPEG there are about ten, each a pass over all pixels, though it may be of 95 bytes."""
+_MOST_PIXELS = 80_000_000
+"""Below which Pillow does not warn. A file of 34 bytes can have as many."""
+_LONGEST = 16
+"""Times its shorter side that an image is long where only its centre is taken: more would be resized to be cut off."""
 ATTEMPTS = 10
 _DRAWS = 2 * ATTEMPTS + 3
 _PURPOSE = 1
@@ -60,19 +74,35 @@ class Photographs:
 
 
 def decode(path: Path) -> Image.Image:
-    """Return the image at `path` in red, green and blue. Raises `RequestError` where it cannot be decoded."""
+    """Return the image at `path` in red, green and blue.
+
+    Raises `RequestError` where it cannot be decoded, or would cost far more than a photograph does.
+    """
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
+        data = read(path, most_bytes=_MOST_BYTES, through_links=True)
+        with Image.open(io.BytesIO(data), formats=_KINDS) as image:
+            scans = len(_SCAN.findall(data)) if image.format in ("JPEG", "MPO") else 1
+            if image.width * image.height * max(1, scans / _SCANS) > _MOST_PIXELS:
+                raise ValueError(f"{image.width} × {image.height} pixels in {scans} scans are too many")
+            if image.tile and image.tile[0][0] == "bmp_rle":
+                raise ValueError("it is a compressed BMP, which takes Pillow seconds")
+            image.load()
+            return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, …
+        unknown = f"it is none of {', '.join(_KINDS)}" if isinstance(error, UnidentifiedImageError) else ""
+        reason = unknown or getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise RequestError(
-            f"{path} cannot be decoded ({error}); repair or remove it, or leave such files out with --skip-corrupt."
+            f"{path} cannot be decoded ({reason}); repair or remove it, or leave such files out with --skip-corrupt."
         ) from error
 
 
 def centre(image: Image.Image, size: int) -> Image.Image:
     """Return the central size × size pixels of `image` with its shorter side resized to 256/224 of `size`."""
     short = size * 256 // 224
+    longest = _LONGEST * min(image.size)
+    if max(image.size) > longest:
+        left, top = (max(0, (side - longest) // 2) for side in image.size)
+        image = image.crop((left, top, min(image.width, left + longest), min(image.height, top + longest)))
     width, height = image.size
     if width <= height:
         resized = image.resize((short, short * height // width), Image.Resampling.BILINEAR)
@@ -139,12 +169,11 @@ def build(wish: Wish) -> Splits:
     """Return the sources of the image folder at --data-dir (*collective*)."""
     config, size = wish.config, wish.config.image_size
     arrays = shared(wish.world, lambda: tree.scan(config))
-    tables = {split: tree.table(arrays, config, split) for split in tree.SPLITS}
-    check_alike(
-        wish.world,
-        f"The image folder {config.dir}",
-        {f"{split} {what}": fact for split, table in tables.items() for what, fact in table.facts().items()},
-    )
+    tables = tree.tables(arrays, config)
+    facts: dict[str, Any] = {"folders": " ".join(table.root.name for table in tables.values())}
+    check_alike(wish.world, f"The image folder {config.dir}", facts)
+    facts = {f"{split} {what}": fact for split, table in tables.items() for what, fact in table.facts().items()}
+    check_alike(wish.world, f"The image folder {config.dir}", facts)
     skipped: dict[str, tuple[str, ...]] = dict.fromkeys(tables, ())
     if config.skip_corrupt:
         for split, files in tables.items():
@@ -152,6 +181,7 @@ def build(wish: Wish) -> Splits:
             skipped[split] = tuple(str(files.path(index)) for index in corrupt)
             tables[split] = files.without(corrupt) if corrupt else files
             _check_classes(files, tables[split], split)
+    names = tree.class_names(arrays)
     normalise = Normalise(MEAN, STD, pixels=size * size, dtype=wish.dtype, device=wish.world.device)
 
     def source(split: str, variations: tuple[str, ...]) -> Streamed:
@@ -161,16 +191,16 @@ def build(wish: Wish) -> Splits:
             Photographs(tables[split], size, wish.seed, variations),
             _Finish(Augment(cutout, wish.seed, size, size), normalise, wish.channels_last),
             samples=len(tables[split]),
-            classes=int(arrays["classes"]),
+            classes=len(names),
             shape=(3, size, size),
             dtype=wish.dtype,
             workers=worker_count(wish),
-            stay=split == "train",
+            stay=split == "train" and variations == config.augment,
             device=wish.world.device,
             skipped=skipped[split],
         )
 
-    return Splits(source("train", config.augment), source("test", ()))
+    return Splits.of(wish, source, validation="validation" in tables, names=names)
 
 
 def _check_classes(before: tree.FileTable, after: tree.FileTable, split: str) -> None:
@@ -180,7 +210,7 @@ def _check_classes(before: tree.FileTable, after: tree.FileTable, split: str) ->
         raise RequestError(
             f"--skip-corrupt leaves class folder {before.root / first.relative_to(before.root).parts[0]} without an "
             f"image: none of its {1 + len(others)} can be decoded, {first.name} for one; repair some, or remove the "
-            "class from train and val."
+            "class from each split."
         )
 
 

@@ -20,7 +20,7 @@ from .resident import Normalise, channels_first
 from .seeding import seed_generators, seeds
 from .source import Indices, Pair
 
-PURPOSE = {"train": 3, "test": 4, "function": 5}
+PURPOSE = {"train": 3, "test": 4, "function": 5, "validation": 6}
 """Keeps these draws apart from each other, and from those of the other data sets."""
 
 

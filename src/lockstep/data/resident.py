@@ -54,11 +54,11 @@ def build(wish: Wish, kind: ImageSet, read: Read) -> Splits:
         return arrays
 
     arrays = {name: torch.from_numpy(array) for name, array in shared(wish.world, tables).items()}
-    train, test = (
-        _source(wish, kind, arrays[f"{split} pixels"], arrays[f"{split} labels"], augment)
-        for split, augment in (("train", wish.config.augment), ("test", ()))
-    )
-    return Splits(train, test)
+
+    def make(split: str, variations: tuple[str, ...]) -> Source:
+        return _source(wish, kind, arrays[f"{split} pixels"], arrays[f"{split} labels"], variations)
+
+    return Splits.of(wish, make)
 
 
 def _source(wish: Wish, kind: ImageSet, pixels: Tensor, labels: Tensor, variations: tuple[str, ...]) -> Source:

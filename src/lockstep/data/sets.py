@@ -1,11 +1,11 @@
-"""The table of data sets: from the name in the config to the two sources that the engine reads.
+"""The table of data sets: from the name in the config to the sources that the engine reads.
 
     digits       1,797 real handwritten digits of 8 × 8 pixels, in the package
     cifar10      60,000 photographs of 32 × 32 pixels in 10 classes; downloaded with checksums
     cifar100     the same in 100 classes
-    imagefolder  your photographs, as ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg; ImageNet's layout
+    imagefolder  your photographs, as ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, with ROOT/test or without
     fake         synthetic images of any size and number, for measuring
-    module:attribute   your own: a function that returns two data sets of torch
+    module:attribute   your own: a function that returns two data sets of torch, or three
 
 Importing this module does not import torch, so that the command can list and check names at once.
 """
@@ -135,7 +135,7 @@ def preflight(config: DataConfig) -> None:
 
 
 def build(config: DataConfig, *, seed: int, world: World, dtype: torch.dtype, channels_last: bool) -> Splits:
-    """Return the data set's two sources for this rank (*collective*).
+    """Return the data set's sources for this rank (*collective*).
 
     Batches come in `dtype` on the world's device, images in channels_last memory where asked. Raises
     `RequestError`, on every rank, where the data is missing, damaged or not what the config says.

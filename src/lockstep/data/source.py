@@ -7,7 +7,7 @@ can be split in any way, on any rank, and its samples stay the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -17,10 +17,15 @@ import torch
 from torch import Tensor
 
 from ..config import DataConfig
+from ..errors import RequestError, counted
 from ..world import World
+from . import counter
 
 Indices = npt.NDArray[np.int64]
 Pair = tuple[Tensor, Tensor]
+SPLITS = ("train", "validation", "test")
+_HOLDOUT = 7
+"""Keeps the draws of --holdout apart from those of augmentation and of the data sets."""
 
 
 class Fetched(NamedTuple):
@@ -67,17 +72,94 @@ class Source(Protocol):
         """End whatever the source keeps running."""
 
 
+class Part:
+    """The samples of the source `whole` at `indices` (n,), which rise; here they are numbered from 0."""
+
+    def __init__(self, whole: Source, indices: Indices) -> None:
+        self.classes, self.shape, self.dtype, self.skipped = whole.classes, whole.shape, whole.dtype, whole.skipped
+        self.indices = indices
+        self._whole = whole
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
+        """Yield what `whole` does for the samples of each share, under this part's own numbers."""
+        for x, y, read in self._whole.stream((self.indices[share] for share in shares), epoch=epoch):
+            at = np.searchsorted(self.indices, read)
+            # A sample that is none of this part's gets a number that none has.
+            is_ours = self.indices[np.minimum(at, len(self) - 1)] == read
+            yield Fetched(x, y, np.where(is_ours, at, len(self) + read))
+
+    def close(self) -> None:
+        """Close the whole source."""
+        self._whole.close()
+
+
 @dataclass(frozen=True)
 class Splits:
     """A data set: what is trained on, and what is held out."""
 
     train: Source
     test: Source
+    validation: Source | None = None
+    """What the best weights are chosen on; None where they are chosen on the test set."""
+    names: tuple[str, ...] = ()
+    """Of the classes; empty where the data set has none."""
+
+    @classmethod
+    def of(
+        cls,
+        wish: Wish,
+        make: Callable[[str, tuple[str, ...]], Source],
+        *,
+        validation: bool = False,
+        names: tuple[str, ...] = (),
+    ) -> Splits:
+        """Return the sources that `make(split, variations)` gives; with --holdout, validation is cut off training.
+
+        `validation` says whether there is such a split. Raises `RequestError` where --holdout cannot be honoured.
+        """
+        augment, share = wish.config.augment, wish.config.holdout
+        train, test = make("train", augment), make("test", ())
+        held_out = make("validation", ()) if validation else None
+        if share:
+            if validation:
+                raise RequestError(
+                    f"--holdout {share:g}: --data {wish.config.name} has a validation set of its own; leave it out."
+                )
+            held, samples = is_held_out(len(train), wish.seed, share), len(train)
+            if not 0 < np.count_nonzero(held) < samples:
+                said = f"{'all' if held.all() else 'none'} of {counted(samples, 'sample')}"
+                raise RequestError(f"--holdout {share:g} holds out {said}; give another share.")
+            whole = make("train", ()) if augment else train
+            train, held_out = Part(train, np.flatnonzero(~held)), Part(whole, np.flatnonzero(held))
+        return cls(train, test, held_out, names)
+
+    @property
+    def judged(self) -> Source:
+        """What the best weights are chosen on: the validation set, or the test set where there is none."""
+        return self.test if self.validation is None else self.validation
+
+    @property
+    def best_on(self) -> str:
+        """The name of that set."""
+        return "test set" if self.validation is None else "validation set"
 
     def close(self) -> None:
-        """Close both sources."""
-        self.train.close()
-        self.test.close()
+        """Close all sources."""
+        for source in (self.train, self.test, self.validation):
+            if source is not None:
+                source.close()
+
+
+def is_held_out(samples: int, seed: int, share: float) -> npt.NDArray[np.bool_]:
+    """Return which samples (samples,) --holdout takes: each by a number drawn from (seed, index) alone.
+
+    So a sample stays where it is when others are added behind it; the share is met on average.
+    """
+    drawn = counter.uniform(counter.bits(counter.keys(1, seed, _HOLDOUT), np.arange(samples))[0])
+    return drawn < share
 
 
 @dataclass(frozen=True, kw_only=True)

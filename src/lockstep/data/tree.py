@@ -1,5 +1,8 @@
 """The files of an image folder, in ImageNet's layout: ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg.
 
+Where ROOT/test holds class folders too, it is the test set and val is for validation; images in ROOT/test that lie in
+no class folder, such as ImageNet's, have no labels and are not read. ROOT/test may also take the place of val.
+
 Classes are numbered in the order of their names, files within one likewise, so that every host that holds the same
 files numbers them the same. A million paths as Python strings take 100 MB and are copied into each worker; here
 they are two arrays, which all ranks of a host share.
@@ -8,6 +11,7 @@ they are two arrays, which all ranks of a host share.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +24,8 @@ from .alike import digest
 from .shared import Array, Arrays
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
-SPLITS = {"train": "train", "test": "val"}
-"""{split: its folder}"""
+_MOST_PATHS = 100
+"""To one folder of images, by links: more of them are a trap."""
 
 
 @dataclass(frozen=True)
@@ -62,54 +66,76 @@ class FileTable:
         return {"images": len(self), "names of digest": digest(self.names, self.ends, self.labels)}
 
 
+def folders(config: DataConfig) -> dict[str, str]:
+    """Return {split: its folder} of an image folder."""
+    val, test = config.dir / "val", config.dir / "test"
+    if not (test.is_dir() and _classes(test)):
+        return {"train": "train", "test": "val"}
+    return {"train": "train"} | ({"validation": "val"} if val.is_dir() else {}) | {"test": "test"}
+
+
 def check(config: DataConfig) -> None:
     """Raise `RequestError` where there is no image folder at --data-dir."""
-    for folder in SPLITS.values():
+    for folder in folders(config).values():
         if not (config.dir / folder).is_dir():
             raise RequestError(
                 f"--data imagefolder needs {config.dir / folder}/CLASS/*.jpg, and {config.dir / folder} is not there; "
-                "give --data-dir the folder that holds train and val."
+                "give --data-dir the folder that holds train and val, or train and test."
             )
 
 
 def scan(config: DataConfig) -> Arrays:
-    """Return the arrays of both splits' tables, and the classes' names.
+    """Return the arrays of all splits' tables, and the classes' names.
 
     Raises `RequestError` for a missing folder, a class without images, or splits whose classes differ.
     """
     check(config)
     arrays: Arrays = {}
-    classes: dict[str, list[str]] = {}
-    for split, folder in SPLITS.items():
+    classes: list[str] = []
+    for split, folder in folders(config).items():
         root = config.dir / folder
-        classes[split] = sorted(item.name for item in root.iterdir() if item.is_dir() and not _hidden(item.name))
-        if not classes[split]:
+        own = _classes(root)
+        if not own:
             raise RequestError(f"{root} holds no class folders; the layout is {root}/CLASS/*.jpg.")
-        listed = [_images(root, name) for name in classes[split]]
-        for name, files in zip(classes[split], listed, strict=True):
+        listed = [_images(root, name) for name in own]
+        for name, files in zip(own, listed, strict=True):
             if not files:
                 raise RequestError(
                     f"Class folder {root / name} holds no images ({', '.join(ENDINGS[:3])}, …); "
-                    "put some there, or remove the folder, for val and train alike."
+                    "put some there, or remove the folder from each split."
                 )
+        classes = classes or own
+        if different := sorted(set(classes) ^ set(own)):
+            where = "train" if different[0] in classes else folder
+            raise RequestError(
+                f"The classes of train and {folder} in {config.dir} differ: {', '.join(different[:5])}"
+                f"{' …' if len(different) > 5 else ''} ({len(different)} in all); {different[0]} is in {where} "
+                "only. Give both the same folders of classes."
+            )
         labels = [label for label, files in enumerate(listed) for _ in files]
         table = FileTable.of(root, (path for files in listed for path in files), labels)
         arrays |= {f"{split} names": table.names, f"{split} ends": table.ends, f"{split} labels": table.labels}
-    if different := sorted(set(classes["train"]) ^ set(classes["test"])):
-        where = "train" if different[0] in classes["train"] else "val"
-        raise RequestError(
-            f"The classes of train and val in {config.dir} differ: {', '.join(different[:5])}"
-            f"{' …' if len(different) > 5 else ''} ({len(different)} in all); {different[0]} is in {where} "
-            "only. Give both the same folders of classes."
-        )
-    arrays["classes"] = np.array(len(classes["train"]))
+    arrays["classes"] = np.frombuffer(os.fsencode("/".join(classes)), np.uint8)
     return arrays
 
 
-def table(arrays: Arrays, config: DataConfig, split: str) -> FileTable:
-    """Return a split's table from the arrays of `scan`."""
-    root = config.dir / SPLITS[split]
-    return FileTable(root, arrays[f"{split} names"], arrays[f"{split} ends"], arrays[f"{split} labels"])
+def tables(arrays: Arrays, config: DataConfig) -> dict[str, FileTable]:
+    """Return the splits' tables from the arrays of `scan`."""
+    return {
+        split: FileTable(
+            config.dir / folder, arrays[f"{split} names"], arrays[f"{split} ends"], arrays[f"{split} labels"]
+        )
+        for split, folder in folders(config).items()
+    }
+
+
+def class_names(arrays: Arrays) -> tuple[str, ...]:
+    """Return the classes' names, in the order of their numbers, from the arrays of `scan`."""
+    return tuple(os.fsdecode(arrays["classes"].tobytes()).split("/"))
+
+
+def _classes(root: Path) -> list[str]:
+    return sorted(item.name for item in root.iterdir() if item.is_dir() and not _hidden(item.name))
 
 
 def _hidden(name: str) -> bool:
@@ -118,9 +144,21 @@ def _hidden(name: str) -> bool:
 
 def _images(root: Path, name: str) -> list[bytes]:
     """Return the paths of a class's images below `root`, sorted."""
-    found = []
+    found: list[str] = []
+    above: dict[str, frozenset[tuple[int, int]]] = {}  # the folders of each path: links may lead round in a circle
+    visits: Counter[tuple[int, int]] = Counter()  # or from each folder to the next on two ways: 2 ** depth paths
     for folder, inner, files in os.walk(root / name, followlinks=True):
-        inner[:] = [each for each in inner if not _hidden(each)]
+        about = Path(folder).stat()
+        own, others = (about.st_dev, about.st_ino), above.get(str(Path(folder).parent), frozenset())
+        known, above[folder] = own in others, others | {own}
+        inner[:] = [] if known else sorted(each for each in inner if not _hidden(each))
+        if known:
+            continue
+        visits[own] += 1
+        if visits[own] > _MOST_PATHS:
+            raise RequestError(
+                f"Links in {root / name} lead to {folder} on more than {_MOST_PATHS} paths; remove some."
+            )
         below = os.path.relpath(folder, root)
         found += [f"{below}/{file}" for file in files if file.lower().endswith(ENDINGS) and not _hidden(file)]
     return sorted(os.fsencode(path) for path in found)

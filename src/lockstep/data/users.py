@@ -1,11 +1,12 @@
 """The user's own data set, given as module:attribute.
 
 The attribute is a function (of nothing, or of the `DataConfig`) that returns two map-style data sets of torch,
-(train, test), whose samples are (x tensor, label). A `TensorDataset` is kept in memory; any other is read sample by
-sample in worker processes. x of bytes (C, H, W) is taken for an image: scaled to 0–1, and varied by --augment.
-Anything else reaches the model as it is, floating-point numbers in the run's precision.
+(train, test), or three, (train, validation, test), whose samples are (x tensor, label). A `TensorDataset` is kept in
+memory; any other is read sample by sample in worker processes. x of bytes (C, H, W) is taken for an image: scaled to
+0–1, and varied by --augment. Anything else reaches the model as it is, floating-point numbers in the run's precision.
 
-A data set may vary its samples itself, with torchvision's transforms say (see `mapped.py`).
+A data set may vary its samples itself, with torchvision's transforms say (see `mapped.py`); samples that --holdout
+takes off such a training set are varied too, always alike.
 """
 
 from __future__ import annotations
@@ -28,24 +29,28 @@ from .loader import Streamed, worker_count
 from .mapped import PURPOSE, Finish, Module, Samples, no_such_class, sample_of
 from .resident import Normalise, ResidentImages, ResidentTensors, belongs_on_device
 from .seeding import seed_generators, seeds
-from .source import Source, Splits, Wish
+from .source import SPLITS, Source, Splits, Wish
 
 
-def _call(config: DataConfig) -> tuple[Any, Any]:
-    """Return what the user's function returns: (train, test)."""
+def _call(config: DataConfig) -> dict[str, Any]:
+    """Return, by split, what the user's function returns."""
     asked = f"--data {config.name}"
     found = own.load("--data", config.name)
     try:
         result = found(config) if inspect.signature(found).parameters else found()
     except Exception as error:
         raise RequestError(f"{asked} {own.raised(error)}.") from error
-    if not isinstance(result, tuple | list) or len(result) != 2:
+    if not isinstance(result, tuple | list) or len(result) not in (2, 3):
         found = "nothing" if result is None else f"one {type(result).__name__}"
         found = f"{len(result)} things" if isinstance(result, tuple | list) else found
-        raise RequestError(f"{asked} returned {found}; it must return two data sets, (train, test).")
-    for split, dataset in zip(("train", "test"), result, strict=True):
+        raise RequestError(
+            f"{asked} returned {found}; it must return two data sets, (train, test), or three, (train, validation, "
+            "test)."
+        )
+    datasets = dict(zip(SPLITS if len(result) == 3 else ("train", "test"), result, strict=True))
+    for split, dataset in datasets.items():
         _check_map_style(asked, split, dataset)
-    return result[0], result[1]
+    return datasets
 
 
 def _check_map_style(asked: str, split: str, dataset: Any) -> None:
@@ -76,14 +81,16 @@ def _build(wish: Wish) -> tuple[Splits, dict[str, Any]]:
     with kept():
         # The function may draw too, to split one set in two say: the same on every rank.
         seed_generators(seeds(np.zeros(1, np.int64), wish.seed, PURPOSE["function"])[0])
-        train, test = _call(wish.config)
-        classes = _classes(wish, train)
-        splits = Splits(
-            _source(wish, train, "train", classes, wish.config.augment),
-            _source(wish, test, "test", classes, ()),
-        )
+        datasets = _call(wish.config)
+        classes, names = _classes(wish, datasets["train"])
+
+        def make(split: str, variations: tuple[str, ...]) -> Source:
+            return _source(wish, datasets[split], split, classes, variations)
+
+        splits = Splits.of(wish, make, validation="validation" in datasets, names=names)
     facts: dict[str, Any] = {"classes": classes, "a sample of shape": list(splits.train.shape)}
-    for split, dataset in (("train", train), ("test", test)):
+    for split in SPLITS:
+        dataset = datasets.get(split, ())
         facts |= {f"{split} samples": len(dataset), f"{split} labels of digest": _labels_digest(dataset)}
     return splits, facts
 
@@ -105,17 +112,17 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _classes(wish: Wish, dataset: Any) -> int:
-    """Return the number of classes: the data set's `classes` (a number or a list), else from its label tensor."""
+def _classes(wish: Wish, dataset: Any) -> tuple[int, tuple[str, ...]]:
+    """Return the number of classes, by the data set's `classes` (a number or a list) or its label tensor, and names."""
     given = getattr(dataset, "classes", None)
     if given is None:  # a part of a data set, such as random_split makes, has the whole one as `dataset`
         given = getattr(getattr(dataset, "dataset", None), "classes", None)
     if isinstance(given, int):
-        return given
+        return given, ()
     if given is not None and hasattr(given, "__len__"):
-        return len(given)
+        return len(given), tuple(map(str, given))
     if tensors := _tensors(dataset):
-        return int(tensors[1].max()) + 1
+        return int(tensors[1].max()) + 1, ()
     raise RequestError(
         f"--data {wish.config.name} does not say how many classes there are; "
         "give its training set an attribute `classes`, a number or a list of names."
@@ -147,7 +154,7 @@ def _source(wish: Wish, dataset: Any, split: str, classes: int, variations: tupl
         shape=tuple(first.shape),
         dtype=wish.dtype if normalise or first.is_floating_point() else first.dtype,
         workers=worker_count(wish),
-        stay=split == "train",
+        stay=split == "train" and variations == wish.config.augment,
         device=wish.world.device,
     )
 

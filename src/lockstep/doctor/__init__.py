@@ -1,1 +1,1 @@
-"""What `lockstep doctor` looks at: one file a subject. `examine.py` goes through them on every rank."""
+"""What `lockstep doctor` looks at: one file a group of findings. `examine.py` goes through them on every rank."""

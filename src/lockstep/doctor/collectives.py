@@ -1,4 +1,4 @@
-"""All-reduce: whether its sum is right, how long it takes by size, and how that compares with what carries it.
+"""What comes of computing together: whether a group forms, what its sums are, and how fast beside what carries them.
 
 Bandwidth is that of the bus, 2 (N − 1) / N × bytes ÷ time: what each link of a ring has to carry, which does not depend
 on the number of ranks (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
@@ -6,20 +6,26 @@ on the number of ranks (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PER
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .finding import Finding, Subject
-from .units import KIB, MIB, rate, size, span
+from .. import bounded, hardware
+from ..failures import is_echo, one_line
+from ..launchers import rank
+from ..topology import Topology
+from .devices import CORRUPTS, link, random_bytes, seconds
+from .finding import KIB, MIB, RED, YELLOW, Finding, found, shown
+from .network import Wire
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
     from ..world import World
+    from .board import Board
 
 _SIZES = {
     "cpu": {8: 30, 64 * KIB: 15, MIB: 9, 16 * MIB: 5, 64 * MIB: 3},
@@ -28,165 +34,139 @@ _SIZES = {
 """{bytes: how often}; of the times the median is taken."""
 _MOST_S = 1.0  # for one size; where the next would take longer, it and those above are left out
 _PATTERN, _WEIGHTS = 127, 64  # small enough that the sum over 4,000 ranks is a whole number that float32 holds
-_LEAST = {"memory": 0.01, "link": 0.25, "fast link": 0.0, "NVLink": 0.3, "PCIe": 0.15}
-"""Below this part of what carries it, the largest all-reduce is yellow.
 
-memory: gloo sends through loopback sockets and adds up in one thread. On two busy cores it was seen at 0.04 to 0.28 of
-the rate of a copy; a hundredth is neither, but ranks that wait for a processor or a loopback that is shaped.
-link: of 10 Gbit/s, gloo was seen to fill 0.41 between two busy cores; a quarter is a link that others use, or that
-has fallen back to a lower rate. A fast link is one that gloo, which keeps one connection a pair, does not fill.
-NVLink, PCIe: copies both in and out share what is rated one way; below this NCCL has fallen back on a slower path.
+_LEAST = {"a copy in memory": 0.005, "NVLink": 0.3, "PCIe": 0.15}
+_LEAST_OF_LINKS = 0.25
+"""The part of what carries it below which the largest all-reduce is yellow.
+
+Seen: 0.4 of a copy in memory between two ranks that share memory, 0.04 by gloo on two busy cores, 0.41 of 10 Gbit/s by
+gloo. Of NVLink and PCIe, copies both in and out share what is rated one way.
 """
-
-GLOO_FILLS_BYTES_PER_S = 1.25e9
-"""10 Gbit/s: only up to here is gloo held against a link."""
-_NCCL_FIX = "see NCCL_DEBUG=INFO for the path that NCCL takes, and"
-_FIXES = {
-    "memory": "start fewer ranks than processors, and see what else runs on this host",
-    "link": "see that the ranks use the fast network (--interface) and nobody else does",
-    "NVLink": f"{_NCCL_FIX} nvidia-smi nvlink -s for links that are down",
-    "PCIe": f"{_NCCL_FIX} nvidia-smi topo -m for where the GPUs sit",
-}
+_GLOO_FILLS_BYTES_PER_S = 1.25e9  # of a faster link no more, with its one connection a pair
 
 
-@dataclass(frozen=True)
-class Carrier:
-    """What the all-reduce is held against."""
+def compute(
+    topology: Topology, device: torch.device, store: Store, board: Board, held: tuple[str, float], collectives: str
+) -> dict[int, Any]:
+    """Return what each rank found when computing together, for `judge` (*collective*).
 
-    kind: str
-    """A key of `_LEAST`."""
-    name: str
-    """In words: memory copy, eth0, NVLink, PCIe."""
-    bytes_per_s: float
+    `held` is what `carrier` says, `collectives` how CPU tensors are to be exchanged.
+    """
+    import torch
+    from torch._C._distributed_c10d import PrefixStore
+
+    from ..world import World
+
+    worlds: list[World] = []
+    limit_s, group = board.patience_s, PrefixStore("group", store)
+
+    def work() -> dict[str, Any]:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # which each thread has its own of
+        # torch's own limit, which on a GPU ends the process, comes after ours.
+        worlds.append(world := World.join(topology, device, group, timeout_s=2 * limit_s, collectives=collectives))
+        return {"way": _way(world), "held": held, "rows": _measure(world), "changed": _changed(world)}
+
+    mine: dict[str, Any]
+    try:
+        mine = bounded.within(limit_s, work, "all-reduce")
+    except Exception as error:  # who waits for another rank, or has lost it, knows less than that one
+        mine = {"error": one_line(error), "is_echo": isinstance(error, bounded.Late) or is_echo(error)}
+    told = board.all("all-reduce", mine)
+    for world in worlds:
+        rank.close_soon(world)
+    return told
 
 
-@dataclass(frozen=True)
-class Measured:
-    """All-reduces of one size."""
-
-    size_bytes: int
-    time_s: float
-    """The median, of the slowest rank's times."""
-    wrong: int
-    """Elements of the sum that are wrong on this rank."""
-
-    def bus_bytes_per_s(self, ranks: int) -> float:
-        """Return the bandwidth of the bus."""
-        return 2 * (ranks - 1) / ranks * self.size_bytes / self.time_s
+def _way(world: World) -> str:
+    """Return by which way the ranks of a run like this one add up."""
+    if world.device.type == "cuda":
+        return "by NCCL"
+    if world.memory is not None:
+        return "through shared memory"
+    return f"by gloo ({world.apart})" if world.apart else "by gloo"
 
 
-def memory_bytes_per_s() -> float:
-    """Return how many bytes a second this process copies in the host's memory."""
+def carrier(topology: Topology, device: torch.device, wire: Wire, gpus: Sequence[hardware.Gpu]) -> tuple[str, float]:
+    """Return what this rank's all-reduces go through, and its bytes/s (0: unknown)."""
+    if topology.nodes == 1 and device.type == "cpu":  # one rank at a time
+        return "a copy in memory", 0.0 if topology.local_rank else _memory_bytes_per_s()
+    if topology.nodes == 1:
+        return link(gpus[device.index])
+    if device.type == "cpu":
+        return wire.interface, min(wire.bytes_per_s, _GLOO_FILLS_BYTES_PER_S)
+    ports = [path.read_text() for path in Path("/sys/class/infiniband").glob("*/ports/*/rate")]  # 100 Gb/sec (4X EDR)
+    fastest = max((float(text.split()[0]) * 1e9 / 8 for text in ports), default=0.0)
+    return ("InfiniBand", fastest) if fastest else (wire.interface, wire.bytes_per_s)
+
+
+def _memory_bytes_per_s() -> float:
     import torch
 
     source = torch.ones(64 * MIB, dtype=torch.uint8)
     target = torch.empty_like(source)
-    times = []
-    for _ in range(5):
-        since_s = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - since_s)
-    return source.numel() / median(times)
+    return source.numel() / median(seconds(source.device, lambda: target.copy_(source)) for _ in range(5))
 
 
-def all_reduces(world: World, limit_s: float) -> list[Measured]:
-    """Return what was measured and checked, by size (*collective*).
-
-    Raises where a rank does not come, after `limit_s` seconds on a GPU, where torch itself would end the process.
-    """
+def _measure(world: World) -> list[tuple[int, float, int]]:
+    """Return (bytes, slowest rank's median s, wrong elements here) by size (*collective*)."""
     import torch
-    import torch.distributed as dist
 
-    measured: list[Measured] = []
-    sizes = list(_SIZES[world.device.type].items())
-    for index, (count_bytes, runs) in enumerate(sizes):
-        total = world.sum(_pattern(count_bytes // 4, world.rank % _WEIGHTS + 1, world.device))
-        _settle(world.device, limit_s)
-        weight = sum(rank % _WEIGHTS + 1 for rank in range(world.size))
-        wrong = int((total != _pattern(count_bytes // 4, weight, world.device)).sum())
+    measured: list[tuple[int, float, int]] = []
+    weight = sum(rank % _WEIGHTS + 1 for rank in range(world.size))
+    for size_bytes, runs in _SIZES[world.device.type].items():
+        if size_bytes > MIB and measured[-1][1] * size_bytes / measured[-1][0] * runs > _MOST_S:
+            break
+        pattern = torch.arange(size_bytes // 4, dtype=torch.float32, device=world.device) % _PATTERN + 1
+        total = world.sum(pattern * (world.rank % _WEIGHTS + 1))
+        wrong = int((total != pattern * weight).sum())
         total.zero_()
-        times = [_seconds(world.device, lambda total=total: dist.all_reduce(total)) for _ in range(runs)]  # type: ignore[misc]
+        times = [seconds(world.device, lambda total=total: world.sum_(total)) for _ in range(runs)]  # type: ignore[misc]
         slowest = world.max(torch.tensor(times, device=world.device))
-        measured.append(Measured(count_bytes, median(slowest.tolist()), wrong))
-        if count_bytes >= KIB and index + 1 < len(sizes):
-            more, often = sizes[index + 1]
-            if measured[-1].time_s * more / count_bytes * often > _MOST_S:
-                break
+        measured.append((size_bytes, median(slowest.tolist()), wrong))
     return measured
 
 
-def judge(told: Mapping[int, Sequence[Measured]], carrier: Carrier | None, hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield a finding for each size: {rank: what it measured}."""
-    if len(told) < 2:
-        why = "one rank: nothing to reduce; lockstep doctor --devices 2 starts two"
-        yield Subject("collectives", "all-reduce").unchecked(why)
+def _changed(world: World) -> list[int]:
+    """Return the ranks whose bytes arrived here changed (*collective*)."""
+    import torch
+    import torch.distributed as dist
+
+    count = min(16 * MIB, 512 * MIB // world.size)  # to each, and to all together
+    mine = random_bytes(world.rank, count).to(world.device).repeat(world.size)
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=world.group)
+    arrived = enumerate(theirs.view(world.size, count))
+    return [rank for rank, each in arrived if not torch.equal(each, random_bytes(rank, count).to(world.device))]
+
+
+def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Finding]:
+    """Yield what it means that `compute` returned `told`; `names` are the ranks' hosts."""
+    failures = {at: each for at, each in told.items() if "error" in each}
+    causes = {at: each for at, each in failures.items() if not each["is_echo"]} or failures
+    for at, each in causes.items():
+        fix = "see what that rank printed; NCCL_DEBUG=INFO and TORCH_DISTRIBUTED_DEBUG=DETAIL make it say more"
+        yield found("collectives", "all-reduce", f"rank {at} ({names[at]}): {each['error']}", fix, bad=RED)
+    if failures:
         return
-    if carrier is None:
-        why = "the system does not know the link's rate, so that all-reduce is held against nothing"
-        yield Subject("collectives", "link").unchecked(why)
-    else:
-        yield Subject("collectives", carrier.name, carrier.bytes_per_s, "bytes/s").green(
-            f"{rate(carrier.bytes_per_s)}, what all-reduce is held against"
-        )
-    sizes = [each.size_bytes for each in next(iter(told.values()))]
-    for index, size_bytes in enumerate(sizes):
-        name = f"all-reduce {size(size_bytes)}"
-        if faulty := {rank: rows[index].wrong for rank, rows in told.items() if rows[index].wrong}:
-            named = ", ".join(f"{count:,} on rank {rank} ({hosts[rank]})" for rank, count in faulty.items())
-            fix = (
-                "let no job run with these: test the hosts' memory and network cards, the GPUs by nvidia-smi -q -d ECC"
-            )
-            yield Subject("collectives", name, ranks=tuple(faulty)).red(f"elements of the sum are wrong: {named}", fix)
-        else:
-            measured = next(iter(told.values()))[index]
-            yield _judge_speed(name, measured, len(told), carrier, is_largest=index == len(sizes) - 1)
-
-
-def _judge_speed(name: str, each: Measured, ranks: int, carrier: Carrier | None, *, is_largest: bool) -> Finding:
-    """Return what the speed at one size means; only the largest is held against the carrier."""
-    took = f"{span(each.time_s):>8}"
-    if each.size_bytes < KIB:
-        return Subject("collectives", name, each.time_s, "s").green(took)
-    bus = each.bus_bytes_per_s(ranks)
-    about = Subject("collectives", name, bus, "bytes/s")
-    words = f"{took}  bus {rate(bus):>9}"
-    if carrier is None:
-        return about.green(words)
-    part = bus / carrier.bytes_per_s
-    words += f"  {part:.2g} of {carrier.name}"
-    if not is_largest or part >= _LEAST[carrier.kind]:
-        return about.green(words)
-    return about.yellow(f"{words}: far below it", _FIXES[carrier.kind])
-
-
-def _pattern(count: int, weight: int, device: torch.device) -> Tensor:
-    """Return whole numbers (count,), all different from their neighbours, times `weight`."""
-    import torch
-
-    base = torch.arange(1, _PATTERN + 1, dtype=torch.float32, device=device) * weight
-    return base.repeat(-(-count // _PATTERN))[:count]
-
-
-def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    import torch
-
-    since_s = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - since_s
-
-
-def _settle(device: torch.device, limit_s: float) -> None:
-    """Return once the device has done what was asked of it; raise where it has not within `limit_s` seconds."""
-    import torch
-
-    if device.type != "cuda":
-        return
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record(torch.cuda.current_stream(device))
-    deadline = time.monotonic() + limit_s
-    while not done.query():  # type: ignore[no-untyped-call]
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"it was not done within {limit_s:g} s: another rank does not come, or NCCL hangs")
-        time.sleep(0.001)
+    carrier, rated = min((each["held"] for each in told.values()), key=lambda held: held[1] or math.inf)
+    against = f"{carrier}, {shown(rated, 'bytes/s')}" if rated else "no rate: the system knows none"
+    yield found("collectives", "all-reduce", f"{told[0]['way']}, held against {against}")
+    for index, (size_bytes, time_s, _) in enumerate(rows := told[0]["rows"]):
+        bus_bytes_per_s = 2 * (len(told) - 1) / len(told) * size_bytes / time_s
+        part, is_largest = bus_bytes_per_s / (rated or math.nan), index == len(rows) - 1
+        words, fix, bad = shown(time_s, "s"), "", YELLOW
+        if size_bytes >= KIB:
+            words += f", bus {shown(bus_bytes_per_s, 'bytes/s')}" + (f", {part:.2g} of {carrier}" if rated else "")
+        if is_largest and part < _LEAST.get(carrier, _LEAST_OF_LINKS):
+            words += ": far below it"
+            fix = "see what else uses that, and the processors; NCCL_DEBUG=INFO tells NCCL's path"
+        if wrong := {at: each["rows"][index][2] for at, each in told.items() if each["rows"][index][2]}:
+            named = ", ".join(f"{count:,} on rank {at} ({names[at]})" for at, count in wrong.items())
+            words, bad = f"elements of the sum are wrong: {named}", RED
+            fix = "let no job run with these: test the hosts' memory and network cards, GPUs by nvidia-smi -q -d ECC"
+        name = f"all-reduce {shown(size_bytes, 'bytes')}"
+        yield found("collectives", name, words, fix, bad=bad, value=time_s, unit="s")
+    pairs = [f"rank {source} to rank {at} ({names[at]})" for at, each in told.items() for source in each["changed"]]
+    words = f"they arrive with other bits: {', '.join(pairs)}" if pairs else "they arrive unchanged at each rank"
+    yield found("collectives", "bytes sent", words, CORRUPTS if pairs else "", bad=RED)

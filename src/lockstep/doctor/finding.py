@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
+from ..bounded import Late, within
 from ..failures import one_line
 
-GREEN, YELLOW, RED, UNCHECKED = STATES = ("green", "yellow", "red", "unchecked")
+GREEN, YELLOW, RED, UNCHECKED = "green", "yellow", "red", "unchecked"
 """Fine; a job runs, but slowly or at a risk; no job can run; not looked at, for a reason that is told."""
-
 GROUPS = ("host", "devices", "network", "collectives", "disk")
 
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+_UNITS: dict[str, dict[str, float]] = {
+    "bytes": {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1},
+    "bytes/s": {"GB/s": 1e9, "MB/s": 1e6, "KB/s": 1e3},  # as links are sold: 1.25 GB/s is 10 Gbit/s
+    "s": {"s": 1, "ms": 1e-3, "µs": 1e-6},
+}
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Finding:
     """One thing that was looked at."""
 
@@ -22,81 +28,56 @@ class Finding:
     name: str
     state: str
     words: str
-    """What was found."""
     fix: str = ""
-    """What to do about it, where the state is yellow or red."""
     value: float | None = None
     unit: str = ""
     """Of the value: bytes, s, bytes/s."""
     ranks: tuple[int, ...] = ()
-    """Ranks that it concerns; empty where it is about all of them together."""
-
-    def __post_init__(self) -> None:
-        assert self.group in GROUPS, self.group
-        assert self.state in STATES, self.state
-        assert bool(self.fix) == (self.state in (YELLOW, RED)), self
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the finding as `from_json` reads it."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Finding:
-        """Return the finding that `to_json` wrote."""
-        return cls(**{**values, "ranks": tuple(values["ranks"])})
+    """Ranks that found it, one for each host where it is about hosts; empty where it is about all ranks together."""
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is looked at, from which a finding comes."""
-
-    group: str
-    name: str
-    value: float | None = None
-    unit: str = ""
-    ranks: tuple[int, ...] = ()
-
-    def found(self, state: str, words: str, fix: str = "") -> Finding:
-        """Return what was found."""
-        return Finding(**vars(self), state=state, words=words, fix=fix)
-
-    def green(self, words: str) -> Finding:
-        """Return that it is fine."""
-        return self.found(GREEN, words)
-
-    def yellow(self, words: str, fix: str) -> Finding:
-        """Return that a job runs, but slowly or at a risk."""
-        return self.found(YELLOW, words, fix)
-
-    def red(self, words: str, fix: str) -> Finding:
-        """Return that no job can run."""
-        return self.found(RED, words, fix)
-
-    def unchecked(self, why: str) -> Finding:
-        """Return that it was not looked at."""
-        return self.found(UNCHECKED, why)
+Probe = Callable[[], Iterable[Finding]]
 
 
-def failed(about: Subject, error: BaseException) -> Finding:
-    """Return the finding for something that could not be looked at, because looking raised `error`."""
-    return about.yellow(
-        f"it could not be looked at: {one_line(error)}",
-        "look at this by hand; whether it keeps a job from running is not known",
-    )
+def found(
+    group: str, name: str, words: str, fix: str = "", *, bad: str = YELLOW, value: float | None = None, unit: str = ""
+) -> Finding:
+    """Return a finding: green where there is nothing to fix, else `bad`."""
+    return Finding(group, name, bad if fix else GREEN, words, fix, value, unit)
+
+
+def look(group: str, name: str, probe: Probe, limit_s: float, hung: str = YELLOW) -> list[Finding]:
+    """Return what `probe` finds; a finding too where it raises, or takes more than `limit_s` seconds.
+
+    What hangs, such as a network disk whose server has gone, is left behind in a thread; `hung` is the state that this
+    means.
+    """
+    findings: list[Finding] = []
+    try:
+        within(limit_s, lambda: findings.extend(probe()), f"doctor {name}")
+    except Late:
+        words = f"the system gave no answer within {limit_s:g} s"
+        fix = "find out what hangs: a network disk, a name server, a driver, an import"
+        return [found(group, name, words, fix, bad=hung)]
+    except BaseException as error:
+        words = f"it could not be looked at: {one_line(error)}"
+        findings.append(found(group, name, words, "look by hand: whether it keeps a job from running is not known"))
+    return findings
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings in the order of their groups, with those of several ranks that are alike as one."""
-    ranks: dict[Finding, list[int]] = {}
+    """Return the findings by group and name, those of several ranks that are alike as one."""
+    ranks: dict[Finding, set[int]] = {}
     for finding in findings:
-        ranks.setdefault(replace(finding, ranks=()), []).extend(finding.ranks)
-    alike = [replace(finding, ranks=tuple(sorted(set(who)))) for finding, who in ranks.items()]
-    order: dict[tuple[str, str], int] = {}
-    for finding in alike:
-        order.setdefault((finding.group, finding.name), len(order))
-    return sorted(alike, key=lambda each: (GROUPS.index(each.group), order[each.group, each.name], each.ranks))
+        ranks.setdefault(replace(finding, ranks=()), set()).update(finding.ranks)
+    names = list(dict.fromkeys(each.name for each in ranks))
+    alike = [replace(each, ranks=tuple(sorted(who))) for each, who in ranks.items()]
+    return sorted(alike, key=lambda each: (GROUPS.index(each.group), names.index(each.name), each.ranks))
 
 
-def verdict(findings: Sequence[Finding]) -> str:
-    """Return the worst state there is: red where no job can run."""
-    return next((state for state in (RED, YELLOW) if any(each.state == state for each in findings)), GREEN)
+def shown(number: float, unit: str) -> str:
+    """Return a number of bytes, bytes/s or s in words: 64 MiB, 1.25 GB/s, 0.15 ms."""
+    units = _UNITS[unit]
+    name = next((name for name, factor in units.items() if number >= factor), [*units][-1])
+    scaled = number / units[name]
+    return f"{scaled:,.0f} {name}" if scaled >= 100 else f"{scaled:.3g} {name}"

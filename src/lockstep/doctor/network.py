@@ -1,162 +1,172 @@
-"""How this host is named and connected: its own name, the interface that the job uses, and its clock beside others'."""
+"""How hosts are named and connected: the job's interface, names, clocks, and ports between every two ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
+import socketserver
+import struct
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..launchers import hosts
-from .finding import RED, YELLOW, Finding, Subject
-from .host import INFINIBAND
-from .units import rate, span
+from ..topology import Topology
+from .finding import RED, UNCHECKED, YELLOW, Finding, found, shown
 
-NET = Path("/sys/class/net")
-_SLOW_LOOKUP_S = 1.0
-_FAR_CLOCK_S = 1.0
-"""Logs of two hosts that are further apart than this cannot be read side by side."""
+if TYPE_CHECKING:
+    from .board import Board
+
+_CONNECT_S = 3.0
+"""For one connection: a network of the whole earth answers in a third of a second, a firewall that drops, never."""
+_FAR_CLOCK_S = 1.0  # logs of hosts that are further apart cannot be read side by side
+_AT_ONCE, _NAMED = 32, 4
+_TIME = struct.Struct("!q")  # nanoseconds since the epoch
 
 
-@dataclass(frozen=True)
-class Wire:
+class Wire(NamedTuple):
     """The network interface of a job on one host."""
 
     interface: str
-    """Its name; empty where none was chosen, and gloo takes the address that the host's name resolves to."""
     address: str
-    bytes_per_s: float | None
-    """Its rate; None where it tells none, such as loopback."""
-    mtu: int | None
+    """Empty where the interface has none."""
+    bytes_per_s: float = 0.0
+    """Its rate; 0 where it tells none, such as loopback."""
+    is_chosen: bool = False
+    """Whether the job's traffic is kept on it."""
 
 
-def wire(interface: str, towards: str, net: Path = NET) -> Wire:
-    """Return the wire that traffic of this process takes: `interface`, or the one on the route `towards` an address."""
-    if interface:
-        found = hosts.interfaces().get(interface, [])
-        address = next((each for each in found if ":" not in each), next(iter(found), ""))
+class Visit(NamedTuple):
+    """How a connection to another rank went."""
+
+    trouble: str
+    ahead_s: float = 0.0
+    """How far that rank's clock is ahead of this one's, ± bound_s."""
+    bound_s: float = 0.0
+
+
+def wire(interface: str, towards: str) -> Wire:
+    """Return the wire of this process's traffic: `interface`, or the one `towards` an address."""
+    known, is_chosen = hosts.interfaces(), bool(interface)
+    if is_chosen:
+        address = min(known.get(interface, []), key=lambda each: ":" in each, default="")  # IPv4 first
     else:
-        address = hosts.own_address(towards)
-        interface = next((name for name, each in hosts.interfaces().items() if address in each), "")
-    speed, mtu = (_number(net / interface / name) for name in ("speed", "mtu"))
-    # In Mbit/s; -1 for a link that does not know.
-    return Wire(interface, address, speed * 1e6 / 8 if speed and speed > 0 else None, mtu)
+        address = hosts.own_address(towards) or "127.0.0.1"  # a laptop without a network
+        interface = next((name for name, each in known.items() if address in each), "")
+    megabits = 0
+    with contextlib.suppress(OSError, ValueError):
+        megabits = int(Path(f"/sys/class/net/{interface}/speed").read_text(encoding="ascii"))
+    return Wire(interface, address, max(0, megabits) * 1e6 / 8, is_chosen)  # −1 is a link that does not know
 
 
-def infiniband_bytes_per_s(folder: Path = INFINIBAND) -> float | None:
-    """Return the rate of this host's fastest InfiniBand port; None where there is none.
-
-    The kernel words it `100 Gb/sec (4X EDR)` (Documentation/ABI/stable/sysfs-class-infiniband).
-    """
-    found = []
-    for path in folder.glob("*/ports/*/rate"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            found.append(float(path.read_text(encoding="ascii").split()[0]) * 1e9 / 8)
-    return max(found, default=None)
-
-
-def judge_wire(wire: Wire, *, others: bool) -> Iterator[Finding]:
-    """Yield what the job's interface on this host is; `others` says that there are other hosts to be reached."""
-    about = Subject("network", "interface")
+def look_at(wire: Wire, *, others: bool) -> Iterator[Finding]:
+    """Yield what this host's interface and name are; `others` are to find it."""
+    words, fix = f"{wire.interface} {wire.address}", ""
+    if wire.bytes_per_s:
+        words += f", {shown(wire.bytes_per_s, 'bytes/s')} ({wire.bytes_per_s * 8 / 1e9:g} Gbit/s)"
     if not wire.address:
-        known = ", ".join(f"{name} ({addresses[0]})" for name, addresses in hosts.interfaces().items() if addresses)
-        words = f"{wire.interface or 'no interface'} has no address that others could reach; there are {known}"
+        words = f"{wire.interface or 'no interface'} has no address; there are {hosts.listed()}"
         fix = "name one of these in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on this host, or unset them"
-        yield about.red(words, fix)
-        return
-    if others and ipaddress.ip_address(wire.address).is_loopback:
-        words = f"traffic is kept on {wire.interface} {wire.address}, where other hosts reach nobody"
-        # Whether they do is seen at the ports: nodes may share a host.
-        fix = "unset GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or name the network's interface there"
-        yield about.yellow(words, fix)
-        return
-    parts = [f"{wire.interface} {wire.address}"]
-    parts += [f"{rate(wire.bytes_per_s)} ({wire.bytes_per_s * 8 / 1e9:g} Gbit/s)"] if wire.bytes_per_s else []
-    parts += [f"MTU {wire.mtu}"] if wire.mtu else []
-    yield Subject("network", "interface", value=wire.bytes_per_s, unit="bytes/s" if wire.bytes_per_s else "").green(
-        ", ".join(parts)
-    )
+    yield found("network", "interface", words, fix, bad=RED, value=wire.bytes_per_s, unit="bytes/s")
+    name, addresses = socket.gethostname(), []
+    with contextlib.suppress(OSError):
+        addresses = [str(where[0]) for *_, where in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    yield judge_name(name, addresses, wire, others=others)
 
 
-def judge_mtus(mtus: Mapping[int, int | None]) -> Iterator[Finding]:
-    """Yield a finding where the hosts' interfaces send packets of different sizes: {rank: MTU}."""
-    sizes = sorted({mtu for mtu in mtus.values() if mtu})
-    if len(sizes) > 1:
-        least = tuple(rank for rank, mtu in mtus.items() if mtu == sizes[0])
-        words = f"interfaces differ in MTU ({', '.join(map(str, sizes))}): a switch between them may drop what is large"
-        fix = f"give all the same: ip link set dev NAME mtu {sizes[0]}"
-        yield Subject("network", "MTU", ranks=least).yellow(words, fix)
+def judge_name(name: str, addresses: list[str], wire: Wire, *, others: bool) -> Finding:
+    """Return what it means that a host's name resolves to these addresses, or to none."""
+    words, fix = f"{name} resolves to {', '.join(dict.fromkeys(addresses))}", ""
+    line = f"add a line to /etc/hosts: {wire.address or 'ADDRESS'} {name}"
+    bad = RED if others and not wire.is_chosen else YELLOW  # gloo then takes what the name resolves to
+    if not addresses:
+        words, fix = f"{name} does not resolve; torchrun and other tools need it", line
+    elif others and hosts.is_loopback(addresses):
+        words += ", where other hosts reach nobody"
+        fix = f"{line} (in place of the one with {addresses[0]}), or name the network's interface with --interface"
+    return found("network", "host name", words, fix, bad=bad)
 
 
-def names(own: str, address: str, *, is_bound: bool, others: bool) -> Iterator[Finding]:
-    """Yield whether this host's name `own` can be looked up, to what, and how long that takes.
+def reach(topology: Topology, address: str, board: Board, names: Sequence[str]) -> list[Finding]:
+    """Return whether ranks reach one another, and how far clocks differ (*collective*).
 
-    `address` is the job's on this host; `is_bound` says that the job's traffic is kept on its interface, `others`
-    that there are other hosts, to which a loopback address is of no use.
+    This rank listens at `address`; `names` are the hosts of all ranks.
     """
-    since_s = time.monotonic()
+    with listening(address) as port:
+        told = board.all("ports", [address, port, topology.node])
+        others = {at: where for at, (*where, _) in told.items() if at != topology.rank}
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            visits = dict(zip(others, pool.map(lambda where: visit(*where), others.values()), strict=True))
+        rows = board.all("visits", visits)
+    been = {(at, int(to)): Visit(*each) for at, row in rows.items() for to, each in row.items()}
+    addresses = {at: where for at, (where, *_) in told.items()}
+    first = {node: at for at, (*_, node) in sorted(told.items(), reverse=True)}  # the first rank of each node
+    clocks = [judge_clock(been[at, 0], at) for at in first.values() if (at, 0) in been and not been[at, 0].trouble]
+    alone = Finding("network", "clock", UNCHECKED, "one host, one clock")
+    return [judge_visits(been, addresses, names), *(clocks or [alone])]
+
+
+@contextlib.contextmanager
+def listening(address: str) -> Iterator[int]:
+    """Listen on a free port of `address` within the block; tell callers the time."""
+
+    class Answer(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                self.request.sendall(_TIME.pack(time.time_ns()))
+
+    class Server(socketserver.ThreadingTCPServer):
+        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        request_queue_size = socket.SOMAXCONN
+
+    with Server((address, 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+
+
+def visit(address: str, port: int, limit_s: float = _CONNECT_S) -> Visit:
+    """Connect to another rank as gloo and NCCL do, and compare clocks."""
+    here_ns, since_s = time.time_ns(), time.perf_counter()
     try:
-        found = [str(where[0]) for *_, where in socket.getaddrinfo(own, None, type=socket.SOCK_STREAM)]
-    except OSError as error:
-        found, why = [], error.strerror or str(error)
-    else:
-        why = ""
-    forward_s = time.monotonic() - since_s
-    yield judge_name(own, found, why, address, is_bound=is_bound, others=others)
-    with contextlib.suppress(OSError):  # an address without a name is no fault
-        socket.gethostbyaddr(address)
-    yield from judge_lookups(own, forward_s, time.monotonic() - since_s - forward_s)
+        with socket.create_connection((address, port), timeout=limit_s) as peer, peer.makefile("rb") as answer:
+            there_ns: int = _TIME.unpack(answer.read(_TIME.size))[0]
+    except TimeoutError:
+        return Visit(f"no answer within {limit_s:g} s")
+    except (OSError, struct.error) as error:
+        return Visit(str(getattr(error, "strerror", "") or error).lower())
+    half_s = (time.perf_counter() - since_s) / 2
+    return Visit("", (there_ns - here_ns) / 1e9 - half_s, half_s)
 
 
-def judge_name(own: str, found: list[str], why: str, address: str, *, is_bound: bool, others: bool) -> Finding:
-    """Return what it means that a host's `own` name resolves to the addresses `found`, or, for a reason, to none."""
-    about = Subject("network", "host name")
-    # gloo takes what the name resolves to, unless it is bound to an interface.
-    breaks = RED if others and not is_bound else YELLOW
-    known = address and not ipaddress.ip_address(address).is_loopback
-    line = f"add a line to /etc/hosts: {address if known else 'ADDRESS'} {own}"
-    if not found:
-        words = f"{own} does not resolve ({why}); torchrun and other tools need it"
-        return about.found(breaks, words, line)
-    shown = ", ".join(dict.fromkeys(found))
-    if others and all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found):
-        words = f"{own} resolves to {shown}, where other hosts reach nobody"
-        fix = f"{line} (in place of the one with {found[0]}), or name the network's interface with --interface"
-        return about.found(breaks, words, fix)
-    return about.green(f"{own} resolves to {shown}")
+def judge_visits(been: Mapping[tuple[int, int], Visit], addresses: Mapping[int, str], names: Sequence[str]) -> Finding:
+    """Return what the visits amount to: {(from rank, to rank): how it went}."""
+    blocked = [(start, end, each.trouble) for (start, end), each in been.items() if each.trouble]
+    if not been:
+        return Finding("network", "ports", UNCHECKED, "one rank: nobody to reach")
+    if not blocked:
+        return found("network", "ports", "each two ranks connect, both ways")
+    told = [
+        f"rank {start} ({names[start]}) does not reach rank {end} ({names[end]}) at {addresses[end]}: {trouble}"
+        for start, end, trouble in blocked[:_NAMED]
+    ]
+    more = f"; and {len(blocked) - _NAMED} pairs more" if blocked[_NAMED:] else ""
+    start, end, _ = blocked[0]
+    fix = f"let TCP from {addresses[start]} into {names[end]}, all ports above 1023: iptables -I INPUT -s \
+{addresses[start]} -p tcp -j ACCEPT, or firewall-cmd --zone=trusted --add-source={addresses[start]}"
+    return found("network", "ports", "; ".join(told) + more, fix, bad=RED)
 
 
-def judge_lookups(own: str, forward_s: float, reverse_s: float) -> Iterator[Finding]:
-    """Yield a finding where looking up the host's name, or the name of its address, took long."""
-    if max(forward_s, reverse_s) > _SLOW_LOOKUP_S:
-        what = "the name of its own address" if reverse_s > forward_s else f"its own name {own}"
-        words = f"looking up {what} takes {span(max(forward_s, reverse_s))}: a name server does not answer"
-        fix = "put the names of all nodes into /etc/hosts, or right /etc/resolv.conf"
-        value = max(forward_s, reverse_s)
-        yield Subject("network", "look-ups", value=value, unit="s").yellow(words, fix)
-
-
-def judge_clock(offset_s: float, bound_s: float, rank: int) -> Finding:
-    """Return what it means that a rank's clock is ahead of rank 0's by `offset_s`, known to within ± `bound_s`."""
-    about = Subject("network", "clock", value=offset_s, unit="s", ranks=(rank,))
-    way = "ahead of" if offset_s > 0 else "behind"
-    words = f"{span(abs(offset_s))} {way} rank 0's, ± {span(bound_s)}"
-    if abs(offset_s) - bound_s > _FAR_CLOCK_S:
-        return about.yellow(words, "set it by a time server: timedatectl set-ntp true")
-    return about.green(words)
-
-
-def one_clock(size: int) -> Finding:
-    """Return the finding for ranks that share one host, or are one."""
-    words = "one host, one clock" if size > 1 else "one rank: no other clock to compare with"
-    return Subject("network", "clock").unchecked(words)
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no such interface, or one that has no such number
-        return None
+def judge_clock(of_rank_0: Visit, rank: int) -> Finding:
+    """Return what it means how far a rank's clock is from rank 0's."""
+    apart_s = abs(of_rank_0.ahead_s)
+    words = f"rank {rank}'s is {shown(apart_s, 's')} {'behind' if of_rank_0.ahead_s > 0 else 'ahead of'} rank 0's"
+    fix = "set it by a time server: timedatectl set-ntp true" if apart_s - of_rank_0.bound_s > _FAR_CLOCK_S else ""
+    about = f"{words}, ± {shown(of_rank_0.bound_s, 's')}"
+    return replace(found("network", "clock", about, fix, value=apart_s, unit="s"), ranks=(rank,))

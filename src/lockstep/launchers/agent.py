@@ -13,7 +13,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -29,7 +29,7 @@ from ..errors import ProofError, RequestError, Stopped
 from ..failures import Failure
 from ..interrupts import OUTSIDE, Heard, Interrupts
 from ..notes import FOLDER, Notes
-from . import lifeline, reasons
+from . import lifeline, memory, reasons
 from .frozen import Frozen
 from .members import Members
 from .reports import GRACE_S, Laggards, left_behind, obituary, unsaved
@@ -71,6 +71,7 @@ class Agent(LocalElasticAgent):
         self._frozen = Frozen(config.parallel.stall_timeout + GRACE_S * (config.parallel.most_nodes > 1), self._again)
         self._interrupts = Interrupts()
         self._starts = 0
+        self._is_alone, self._memory = config.parallel.most_nodes == 1, ExitStack()
         self._locks: list[IO[bytes]] = []
         """Of the run's folder, once ranks have one: more than one where the disk was late to grant the first."""
         self._looked_s = 0.0
@@ -122,23 +123,30 @@ class Agent(LocalElasticAgent):
                 break
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # The same on all nodes of this start, and another at the next: the ranks meet under it.
-        store: Any = worker_group.store  # torch says None, which it is before the agents have agreed
-        start = store.compare_set("lockstep/start", "", secrets.token_hex(8)).decode()
-        worker_group.spec.args = (*self._arguments, start)
+        worker_group.spec.args = (*self._arguments, self._new_start(worker_group.store))
         self._starts += 1
         reasons.clear(self._folder)  # those of an earlier start
         self._members.begin()
         self._are_asked = False
         self._is_starting = True  # a signal that came between would leave ranks that nobody knows of
         try:
-            with lifeline.interrupts_held_back():
+            with lifeline.starting_children():
                 started = dict(super()._start_workers(worker_group))
         finally:
             self._is_starting = False
         if self._interrupts.asked:
             raise SignalException("asked to stop", signal.SIGTERM)
         return started
+
+    def _new_start(self, store: Any) -> str:
+        """Return where the ranks of this start meet: the same on all its nodes, and another one at the next start.
+
+        `store` is the agents'; torch says that it is None, which it is before they have agreed.
+        """
+        if not self._is_alone:
+            return str(store.compare_set("lockstep/start", "", secrets.token_hex(8)).decode())
+        self._memory.close()  # in which a rank that was killed may have left half an entry
+        return str(self._memory.enter_context(memory.file()))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if time.monotonic() - self._looked_s >= _LOOK_FOR_FOLDER_S:
@@ -192,6 +200,7 @@ class Agent(LocalElasticAgent):
     def close(self) -> None:
         """Let others have the run's folder; the job is over."""
         self.is_over = True
+        self._memory.close()
         for lock in self._locks:
             lock.close()
 

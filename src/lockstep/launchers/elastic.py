@@ -5,7 +5,8 @@
 
 The agents meet at a store that HOST's serves, agree on which nodes there are, and start the ranks. After a loss they
 end those that are left, agree anew, and start them again; the new ranks find the run's folder in that store's notes and
-go on from its last checkpoint. A node that comes later is taken in: the ranks save, stop, and start again with it.
+go on from its last checkpoint. A node that comes later is taken in: the ranks save, stop, and start again with it. On
+one node there is no address: the agent agrees with itself, and its ranks meet in its memory.
 
 Which nodes there are is torch's business (its dynamic rendezvous), and so is keeping the processes. Ours is how the
 ranks meet (by our roll call, over the agents' store), how they are ended, and what the user reads.
@@ -21,7 +22,8 @@ import os
 import pickle
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +31,7 @@ from .. import bounded, failures
 from ..config import RunConfig
 from ..errors import RequestError
 from ..options import flatten_common
-from . import dialects, lifeline, manual, rank, reasons, stores
+from . import dialects, lifeline, manual, memory, rank, reasons, secret, stores
 from .base import Entry
 from .devices import processes
 from .reports import pickled
@@ -56,35 +58,57 @@ class ElasticLauncher:
         """
         payload = packed(entry, config)
         size = processes(config, env)
-        with _meeting(config) as meeting, tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        with contextlib.ExitStack() as kept:
+            folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-")))
+            meeting = _meeting(config, env)
             from . import elastic_job  # which imports torch, when the user has read what was wrong with the flags
 
             job = _agree_on_job(meeting, config)
+            known = secret.of_job(env, on_one_host=False)
+            notes = kept.enter_context(memory.file()) if config.parallel.most_nodes == 1 else None
+            door = _Door(meeting.host, meeting.port, job, known, notes)
             return elastic_job.run(
                 meeting,
                 config,
                 job=job,
                 processes=size,
                 serve=serve,
-                payload=(payload, meeting.host, meeting.port, job),
-                folder=Path(folder),
+                payload=(payload, door),
+                folder=folder,
+                notes=notes,
             )
 
 
-@contextlib.contextmanager
-def _meeting(config: RunConfig) -> Iterator[stores.Meeting]:
-    """Hold the store at which the agents meet: this host's own, or that of the agent whose address is given."""
+def _meeting(config: RunConfig, env: Mapping[str, str]) -> stores.Meeting:
+    """Return the store at which the agents meet: one of this process alone, or that of the agent at the address."""
     parallel = config.parallel
     if parallel.most_nodes == 1:
-        with stores.listening_on_loopback() as listener:
-            yield stores.adopt(listener, stores.address_of(*listener.getsockname()))
-    elif parallel.init_method.startswith("tcp:"):
-        yield stores.join(*manual.host_and_port(parallel.init_method), parallel.timeout)
-    else:
-        raise RequestError(
-            f"--nodes {parallel.nodes_asked}: nothing says where the nodes meet; give the same --init-method "
-            "tcp://HOST:PORT on each, with the address of a node that will not leave, or start with torchrun."
-        )
+        return stores.alone()
+    if parallel.init_method.startswith("tcp:"):
+        known = secret.of_job(env, on_one_host=False)
+        return stores.join(*manual.host_and_port(parallel.init_method), parallel.timeout, secret=known)
+    raise RequestError(
+        f"--nodes {parallel.nodes_asked}: nothing says where the nodes meet; give the same --init-method "
+        "tcp://HOST:PORT on each, with the address of a node that will not leave, or start with torchrun."
+    )
+
+
+@dataclass(frozen=True)
+class _Door:
+    """Where a rank that an agent has started finds the others."""
+
+    host: str
+    port: int
+    job: str
+    secret: bytes
+    notes: Path | None
+    """On one node: the file in memory for what outlives a start."""
+
+    def open(self, start: str, timeout_s: float) -> stores.Meeting:
+        """Open the store of this `start`: on one node the path of a file in memory, else a name among the agents'."""
+        if self.notes is not None:
+            return stores.open_memory(Path(start), memory.MemoryNotes(self.notes))
+        return stores.connect(self.host, self.port, timeout_s, secret=self.secret, job=self.job, start=start)
 
 
 def _agree_on_job(meeting: stores.Meeting, config: RunConfig) -> str:
@@ -112,7 +136,7 @@ def _check_no_roll_call(meeting: stores.Meeting) -> None:
         )
 
 
-def serve(payload: bytes, host: str, port: int, job: str, start: str) -> NoReturn:
+def serve(payload: bytes, door: _Door, start: str) -> NoReturn:
     """Be one rank that an agent has started: run the entry, leave its pickled value for the agent, end."""
     lifeline.settle()
     lifeline.end_with_parent()
@@ -127,7 +151,7 @@ def serve(payload: bytes, host: str, port: int, job: str, start: str) -> NoRetur
                 entry,
                 config,
                 os.environ,
-                lambda: stores.connect(host, port, config.parallel.timeout, job=job, start=start),
+                lambda: door.open(start, config.parallel.timeout),
                 index=index,
                 size=place.topology.size,
                 known=place.topology,

@@ -33,13 +33,15 @@ from .. import failures
 from ..config import RunConfig
 from ..errors import RequestError, RunError, Stopped
 from ..interrupts import KILLED, heeded
+from ..printable import told
 from . import hosts
 from .agent import Agent
 from .bounded_store import BoundedStore, Unanswered
 from .members import COUNTED_OUT_S, KEEP_ALIVE_S, MISSED, Members
+from .memory import MemoryNotes
 from .plain_state import PlainState
 from .reports import value_of
-from .stores import Meeting, StoredNotes, of_all_starts
+from .stores import Meeting, StoredNotes
 
 _UNBEGUN = "Stopped before training began."
 _LAST_CALL_S = 5
@@ -118,11 +120,13 @@ def run(
     serve: Callable[..., object],
     payload: tuple[Any, ...],
     folder: Path,
+    notes: Path | None,
 ) -> Any | None:
     """Keep `processes` ranks running `serve(*payload, start)` until they are done; return rank 0's value, or None.
 
-    The agents meet at `meeting` and call this job `job`; `folder` is an empty one, for what ranks leave. Raises the
-    error of the rank that failed first, once it is not to be started again.
+    The agents meet at `meeting` and call this job `job`; `folder` is an empty one, for what ranks leave, and `notes` a
+    file in memory for what outlives a start, on one node. Raises the error of the rank that failed first, once it is
+    not to be started again.
     """
     parallel, where = config.parallel, meeting.where
     if meeting.hosted and parallel.nodes < parallel.most_nodes and meeting.caution:
@@ -142,8 +146,8 @@ def run(
         monitor_interval=0.1,
         local_addr=address,
     )
-    notes = StoredNotes(of_all_starts(store, job))
-    agent = Agent(spec, handler.members, folder, config, notes, _say)
+    lasting = MemoryNotes(notes) if notes else StoredNotes(store, job)
+    agent = Agent(spec, handler.members, folder, config, lasting, _say)
     stopped = False
     heeding = ExitStack()
     heeding.enter_context(heeded(agent.hear))
@@ -238,4 +242,4 @@ def _cause(agent: Agent, otherwise: Exception) -> Exception:
 
 def _say(text: str) -> None:
     with suppress(OSError):
-        print(f"lockstep: {text}", file=sys.stderr, flush=True)
+        print(told(text), end="", file=sys.stderr, flush=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError
 from ..failures import Failure
 from ..kinds import kind
-from . import dialects, rank, reasons, stores
+from . import dialects, rank, reasons, secret, stores
 from .base import Entry
 from .devices import gpu_ids
 from .dialects import Place
@@ -33,6 +35,12 @@ class EnvironmentLauncher:
 
     def launch(self, entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
         """Run the entry as the rank that the environment names; return its value on rank 0, else None."""
+        with self.seat(config, env) as seat:
+            return seat.run(entry, config)
+
+    @contextlib.contextmanager
+    def seat(self, config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
+        """Be the rank that the environment names while the block runs."""
         place = dialects.read(env)
         topology = place.topology
 
@@ -40,7 +48,8 @@ class EnvironmentLauncher:
             if failure.is_echo and place.error_file is not None:
                 # torchrun takes the earliest report, in whole seconds, for the root cause, and then ends the others.
                 time.sleep(_ECHO_WAITS_S)
-            reasons.leave(failure, place.error_file)
+            # Without its trace, which this process shows itself: torchrun would show it once more.
+            reasons.leave(dataclasses.replace(failure, trace=""), place.error_file)
 
         with rank.teller() as say, rank.accounted(topology.rank, config, leave_word):
 
@@ -50,16 +59,16 @@ class EnvironmentLauncher:
 
             _check_agrees(config.parallel, place)
             _check_node(config.parallel, place, env)
-            return rank.run_met(
-                entry,
+            with rank.met(
                 config,
                 env,
-                lambda: _open(place, config.parallel.timeout),
+                lambda: _open(place, config.parallel.timeout, env),
                 index=topology.rank,
                 size=topology.size,
                 known=topology if place.knows_node else None,
                 tell=tell,
-            )
+            ) as seat:
+                yield seat
 
 
 def _check_agrees(asked: ParallelConfig, place: Place) -> None:
@@ -105,15 +114,19 @@ def _check_node(asked: ParallelConfig, place: Place, env: Mapping[str, str]) -> 
         )
 
 
-def _open(place: Place, timeout_s: float) -> stores.Meeting:
+def _open(place: Place, timeout_s: float, env: Mapping[str, str]) -> stores.Meeting:
     topology = place.topology
     if place.file:
         return stores.open_file(place.file)
     knows_hosts = place.knows_node and place.nodes_are_hosts
     apart = knows_hosts and (topology.nodes > 1 if topology.is_main else topology.node > 0)
+    on_one_host = place.knows_node and topology.nodes == 1
+    known = secret.of_job(env, on_one_host=on_one_host)
+    if on_one_host and place.error_file is not None:
+        # The folder of this agent's, of a random name: what another job has sealed is none of this one's notes.
+        known += str(place.error_file.parents[2]).encode()
     if place.store_is_served:
-        return stores.connect(
-            topology.address, topology.port, timeout_s, job=place.job, place=(topology.rank, topology.size)
-        )
+        seat = (topology.rank, topology.size)
+        return stores.connect(topology.address, topology.port, timeout_s, secret=known, job=place.job, place=seat)
     opens = stores.serve if topology.is_main else stores.connect
-    return opens(topology.address, topology.port, timeout_s, apart=apart)
+    return opens(topology.address, topology.port, timeout_s, secret=known, apart=apart)

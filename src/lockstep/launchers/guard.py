@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _BEATS_S = (0.1, 1.0)
 _BEATS_KEPT_S = (1.0, 60.0)  # where each one makes a file longer
+_BEATS_IN_MEMORY_S = (0.1, 10.0)  # which each one makes fuller
 _LOOK_S = 0.05
 _FLUSH_S = 0.5
 _WRITE_S = 2.0
@@ -41,7 +42,8 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
     Raises `RankLostError` where the store has gone.
     """
     hosts = [claim.host for claim in peers.claims]
-    between_s = _BEATS_KEPT_S if peers.keeps_all else _BEATS_S
+    meeting = peers.meeting
+    between_s = _BEATS_KEPT_S if meeting.file else _BEATS_IN_MEMORY_S if meeting.memory else _BEATS_S
     try:
         return _watch(
             config,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..config import RunConfig
@@ -27,6 +28,12 @@ class InlineLauncher:
 
     def launch(self, entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
         """Run the entry here, in a world of one rank, and return its value."""
+        with self.seat(config, env) as seat:
+            return seat.run(entry, config)
+
+    @contextlib.contextmanager
+    def seat(self, config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
+        """Be the only rank while the block runs."""
         wanted = processes(config, env)
         if wanted > 1 or config.parallel.nodes > 1:
             raise RequestError(
@@ -34,4 +41,4 @@ class InlineLauncher:
                 f"of {counted(config.parallel.nodes, 'node')}; take --launcher auto, or --devices 1."
             )
         with rank.teller() as tell, rank.accounted(0, config):
-            return rank.run_alone(entry, config, env, tell=tell)
+            yield rank.alone(config, env, tell=tell)

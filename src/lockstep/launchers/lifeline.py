@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 _PR_SET_PDEATHSIG = 1
+_SAFE_PATH, _OURS = "PYTHONSAFEPATH", "lockstep"
 
 
 def lead_own_group() -> None:
@@ -33,16 +34,24 @@ def settle() -> None:
     # Without this, what the user's code starts, such as data workers, would be spawned because the rank itself was:
     # seconds for each to import torch, and semaphores that are told as leaked when a rank is killed.
     multiprocessing.set_start_method(None, force=True)
+    if os.environ.get(_SAFE_PATH) == _OURS:  # the user's own programs are started as ever
+        os.environ.pop(_SAFE_PATH)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextlib.contextmanager
-def interrupts_held_back() -> Iterator[None]:
-    """Start children with SIGINT blocked: until one leads its own group, the terminal's Ctrl-C would reach it."""
+def starting_children() -> Iterator[None]:
+    """Start children with SIGINT blocked: until one leads its own group, the terminal's Ctrl-C would reach it.
+
+    Nor do they take a `pickle.py` of the current folder for Python's, as `python -c` does, which multiprocessing calls.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    kept = os.environ.setdefault(_SAFE_PATH, _OURS)
     try:
         yield
     finally:
+        if kept == _OURS:
+            os.environ.pop(_SAFE_PATH)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -11,14 +11,15 @@ Which ranks share a node is found out at the roll call, from the hosts that they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError
-from . import rank, stores
+from . import rank, secret, stores
 from .base import Entry
 from .devices import meets_by_url
 from .dialects import of_array
@@ -41,11 +42,18 @@ class ManualLauncher:
 
     def launch(self, entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
         """Run the entry as --rank of --world-size; return its value on rank 0, else None."""
+        with self.seat(config, env) as seat:
+            return seat.run(entry, config)
+
+    @contextlib.contextmanager
+    def seat(self, config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
+        """Be --rank of --world-size while the block runs."""
         index, size = _who(config.parallel, env)
         url = _url(config.parallel, env)
         with rank.teller() as tell, rank.accounted(index, config):
-            opens = _door(url, index, size, config.parallel)
-            return rank.run_met(entry, config, env, opens, index=index, size=size, tell=tell)
+            opens = _door(url, index, size, config.parallel, env)
+            with rank.met(config, env, opens, index=index, size=size, tell=tell) as seat:
+                yield seat
 
 
 def _who(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[int, int]:
@@ -103,7 +111,9 @@ def _url(parallel: ParallelConfig, env: Mapping[str, str]) -> str:
     return stores.address_of(env["MASTER_ADDR"], env["MASTER_PORT"])
 
 
-def _door(url: str, index: int, size: int, parallel: ParallelConfig) -> Callable[[], stores.Meeting]:
+def _door(
+    url: str, index: int, size: int, parallel: ParallelConfig, env: Mapping[str, str]
+) -> Callable[[], stores.Meeting]:
     """Return what opens the meeting place that a URL names, for the rank of this index."""
     parts = urlsplit(url)
     if parallel.clear_meeting and parts.scheme != "file":
@@ -121,7 +131,8 @@ def _door(url: str, index: int, size: int, parallel: ParallelConfig) -> Callable
         opens = stores.serve if index == 0 else stores.connect
         # Who else may be on rank 0's node is known only where each rank has a node of its own.
         apart = parallel.nodes > 1 and (index == 0 or parallel.nodes == size)
-        return lambda: opens(host, port, parallel.timeout, apart=apart)
+        known = secret.of_job(env, on_one_host=host in ("localhost", "127.0.0.1", "::1"))
+        return lambda: opens(host, port, parallel.timeout, secret=known, apart=apart)
     raise RequestError(f"--init-method {url} names no meeting place that is known; {_EXAMPLES}.")
 
 

@@ -7,12 +7,15 @@ for ever, without a word, at a file whose last entry is cut short, as a rank lea
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import struct
 from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import RequestError
+from ..files import ours
 
 _LENGTH = struct.Struct("=I")
 _FIRST_KEY = b"refcount/"  # in every file of torch's FileStore
@@ -25,12 +28,15 @@ def check(path: Path, *, clears: bool = False) -> None:
     """
     where = f"file://{path}"
     try:
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise RequestError(f"{where} is not a plain file; give the path of one that does not exist yet.")
-        with path.open("a+b") as file:
+        with open(path, "a+b", opener=ours) as file:
+            if os.fstat(file.fileno()).st_uid not in (os.geteuid(), path.parent.stat().st_uid):
+                raise OSError(errno.EPERM, "the file is another user's")
             fcntl.flock(file, fcntl.LOCK_EX if clears else fcntl.LOCK_SH)
             content = _content(file)
             whole = _whole(content)
+            if not content or _is_log(content):
+                # For this user alone: torch's store knows no passwords, and believes whoever writes there.
+                os.fchmod(file.fileno(), 0o600)
             if clears and whole < len(content):
                 file.truncate(whole)
                 whole = len(content)
@@ -38,7 +44,7 @@ def check(path: Path, *, clears: bool = False) -> None:
     except OSError as error:
         raise RequestError(
             f"{where} cannot be opened for writing and locking ({error.strerror}); "
-            "give a path in an existing folder that every rank can write to."
+            "give the path of a file that does not exist yet, in a folder that every rank can write to."
         ) from error
     if content and not _is_log(content):
         raise RequestError(f"{where} exists and is not a meeting place of ranks; give a path that does not exist yet.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..failures import RankLostError
 from ..notes import NoNotes, Notes
 from .claims import Claim, digest
-from .stores import Meeting, StoredNotes
+from .stores import Meeting
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -39,20 +39,21 @@ class Peers:
         """Return the store for the process group of these ranks, apart from any other world's keys."""
         from torch._C._distributed_c10d import PrefixStore
 
-        return PrefixStore(f"world/{digest(self.claims)}", self.meeting.store)
+        # torch's own, not ours in Python around it: C++ threads ask it, which torch leaves running at the end.
+        return PrefixStore(f"world/{digest(self.claims)}", getattr(self.meeting.store, "inner", self.meeting.store))
 
     def watch_store(self) -> Store:
         """Return the store for the beats of these ranks, on a connection of its own: others may wait on theirs.
 
         Raises RuntimeError where it does not answer.
         """
-        from torch._C._distributed_c10d import PrefixStore
+        from .bounded_store import KeptPrefixStore
 
         if not self.meeting.is_open():
             raise RuntimeError(f"{self.meeting.where} does not answer")
         store = self.meeting.store.clone()
         store.set_timeout(_BEAT_LIMIT)
-        return PrefixStore(f"watch/{digest(self.claims)}", store)
+        return KeptPrefixStore(f"watch/{digest(self.claims)}", store)
 
     def here(self, *, aside: bool = False) -> Sequence[Claim]:
         """Return those that have not taken their claim back; all of them where the store can no longer be asked.
@@ -80,14 +81,9 @@ class Peers:
     @property
     def server(self) -> int | None:
         """The rank that serves the store; None where that is a file, or an agent that outlives the ranks."""
-        return None if self.meeting.file or self.meeting.lasting else 0
+        return None if self.meeting.file or self.meeting.memory or self.meeting.notes else 0
 
     @property
     def notes(self) -> Notes:
         """What starts of the same ranks leave one another; nothing where the store ends with them."""
-        return NoNotes() if self.meeting.lasting is None else StoredNotes(self.meeting.lasting)
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the store grows with every write, as one in a file does."""
-        return self.meeting.file is not None
+        return self.meeting.notes or NoNotes()

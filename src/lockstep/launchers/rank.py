@@ -10,15 +10,18 @@ import contextlib
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .. import bounded, failures, hardware, said
+from .. import bounded, failures, files, hardware, said
 from ..config import RunConfig
 from ..errors import LockstepError, RequestError, RunError
 from ..failures import RankLostError
 from ..interrupts import SHOW_CURSOR
 from ..kinds import kind
 from ..notes import Notes
+from ..printable import told
 from ..pulse import Pulse
 from ..topology import Topology
 from . import claims, guard, hosts, stores
@@ -52,6 +55,12 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
     if config.precision.deterministic:
         # cuBLAS reads it at its first use, and without it some of its algorithms differ from run to run.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if config.precision.compile:
+        # torch names its own folder there as soon as torchvision is imported.
+        if "torchinductor_" in os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_"):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled()
+        # Headers go to torch's own folder in /tmp all the same; without, a first compilation took as long (25 s).
+        os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     if config.parallel.accelerator != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -65,20 +74,53 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
     return device
 
 
-def run_alone(
-    entry: Entry, config: RunConfig, env: Mapping[str, str], *, tell: Callable[[failures.Failure], None]
-) -> Any:
-    """Run the entry in this process as a world of one rank; return its value. `tell` is as in `run_met`."""
+def _compiled() -> str:
+    """Return a folder for compiled code, which is run: nobody else can write there, as torch's own in /tmp allows."""
+    try:
+        return str(files.private_folder() / "compiled")
+    except OSError as error:
+        raise RequestError(
+            f"--compile keeps its code in {error.filename}, which cannot be used: {error.strerror}; remove it, or set "
+            "TORCHINDUCTOR_CACHE_DIR to a folder of your own."
+        ) from error
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a rank has before it forms the world."""
+
+    topology: Topology
+    device: torch.device
+    store: Store
+    """One that all ranks share."""
+    world: Callable[[], AbstractContextManager[World]]
+    """Forms the world, which is left at the end of the block (*collective*)."""
+
+    def run(self, entry: Entry, config: RunConfig) -> Any | None:
+        """Run the entry as this rank; return its value on rank 0, None on the others (*collective*)."""
+        if isinstance(entry, FormsWorld):
+            value = entry.before_world(config, self.topology, self.device, self.store)
+        else:
+            with self.world() as world:
+                value = entry(config, world)
+        return value if self.topology.is_main else None
+
+
+def alone(config: RunConfig, env: Mapping[str, str], *, tell: Callable[[failures.Failure], None]) -> Seat:
+    """Return the seat of the one rank of a world of one, which this process is; `tell` is as in `met`."""
     from torch._C._distributed_c10d import HashStore
 
+    device = take_device(config, env, Topology())
+    return Seat(Topology(), device, HashStore(), lambda: _world_of_one(config, device, tell))
+
+
+@contextlib.contextmanager
+def _world_of_one(config: RunConfig, device: torch.device, tell: Callable[[failures.Failure], None]) -> Iterator[World]:
     from ..world import World
 
-    device = take_device(config, env, Topology())
-    if isinstance(entry, FormsWorld):
-        return entry.before_world(config, Topology(), device, HashStore())
     pulse = Pulse()
     with guard.watched_alone(config, pulse, tell):
-        return entry(config, World(Topology(), device, pulse=pulse))
+        yield World(Topology(), device, pulse=pulse)
 
 
 def run_met(
@@ -89,14 +131,31 @@ def run_met(
     *,
     index: int,
     size: int,
-    known: Topology | None = None,
+    known: Topology,
     tell: Callable[[failures.Failure], None],
 ) -> Any | None:
-    """Meet the other ranks at the store that `opens()` gives, run the entry among them, leave (*collective*).
+    """Run the entry in a seat as `met` gives it; return its value on rank 0, None on the others (*collective*)."""
+    with met(config, env, opens, index=index, size=size, known=known, tell=tell) as seat:
+        return seat.run(entry, config)
 
-    Returns the entry's value on rank 0, None on the others. `index` is this process's rank of `size`; `known` is its
-    topology where whoever started it has said; otherwise nodes and local ranks follow from the ranks' hosts. `tell`
-    passes on why this process is about to end, where nothing moves any more and no error can be raised.
+
+@contextlib.contextmanager
+def met(
+    config: RunConfig,
+    env: Mapping[str, str],
+    opens: Callable[[], stores.Meeting],
+    *,
+    index: int,
+    size: int,
+    known: Topology | None = None,
+    tell: Callable[[failures.Failure], None],
+) -> Iterator[Seat]:
+    """Meet the other ranks at the store that `opens()` gives, be one of them in the block, leave (*collective*).
+
+    `index` is this process's rank of `size`; `known` is its topology where whoever started it has said; otherwise nodes
+    and local ranks follow from the ranks' hosts. `tell` passes on why this process is about to end, where nothing moves
+    any more and no error can be raised. Raises `RankLostError` for an error of the block that is an echo of a lost
+    rank, where that one is known.
     """
     parallel = config.parallel
     hosts.check_interface(parallel.interface, env)
@@ -115,7 +174,8 @@ def run_met(
             call.abandon()
             raise
         try:
-            value = run_joined(entry, config, topology, device, peers.group_store(), pulse, peers.notes)
+            store = peers.group_store()
+            yield Seat(topology, device, store, lambda: _world_met(config, topology, device, store, pulse, peers.notes))
         except BaseException as error:
             watch.give_way()
             lost = guard.lost(error, config, peers, pulse, watch)
@@ -126,7 +186,6 @@ def run_met(
             raise
         watch.close(_BEAT_S)
         call.leave(clean=True)
-        return value if topology.is_main else None
 
 
 def _meet(
@@ -145,35 +204,27 @@ def _meet(
             addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE, parallel.interface),
             interface=parallel.interface,
         )
-        call = RollCall(meeting, mine, clears=parallel.clear_meeting or meeting.lasting is not None)
+        call = RollCall(meeting, mine, clears=parallel.clear_meeting or meeting.notes is not None)
         try:
             return call, call.take(parallel.timeout)
         except StartMovedError:
             continue
 
 
-def run_joined(
-    entry: Entry,
-    config: RunConfig,
-    topology: Topology,
-    device: torch.device,
-    store: Store,
-    pulse: Pulse,
-    notes: Notes,
-) -> Any:
-    """Join the world over `store`, run the entry, leave; return this rank's value (*collective*)."""
-    if isinstance(entry, FormsWorld):
-        return entry.before_world(config, topology, device, store)
+@contextlib.contextmanager
+def _world_met(
+    config: RunConfig, topology: Topology, device: torch.device, store: Store, pulse: Pulse, notes: Notes
+) -> Iterator[World]:
+    """Join the world over `store`, and leave it at the end of the block (*collective*)."""
     with pulse.during("forming the process group"):  # where a store may be waited for that answers no more
         world = _join(config, topology, device, store, pulse, notes)
     try:
         world.barrier()  # a rank that was done at once would leave before another one had found it
-        value = entry(config, world)
+        yield world
     except BaseException:
         close_soon(world)
         raise
     world.close()
-    return value
 
 
 def vanish(error: BaseException) -> NoReturn:
@@ -200,7 +251,7 @@ def teller() -> Iterator[Callable[[failures.Failure], None]]:
     def say(failure: failures.Failure) -> None:
         with contextlib.suppress(OSError):
             cursor = SHOW_CURSOR if os.isatty(console) else ""  # which a bar may have hidden
-            os.write(console, f"{cursor}lockstep: {failure.sentence}\n".encode())
+            os.write(console, f"{cursor}{told(failure.sentence)}".encode(errors="replace"))
 
     try:
         yield say

@@ -22,6 +22,7 @@ from .. import failures
 from ..config import ParallelConfig, RunConfig
 from ..errors import RequestError, counted
 from ..kinds import auto, kind, with_ranks
+from ..printable import told
 from ..topology import Topology
 from .base import Entry
 
@@ -101,7 +102,8 @@ def _cluster(env: Mapping[str, str]) -> Iterator[None]:
             except ConnectionError:
                 if address not in ("", "local"):
                     raise
-                print("no Ray cluster runs here: one is started on this host for this run", file=sys.stderr, flush=True)
+                sys.stderr.write(told("no Ray cluster runs here: one is started on this host for this run"))
+                sys.stderr.flush()
                 left.enter_context(_on_loopback())
                 ray.init(address="local", include_dashboard=False, **how)
         except (ConnectionError, RuntimeError, ValueError) as error:

@@ -24,7 +24,7 @@ from typing import IO
 
 from ..failures import Failure
 from ..topology import Topology
-from . import lifeline
+from . import lifeline, stores
 from .frozen import Frozen
 from .reports import GRACE_S, LEAVE_S, Report
 from .spawn import be_rank
@@ -61,6 +61,7 @@ class Rank:
         self,
         topology: Topology,
         payload: bytes,
+        secret: bytes,
         folder: str,
         paths: Sequence[str],
         patience_s: float,
@@ -68,8 +69,9 @@ class Rank:
     ) -> Report | int:
         """Run the rank to its end in `folder`, where this node has it; return its last word, or else its exit code.
 
-        `payload` is the pickled (entry, config), `paths` are the driver's for modules; `patience_s` and `again` are as
-        `Frozen` has them. What the rank has started ends with it, and whatever holds its pipes is not waited for.
+        `payload` is the pickled (entry, config), `secret` the job's, `paths` are the driver's for modules; `patience_s`
+        and `again` are as `Frozen` has them. What the rank has started ends with it, and whatever holds its pipes is
+        not waited for.
         """
         ours, theirs = Pipe()
         held, keep = Pipe(duplex=False)
@@ -81,7 +83,7 @@ class Rank:
             report = _heard(
                 ours,
                 child,
-                pickle.dumps((topology, payload, list(paths))),
+                pickle.dumps((topology, payload, secret, list(paths))),
                 lambda: frozen.look({topology.rank: child.pid}),
             )
             code = _ended(child, LEAVE_S if report and not report.failure else GRACE_S)
@@ -115,7 +117,7 @@ class Rank:
         passed = (tell.fileno(), held.fileno(), *handed)
         pipe = subprocess.PIPE if topology.is_main else None  # the others' goes to Ray's logs
         child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, *map(str, passed)],
+            [sys.executable, "-P", "-c", _CHILD, *map(str, passed)],
             pass_fds=passed,
             cwd=folder if Path(folder).is_dir() else None,
             stdin=subprocess.DEVNULL,
@@ -177,6 +179,13 @@ def serve(tell: int, held: int, listener: int | None = None) -> None:
     """Be the process of a rank: its pipes and, on rank 0, the socket to listen at, by their descriptors."""
     lifeline.tie_to_parent(Connection(held, writable=False))
     pipe = Connection(tell)
-    topology, payload, paths = pickle.loads(pipe.recv_bytes())  # from the actor, our parent
+    topology, payload, secret, paths = pickle.loads(pipe.recv_bytes())  # from the actor, our parent
     sys.path += [path for path in paths if path not in sys.path and Path(path).exists()]
-    be_rank(topology, payload, pipe, None if listener is None else socket.socket(fileno=listener))
+
+    def opens(timeout_s: float) -> stores.Meeting:
+        if listener is None:
+            return stores.connect(topology.address, topology.port, timeout_s, secret=secret)
+        where = stores.address_of(topology.address, topology.port)
+        return stores.adopt(socket.socket(fileno=listener), where, secret=secret)
+
+    be_rank(topology, payload, pipe, opens)

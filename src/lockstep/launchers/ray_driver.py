@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import secrets
 import signal
 import sys
 import time
@@ -87,13 +88,13 @@ class Ranks:
         `folder` is where relative paths begin, on nodes that have it.
         """
         address, port = self._meeting_place(timeout_s)
-        paths = module_paths()
+        paths, secret = module_paths(), secrets.token_bytes(32)
         # Of several ranks, those that were not stopped say it better, and first.
         patience_s = self._stall_timeout_s + reports.GRACE_S * (len(self._places) > 1)
         waiting: dict[Any, int] = {}
         for actor, place in zip(self._actors, self._places, strict=True):
             met = Topology(**vars(place) | {"address": address, "port": port})
-            waiting[actor.run.remote(met, payload, folder, paths, patience_s, self._again)] = place.rank
+            waiting[actor.run.remote(met, payload, secret, folder, paths, patience_s, self._again)] = place.rank
         while waiting and not reports.failures(self._reports):
             self._look(waiting)
             if waiting and self._laggards.are_late(some_are_done=bool(self._reports)):

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..failures import Failure
+from ..files import write_whole
 
 _OURS = "lockstep"
 _VALUE = "value.pickle"
@@ -20,18 +21,15 @@ def leave(failure: Failure, path: Path | None) -> None:
     about = {"timestamp": str(int(failure.time)), _OURS: asdict(failure)}
     if trace := getattr(failure.error(), "trace", ""):  # without one, torchrun shows the sentence
         about["py_callstack"] = trace
-    part = path.with_suffix(".part")
+    told = json.dumps({"message": {"message": failure.sentence, "extraInfo": about}})
     with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
-        part.write_text(json.dumps({"message": {"message": failure.sentence, "extraInfo": about}}), encoding="utf-8")
-        part.replace(path)
+        write_whole(path, told.encode())
 
 
 def leave_value(value: bytes, path: Path | None) -> None:
     """Write what the rank came to, beside the file that would have its failure."""
     if path is not None:
-        part = path.with_name("value.part")
-        part.write_bytes(value)
-        part.replace(path.with_name(_VALUE))
+        write_whole(path.with_name(_VALUE), value)
 
 
 def value(path: Path) -> bytes | None:

@@ -9,8 +9,7 @@
 4. The process group then uses keys under that digest, which no other world shares.
 
 A process that finds a fault writes it under the nonce of each rank that it knows of, so that they all fail with one
-sentence, and none waits for its time-out; but not one that was to serve the store and found another run's. A process
-that leaves takes its claim back.
+sentence, and none waits for its time-out. A process that leaves takes its claim back.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ class RollCall:
             self.leave(clean=False)
             raise
         except RequestError as error:
-            if not self._meeting.is_anothers:
-                self._spread(error)
+            self._spread(error)
             self.abandon()
             raise
         except KeyboardInterrupt:
@@ -188,8 +186,6 @@ class RollCall:
             if agrees(holder):
                 return
             sentence = contradiction(holder)
-            if self._meeting.is_anothers:  # of two jobs at one port, the second alone is wrong
-                raise RequestError(sentence)
             if not self._is_gone(holder, sentence):
                 raise RequestError(sentence)
             if not self._clears:

@@ -1,7 +1,7 @@
 """Ranks as processes of this host, started and watched by one parent that never imports torch.
 
-The parent binds a free port on the loopback interface and hands the listening socket itself to rank 0: nobody can
-take the port in between. It then waits for what each rank reports (see `supervise.py`).
+They meet in memory of the parent's, where no other user can (see `memory`). The parent then waits for what each
+rank reports (see `supervise.py`).
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from .. import bounded, failures
 from ..config import RunConfig
 from ..errors import RequestError
+from ..screen import Screen
 from ..topology import Topology
-from . import lifeline, rank, stores
+from . import lifeline, memory, rank, stores
 from .base import Entry
 from .devices import processes
 from .reports import UNGUARDED, Report, pickled
@@ -59,20 +58,20 @@ class SpawnLauncher:
             Supervisor(
                 failures.again(config), stall_timeout_s=stall_timeout_s, aborts_when_alone=on_gpus
             ) as supervisor,
-            stores.listening_on_loopback() as listener,
+            memory.file() as meeting,
         ):
             _say(f"starting {size} {'process' if size == 1 else 'processes'} …")
-            for topology in _topologies(size, *listener.getsockname()):
-                supervisor.add(_start(topology, payload, listener))
-            listener.close()
+            for index in range(size):
+                topology = Topology(rank=index, size=size, local_rank=index, local_size=size)
+                supervisor.add(_start(topology, payload, meeting))
             return supervisor.wait()
 
 
 def _say(words: str) -> None:
     """Say on a terminal what happens during the seconds in which ranks import torch; a log needs no such line."""
-    console = Console(stderr=True, highlight=False)
-    if console.is_terminal:
-        console.print(words, style="dim")
+    screen = Screen(stderr=True)
+    if screen.is_terminal:
+        screen.say((words, "dim"))
 
 
 def packed(entry: Entry, config: RunConfig) -> bytes:
@@ -88,55 +87,46 @@ def packed(entry: Entry, config: RunConfig) -> bytes:
             f"A script that is read from {script} cannot start other processes, each of which has to read it too; "
             "save it to a file and start that."
         )
-    if script is None and getattr(entry, "__module__", "") == "__main__":
+    called = getattr(entry, "function", entry)  # what an entry of ours calls
+    if script is None and getattr(called, "__module__", "") == "__main__":
         raise RequestError(
-            f"{getattr(entry, '__qualname__', entry)!s} was defined in an interactive session, where other processes "
+            f"{getattr(called, '__qualname__', called)!s} was defined in an interactive session, where other processes "
             "do not find it; define it at the top level of a module and import it."
         )
     try:
         return pickle.dumps((entry, config))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise RequestError(
-            f"{getattr(entry, '__qualname__', entry)!s} cannot be run in other processes ({error}); "
+            f"{getattr(called, '__qualname__', called)!s} cannot be run in other processes ({error}); "
             "define it at the top level of a module."
         ) from error
 
 
-def _topologies(size: int, address: str, port: int) -> list[Topology]:
-    return [
-        Topology(rank=index, size=size, local_rank=index, local_size=size, address=address, port=port)
-        for index in range(size)
-    ]
-
-
-def _start(topology: Topology, payload: bytes, listener: socket.socket) -> Worker:
+def _start(topology: Topology, payload: bytes, meeting: Path) -> Worker:
     context = multiprocessing.get_context("spawn")
     hear, tell = context.Pipe(duplex=False)
     held, keep = context.Pipe(duplex=False)
-    handed = listener if topology.is_main else None
     process = context.Process(
-        target=_serve, args=(topology, payload, tell, held, handed), name=f"lockstep-rank-{topology.rank}"
+        target=_serve, args=(topology, payload, tell, held, meeting), name=f"lockstep-rank-{topology.rank}"
     )
-    with lifeline.interrupts_held_back():
+    with lifeline.starting_children():
         process.start()
     tell.close()
     held.close()
     return Worker(topology.rank, process, hear, keep)
 
 
-def _serve(
-    topology: Topology, payload: bytes, tell: Connection, held: Connection, listener: socket.socket | None
-) -> None:
+def _serve(topology: Topology, payload: bytes, tell: Connection, held: Connection, meeting: Path) -> None:
     """Be one rank: run the entry, report its value or its failure to the parent."""
     lifeline.settle()
     lifeline.tie_to_parent(held)
-    be_rank(topology, payload, tell, listener)
+    be_rank(topology, payload, tell, lambda timeout_s: stores.open_memory(meeting))
 
 
-def be_rank(topology: Topology, payload: bytes, tell: Connection, listener: socket.socket | None) -> None:
+def be_rank(topology: Topology, payload: bytes, tell: Connection, opens: Callable[[float], stores.Meeting]) -> None:
     """Run the pickled (entry, config) of `payload` as a rank, and tell its `Report`; a failure ends the process.
 
-    Rank 0 has the socket that listens at the topology's address; the others connect to it.
+    `opens` opens the store, waiting for it no longer than so many seconds.
     """
     config = RunConfig()
     try:
@@ -145,7 +135,7 @@ def be_rank(topology: Topology, payload: bytes, tell: Connection, listener: sock
             entry,
             config,
             os.environ,
-            lambda: _open(topology, listener, config.parallel.timeout),
+            lambda: opens(config.parallel.timeout),
             index=topology.rank,
             size=topology.size,
             known=topology,
@@ -158,9 +148,3 @@ def be_rank(topology: Topology, payload: bytes, tell: Connection, listener: sock
     tell.send(report)
     if bounded.any_left():
         bounded.leave(0)
-
-
-def _open(topology: Topology, listener: socket.socket | None, timeout_s: float) -> stores.Meeting:
-    if listener:
-        return stores.adopt(listener, stores.address_of(topology.address, topology.port))
-    return stores.connect(topology.address, topology.port, timeout_s)

@@ -45,4 +45,4 @@ class Starts:
         return Claim.from_json(text) if text else None
 
     def _last(self) -> int:
-        return int(self._store.get(_LAST))
+        return int(self._store.get(_LAST) or 0)

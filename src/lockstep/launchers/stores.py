@@ -12,18 +12,18 @@ of 16 lines for each whose words make no sense. See `adopt` for what keeps them 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import AbsentError, RequestError
+from ..notes import Notes
 from . import meeting_files, names
 from .names import Address
 from .names import address_of as address_of  # where others look for it
@@ -49,21 +49,21 @@ class Meeting:
 
     store: Store
     where: str
-    """In the user's words: tcp://HOST:PORT or file:///PATH."""
+    """In the user's words: tcp://HOST:PORT, file:///PATH, or that it is this host's memory."""
     hosted: bool = False
     """Whether this process serves the store, so that the others lose it when this process ends."""
     host: str = ""
     """The host that serves the store; empty for a file."""
     port: int = 0
     file: Path | None = None
-    lasting: Store | None = None
-    """What outlives this start of the ranks, where an agent serves the store."""
+    memory: Path | None = None
+    """Where the file lies in memory, of the process that has started the ranks."""
+    notes: Notes | None = None
+    """What outlives this start of the ranks, where an agent has started them."""
     server: Address | None = None
     """Where another process serves the store."""
     starts: Starts | None = None
     """Where ranks find out themselves which start this is."""
-    is_anothers: bool = False
-    """Whether this process was to serve the store, and found that another one does."""
     caution: str = ""
     """What may keep others from coming, to end a sentence with."""
 
@@ -73,8 +73,8 @@ class Meeting:
 
     def is_open(self) -> bool:
         """Return whether the store still answers; torch prints its own stack where one does not."""
-        if self.file is not None:
-            return self.file.exists()  # torch waits for one that does not
+        if place := self.file or self.memory:
+            return place.exists()  # torch waits for one that does not
         if self.server is None:
             return True
         try:
@@ -84,10 +84,12 @@ class Meeting:
 
 
 class StoredNotes:
-    """Notes in a store that outlives the ranks (see `notes`)."""
+    """Notes in the agents' store, which all starts of a job's ranks share (see `notes`)."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, job: str) -> None:
+        from .bounded_store import KeptPrefixStore  # late: it imports torch
+
+        self._store = KeptPrefixStore(f"{job}/lasting", store)
 
     def read(self, name: str) -> str:
         """Return the text, "" where there is none."""
@@ -98,49 +100,60 @@ class StoredNotes:
         self._store.set(name, text)
 
 
-def of_all_starts(store: Store, job: str) -> Store:
-    """Return the part of an agents' store that all starts of a job's ranks share."""
-    from torch._C._distributed_c10d import PrefixStore
+def open_memory(path: Path, notes: Notes | None = None) -> Meeting:
+    """Open a store in a file of `memory.file()`; `notes` are what outlives this start of the ranks, if anything does.
 
-    return PrefixStore(f"{job}/lasting", store)
+    A rank that is stopped while it writes there keeps the others waiting, so that no request takes longer than some
+    seconds.
+    """
+    _quieten_torch()
+    from torch._C._distributed_c10d import FileStore, PrefixStore
+
+    store = _bounded(PrefixStore(_PREFIX, FileStore(str(path), -1)), _PROBE_S)
+    return Meeting(store, "this host's memory", memory=path, notes=notes)
 
 
-def serve(host: str, port: int, timeout_s: float, *, apart: bool = False) -> Meeting:
+def alone() -> Meeting:
+    """Return a store of this process alone, for an agent that has only itself to agree with."""
+    from torch._C._distributed_c10d import HashStore
+
+    return Meeting(HashStore(), "this host", hosted=True, host="127.0.0.1")
+
+
+def serve(host: str, port: int, timeout_s: float, *, secret: bytes = b"", apart: bool = False) -> Meeting:
     """Open the store that the other ranks connect to, listening on `host`'s address alone.
 
-    `apart` says that ranks of other hosts are to come. Where another process serves a lockstep store there already,
-    return that one: the roll call then tells who.
+    Those who do not have the `secret` write there in vain (see `sealed_store`). `apart` says that ranks of other hosts
+    are to come.
     """
     where = address_of(host, port)
     try:
         listener = _listen(host, port, timeout_s)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE and (taken := _taken(host, port)):
-            return taken
         raise RequestError(f"{where}: rank 0 cannot listen there: {_why_not(error)}") from error
     caution = names.unreachable(host, listener.getsockname()[0])
     if apart and caution:
         listener.close()
         raise RequestError(f"{where}: ranks of other nodes are to come{caution}.")
-    return adopt(listener, where, caution)
+    return adopt(listener, where, caution, secret=secret)
 
 
-def join(host: str, port: int, timeout_s: float) -> Meeting:
+def join(host: str, port: int, timeout_s: float, *, secret: bytes = b"") -> Meeting:
     """Open the store of several agents: serve it where the address is this host's and nobody does, else connect."""
     where = address_of(host, port)
     try:
         listener = _listen(host, port, timeout_s)
-        return adopt(listener, where, names.unreachable(host, listener.getsockname()[0]))
+        return adopt(listener, where, names.unreachable(host, listener.getsockname()[0]), secret=secret)
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             raise RequestError(f"{where}: this agent cannot listen there: {_why_not(error)}") from error
-    return connect(host, port, timeout_s)
+    return connect(host, port, timeout_s, secret=secret)
 
 
-def adopt(listener: socket.socket, where: str, caution: str = "") -> Meeting:
+def adopt(listener: socket.socket, where: str, caution: str = "", *, secret: bytes = b"") -> Meeting:
     """Open a store on a socket that listens already."""
     _quieten_torch()
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     if hasattr(socket, "TCP_DEFER_ACCEPT"):
         # Linux keeps connections to itself until something is said: who scans ports, or sits there, is never let in.
@@ -148,7 +161,7 @@ def adopt(listener: socket.socket, where: str, caution: str = "") -> Meeting:
     host, port = listener.getsockname()[:2]
     descriptor = listener.detach()
     store = TCPStore(host, port, is_master=True, master_listen_fd=descriptor, wait_for_workers=False, timeout=_STORE_S)
-    return Meeting(PrefixStore(_PREFIX, store), where, hosted=True, host=host, port=port, caution=caution)
+    return Meeting(_sealed(store, secret)(_PREFIX), where, hosted=True, host=host, port=port, caution=caution)
 
 
 def _quieten_torch() -> None:
@@ -164,6 +177,7 @@ def connect(
     port: int,
     timeout_s: float,
     *,
+    secret: bytes = b"",
     job: str = "",
     start: str = "",
     place: tuple[int, int] | None = None,
@@ -176,7 +190,7 @@ def connect(
     it is served on another host.
     """
     _quieten_torch()
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     where = address_of(host, port)
     deadline = time.monotonic() + timeout_s
@@ -184,15 +198,26 @@ def connect(
     limit = timedelta(seconds=max(_PROBE_S, deadline - time.monotonic()))
     try:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        starts = Starts(_bounded(PrefixStore(f"{_PREFIX}/{job}", store), timeout_s), *place) if place else None
+        sealed = _sealed(store, secret)
+        of_job = sealed(f"{_PREFIX}/{job}" if start or place else _PREFIX)
+        starts = Starts(_bounded(of_job, timeout_s), *place) if place else None
     except RuntimeError as error:
         raise (AbsentError if start or place else RequestError)(_not_a_store(where)) from error
     caution = names.unreachable(host, server[1][0])
     if not start and not place:
-        return Meeting(PrefixStore(_PREFIX, store), where, host=host, port=port, server=server, caution=caution)
-    lasting = of_all_starts(PrefixStore(_PREFIX, store), job)
-    own = PrefixStore(f"{_PREFIX}/{job}/{starts.name if starts else start}", store)
-    return Meeting(own, where, host=host, lasting=lasting, server=server, starts=starts)
+        return Meeting(of_job, where, host=host, port=port, server=server, caution=caution)
+    own, notes = sealed(f"{_PREFIX}/{job}/{starts.name if starts else start}"), StoredNotes(sealed(_PREFIX), job)
+    return Meeting(own, where, host=host, notes=notes, server=server, starts=starts)
+
+
+def _sealed(store: Store, secret: bytes) -> Callable[[str], Store]:
+    """Return what gives the part of the store under a prefix, in which the notes of strangers count for nothing."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    from .sealed_store import Seal, SealedStore  # late: it imports torch
+
+    seal = Seal(secret)
+    return lambda prefix: SealedStore(PrefixStore(prefix, store), seal, prefix)
 
 
 def _bounded(store: Store, limit_s: float) -> Store:
@@ -234,25 +259,12 @@ def _listen(host: str, port: int, timeout_s: float) -> socket.socket:
 
 def _why_not(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return "another program uses the port; take another one on every rank."
+        return "another process uses the port, such as a second rank 0; take another one on every rank."
     if error.errno == errno.EADDRNOTAVAIL:
         return "the address is not one of this machine; give the address of the machine that rank 0 runs on."
     if error.errno == errno.EACCES:
         return "ports below 1024 need privileges; take a higher one on every rank."
     return f"{error.strerror}."
-
-
-def _taken(host: str, port: int) -> Meeting | None:
-    """Return the lockstep store that another process serves at the address, None if it is anything else."""
-    with contextlib.suppress(RequestError):
-        meeting = connect(host, port, _PROBE_S)
-        # Another rank 0 that has just begun to listen claims its place a moment later.
-        until = time.monotonic() + _PROBE_S
-        while not (claimed := meeting.store.check(["claim/0"])) and time.monotonic() < until:
-            time.sleep(_RETRY_S)
-        if claimed:
-            return replace(meeting, is_anothers=True)
-    return None
 
 
 def _wait_for_store(host: str, port: int, deadline: float, timeout_s: float, *, apart: bool) -> Address:
@@ -313,20 +325,11 @@ def _greet(address: Address, wait_s: float) -> bytes | None:
 
 def _greeting_is_torchs() -> bool:
     """Return whether this version of torch serves stores that answer the greeting; else nothing follows from it."""
-    with listening_on_loopback() as listener:
-        port = listener.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
         meeting = adopt(listener, "")
-        return _greet((socket.AF_INET, (meeting.host, port)), _PROBE_S) == _NONCE
+        return meeting.hosted and _greet((socket.AF_INET, address), _PROBE_S) == _NONCE
 
 
 def _not_a_store(where: str) -> str:
     return f"{where}: something listens there, but not the store of a rank 0; is another service using the port?"
-
-
-@contextlib.contextmanager
-def listening_on_loopback() -> Iterator[socket.socket]:
-    """Hold a free port of the loopback interface; the socket itself is handed on, so nobody can take it between."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(socket.SOMAXCONN)
-        yield listener

@@ -22,11 +22,11 @@ from ..errors import RequestError, unknown
 from . import torchvision
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 _PREFIX = "torchvision."
 _HINT = "lockstep info lists models; your own goes with module:attribute."
-_PYRAMIDNET = re.compile(r"pyramidnet-(\d+)-(\d+)(-reference)?(-padded)?")
+_PYRAMIDNET = re.compile(r"pyramidnet-(\d{1,4})-(\d{1,6})(-reference)?(-padded)?")
 
 # name → module of this package and the callable in it
 _OURS = {
@@ -86,6 +86,20 @@ def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
     plain = _torchvision_name(name)
     _check_image(name, shape)
     return torchvision.build(plain, classes, shape)
+
+
+def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
+    """Return torchvision's weights of the network `name`: what they are called, and the tensors by name.
+
+    Raises `RequestError` where `name` is no network of torchvision's, or its weights can neither be found nor
+    downloaded.
+    """
+    if ":" in name or _is_ours(name):
+        raise RequestError(
+            f"--init-from pretrained belongs to torchvision's models, and --model {name} is none; take one, such as "
+            "torchvision.resnet18, or give a file of weights."
+        )
+    return torchvision.pretrained(_torchvision_name(name))
 
 
 def _is_ours(name: str) -> bool:

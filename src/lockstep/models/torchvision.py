@@ -6,13 +6,14 @@ Torchvision is imported only when a name is looked up: some builds of torch cann
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 _INSTEAD = "one of our own models (lockstep info lists them)"
 # These two return auxiliary logits beside the logits unless told otherwise, and warn unless told how to initialise.
@@ -56,6 +57,31 @@ def build(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
     with _refusal(name, shape), torch.no_grad():
         model.eval()(torch.zeros(1, *shape))
     return model.train()
+
+
+def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
+    """Return torchvision's best weights of that classifier: what it calls them, and the tensors by name.
+
+    They come from its cache, or are downloaded there. Raises `RequestError` where neither is possible.
+    """
+    import torch
+    from torchvision import models
+
+    if name in _PLAIN_LOGITS:
+        raise RequestError(
+            f"--init-from pretrained: torchvision's weights of {name} are for images normalised in another way than "
+            "ours; take another model, such as torchvision.resnet50."
+        )
+    weights = models.get_model_weights(name).DEFAULT
+    try:
+        tensors: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = " ".join(str(error).split())[:160].removesuffix(".")
+        raise RequestError(
+            f"--init-from pretrained: {weights} cannot be loaded ({reason}); put {weights.url} into "
+            f"{torch.hub.get_dir()}/checkpoints by hand, or give a file of weights."
+        ) from error
+    return str(weights), tensors
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as functional
@@ -45,6 +45,8 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     world: World
+    stand_in: ClassVar[bool] = False
+    """Whether this rank's samples stand in for an empty share, and are left out of all statistics."""
 
     @classmethod
     def of(cls, norm: _BatchNorm, world: World) -> SyncBatchNorm:
@@ -116,7 +118,7 @@ def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Any, Any, T
     """
     kernels = _kernels(x)
     channels = x.shape[1]
-    local_count = x.numel() // channels
+    local_count = 0 if SyncBatchNorm.stand_in else x.numel() // channels
     if world.size == 1:
         _check_count(local_count, "on this rank")
         return *kernels.statistics(x, eps), local_count
@@ -160,7 +162,7 @@ class _Normalise(torch.autograd.Function):
         world: World,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, var)
-        ctx.count, ctx.eps, ctx.world = count, eps, world
+        ctx.count, ctx.eps, ctx.world, ctx.stand_in = count, eps, world, SyncBatchNorm.stand_in
         y: Tensor = _kernels(x).normalise(x, mean, var, weight, bias, eps)
         return y
 
@@ -177,6 +179,8 @@ class _Normalise(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             means = kernels.summed(ctx.world, dot, total) / ctx.count
             dx = kernels.input_gradient(dy, x, weight, mean, var, ctx.eps, means)
+            if ctx.stand_in:  # which has no part in the statistics
+                dx.zero_()
         return dx, dot if ctx.needs_input_grad[1] else None, total if ctx.needs_input_grad[2] else None, *[None] * 5
 
 
@@ -203,8 +207,8 @@ def has_batchnorm(model: nn.Module) -> bool:
 def convert(model: nn.Module, world: World) -> nn.Module:
     """Return `model` with every BatchNorm made synchronous over `world`; unchanged where the world has one rank.
 
-    Layers are replaced in place, parameters, buffers, their names and their order stay. torch's `SyncBatchNorm` is
-    replaced too, unless it has a process group of its own.
+    Layers stay the objects that they are, and of their kinds; what they compute changes. torch's `SyncBatchNorm`
+    changes too, unless it has a process group of its own.
 
     Raises `RequestError` where a layer is a kind of BatchNorm whose own behaviour the exchange would drop.
     """
@@ -216,7 +220,30 @@ def convert(model: nn.Module, world: World) -> nn.Module:
                 f"Layer {name!r} is a {type(module).__name__}, a BatchNorm of its own kind, which cannot be made "
                 f"synchronous; use --batchnorm local, or nn.BatchNorm in the model."
             )
-    return _replace(model, lambda norm: SyncBatchNorm.of(norm, world), _replaceable, {})
+    for norm in [each for each in model.modules() if isinstance(each, _BatchNorm) and _replaceable(each)]:
+        # The very object, and still of its kind: whoever holds it, or looks for nn.BatchNorm2d, finds it.
+        norm.__class__ = _SYNCHRONOUS.get(type(norm), SyncBatchNorm)
+        norm.world = world  # type: ignore[assignment]
+    return model
+
+
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+    """BatchNorm1d over the samples of all ranks."""
+
+
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+    """BatchNorm2d over the samples of all ranks."""
+
+
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+    """BatchNorm3d over the samples of all ranks."""
+
+
+_SYNCHRONOUS: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
+    nn.BatchNorm1d: SyncBatchNorm1d,
+    nn.BatchNorm2d: SyncBatchNorm2d,
+    nn.BatchNorm3d: SyncBatchNorm3d,
+}
 
 
 class FoldedBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):

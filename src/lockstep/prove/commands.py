@@ -13,6 +13,7 @@ from typing import IO
 import psutil
 
 from ..errors import ProofError, RequestError, RunError, Stopped
+from ..files import lines_of, ours
 
 Command = tuple[str, ...]
 _LOOK_S = 0.05
@@ -28,7 +29,7 @@ def run(name: str, stage: Sequence[Command], logs: Sequence[Path], *, grace_s: f
         children: list[subprocess.Popen[bytes]] = []
         try:
             for command, log in zip(stage, logs, strict=True):
-                children.append(_start(command, files.enter_context(log.open("wb", buffering=0))))
+                children.append(_start(command, files.enter_context(open(log, "wb", buffering=0, opener=ours))))
             failed = _first_failure(children)
         finally:
             _end(children, grace_s)
@@ -78,7 +79,7 @@ def _end(children: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
 
 def _error(name: str, code: int, log: Path) -> Exception:
     """Return the error of a command that failed, with its own sentence."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [line.decode(errors="replace").rstrip() for line in lines_of(log) if line.strip()]
     # Of ranks that share a log, the first to speak is the one that failed; the others tell that they lost it.
     told = [line.removeprefix("lockstep: ") for line in lines if line.startswith("lockstep: ")]
     how = f"exit code {code}" if code > 0 else f"killed by signal {-code}"

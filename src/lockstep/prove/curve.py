@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
+from ..files import lines_of, parse_json, understanding
+from ..files import read as read_file
 from . import variants
 from .commands import Command
 from .variants import Setup, Variant
@@ -108,9 +109,11 @@ def read(folder: Path) -> Curve:
 
 def losses_of(folder: Path) -> dict[int, float]:
     """Return {step: loss} of the run in `folder`, to the last bit; NaN for a loss that was no finite number."""
-    rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
-    # JSON has neither NaN nor infinities: they are null there.
-    return {row["step"]: math.nan if row["loss"] is None else row["loss"] for row in rows if row["event"] == "step"}
+    path = folder / "steps.jsonl"
+    with understanding(path):
+        rows = [parse_json(line) for line in lines_of(path)]
+        # JSON has neither NaN nor infinities: they are null there.
+        return {row["step"]: math.nan if row["loss"] is None else row["loss"] for row in rows if row["event"] == "step"}
 
 
 def compare(ours: Curve, theirs: Curve, *, tolerance: float) -> Parting:
@@ -185,5 +188,7 @@ def _trained(setup: Setup, variant: Variant, *, tolerance: float, steps: int) ->
 
 def _chosen(setup: Setup, name: str) -> dict[str, Any]:
     """Return what each `auto` came to in a variant's run."""
-    chosen: dict[str, Any] = json.loads((setup.folder / name / "manifest.json").read_text(encoding="utf-8"))["chosen"]
-    return chosen
+    path = setup.folder / name / "manifest.json"
+    with understanding(path):
+        chosen: dict[str, Any] = parse_json(read_file(path))["chosen"]
+        return chosen

@@ -7,7 +7,6 @@ A run is started once, and again each time that it is resumed. What one start ha
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,9 +14,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from .. import files
 from ..checkpoint import peek
 from ..config import RunConfig
 from ..errors import RequestError
+from ..files import lines_of, parse_json
 from ..folders import run_of
 from ..options import read_toml
 
@@ -34,6 +35,8 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "step": {"step": (int,), "epoch": (int,), "samples": (int,), "loss": _NUMBER, "lr": _NUMBER},
     "evaluate": {"step": (int,), "samples": (int,)},
     "eval": {"step": (int,), "epoch": (int,), "samples": (int,), "top1": _NUMBER, "top5": _NUMBER, "loss": _NUMBER},
+    "test": {"step": (int,), "of": (str,), "of_step": (int,), "samples": (int,)}
+    | {"top1": _NUMBER, "top5": _NUMBER, "loss": _NUMBER},
     "epoch": {"step": (int,), "epoch": (int,), "epoch_s": _NUMBER},
     "checkpoint": {"step": (int,)},
     "finish": {"exit": (int,)},
@@ -77,6 +80,12 @@ class Part:
     def last_step(self) -> int:
         """The last optimizer step of this part, or the one it began after."""
         return int(next((row["step"] for row in reversed(self.rows) if row.event == "step"), self.first_step))
+
+
+def is_own_loop(run: Records) -> bool:
+    """Whether the run is one of a loop of the user's own, in a session."""
+    chosen = run.parts[0].start.fields.get("chosen") if run.parts else None
+    return isinstance(chosen, dict) and chosen.get("loop") == "own"
 
 
 def keeps_ledger(part: Part) -> bool:
@@ -182,7 +191,7 @@ def read(folder: Path) -> Records:
 
 def _json_object(path: Path, damage: list[str]) -> dict[str, Any] | None:
     try:
-        held = json.loads(path.read_bytes())
+        held = parse_json(files.read(path))
     except OSError as error:
         damage.append(f"{path.name} cannot be read: {error.strerror}")
         return None
@@ -196,18 +205,21 @@ def _json_object(path: Path, damage: list[str]) -> dict[str, Any] | None:
 
 def _parts(path: Path, damage: list[str]) -> tuple[tuple[Part, ...], str]:
     """Return what each start has left, and the end of a last line that was cut."""
+    rows: list[Row] = []
+    torn = b""
     try:
-        *lines, torn = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines_of(path), start=1):
+            if not line.endswith(b"\n"):
+                torn = line
+                break
+            row = _row(number, line)
+            if isinstance(row, str):
+                damage.append(f"{path.name} line {number} {row}")
+            else:
+                rows.append(row)
     except OSError as error:
         damage.append(f"{path.name} cannot be read: {error.strerror}")
         return (), ""
-    rows: list[Row] = []
-    for number, line in enumerate(lines, start=1):
-        row = _row(number, line)
-        if isinstance(row, str):
-            damage.append(f"{path.name} line {number} {row}")
-        else:
-            rows.append(row)
     if not rows or rows[0].event != "start":
         damage.append(f"{path.name} does not begin with the event of a start")
         return (), ""
@@ -220,8 +232,8 @@ def _parts(path: Path, damage: list[str]) -> tuple[tuple[Part, ...], str]:
 def _row(number: int, line: bytes) -> Row | str:
     """Return the event in a line, or what is wrong with it."""
     try:
-        fields = json.loads(line, parse_constant=lambda word: None)
-    except (ValueError, RecursionError):
+        fields = parse_json(line)
+    except ValueError:
         return "is no JSON"
     if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):
         return "is no event"

@@ -8,9 +8,9 @@ from typing import Any
 from ..errors import counted
 from ..proof import BIT_FOR_BIT, Check
 from .claim import Claim
-from .on_disk import SCORES, STEPS, SUMMARY, Part, Records, is_finite
+from .on_disk import SCORES, STEPS, SUMMARY, Part, Records, is_finite, whole
 
-_EVALUATIONS = Claim("evaluations", "After each epoch and at the end, the whole test set was evaluated once", "exactly")
+_EVALUATIONS = Claim("evaluations", "Where an evaluation was due, the whole set was evaluated once", "exactly")
 _SUMMARY = Claim("summary", f"{SUMMARY} says what {STEPS} says", BIT_FOR_BIT)
 
 
@@ -42,8 +42,8 @@ def _misplaced(run: Records) -> Iterator[str]:
                 yield f"the evaluation of step {of} stands after step {step} ({row.at})"
             elif of in seen:
                 yield f"step {of} is evaluated twice ({row.at})"
-            elif of % per_epoch and of not in cuts:
-                yield f"step {of} is evaluated, at which no epoch ends ({row.at})"
+            elif not _is_due(part, of) and of not in cuts:
+                yield f"step {of} is evaluated, at which no epoch ends whose evaluation is due ({row.at})"
             elif row["epoch"] != (epoch := (of - 1) // per_epoch):
                 yield f"the evaluation of step {of} is said to be of epoch {row['epoch']}, and it is {epoch} ({row.at})"
             seen.add(of)
@@ -54,8 +54,7 @@ def _missing(run: Records) -> Iterator[str]:
     there = {row["step"] for row in run.rows("eval")}
     due = {part.last_step for part in run.parts if _is_finished(part)} | ({run.last_step} if run.exit == 0 else set())
     for part in run.parts:
-        per_epoch = part.start["steps_per_epoch"]
-        due |= {row["step"] for row in part.rows if row.event == "step" and row["step"] % per_epoch == 0}
+        due |= {row["step"] for row in part.rows if row.event == "step" and _is_due(part, row["step"])}
     if run.exit != 0:
         due -= {run.last_step}
     for step in sorted(due - there):
@@ -63,22 +62,39 @@ def _missing(run: Records) -> Iterator[str]:
             yield f"the evaluation after step {step} is not in {STEPS}"
 
 
+def _is_due(part: Part, step: int) -> bool:
+    """Whether an epoch ends at `step` of which --eval-every asks for an evaluation."""
+    epochs, within = divmod(step, part.start["steps_per_epoch"])
+    return bool(within == 0 and epochs % max(1, whole(part.start.fields.get("eval_every")) or 1) == 0)
+
+
+def ran_out_of_patience(run: Records) -> bool:
+    """Whether the last evaluations, as many as --patience allows, have brought no better top1 than those before."""
+    patience = run.config.patience if run.config else None
+    top1 = list({row["step"]: row["top1"] for row in run.rows("eval") if is_finite(row["top1"])}.values())
+    before, since = top1[: -(patience or 1)], top1[-(patience or 1) :]
+    if patience is None or len(since) < patience:
+        return False
+    return max(since) <= max(before) if before else run.first_step > 0
+
+
 def _is_finished(part: Part) -> bool:
     return part.end is not None and part.end["exit"] == 0
 
 
 def _of_other_sizes(run: Records) -> Iterator[str]:
-    """Yield the evaluations over another number of samples than the first said before it began."""
-    size = None
-    for row in run.rows("evaluate", "eval"):
-        size = row["samples"] if size is None else size
+    """Yield the evaluations over another number of samples than the first of that set said before it began."""
+    sizes: dict[bool, int] = {}
+    for row in run.rows("evaluate", "eval", "test"):
+        is_test = "of" in row.fields  # at the end, beside a validation set
+        size = sizes.setdefault(is_test, row["samples"])
         if row["samples"] != size or size < 1:
             counts = counted(row["samples"], "sample")
-            yield f"the evaluation after step {row['step']} has {counts}, and the test set {size:,} ({row.at})"
+            yield f"the evaluation after step {row['step']} has {counts}, and the set has {size:,} ({row.at})"
 
 
 def _impossible(run: Records) -> Iterator[str]:
-    for row in run.rows("eval"):
+    for row in run.rows("eval", "test"):
         top1, top5, samples = row["top1"], row["top5"], max(1, row["samples"])
         numbers = {name: row[name] for name in ("top1", "top5", "loss")}
         wrong = [f"{name} is not a finite number" for name, value in numbers.items() if not is_finite(value)]
@@ -132,10 +148,16 @@ def _expected(run: Records) -> dict[str, Any]:
     saved = run.metas.get("last", {}).get("scores")
     measured = rows[-1] if rows else saved if run.exit == 0 and isinstance(saved, dict) else {}
     expected |= {name: measured[name] for name in SCORES if name in measured}
+    # One that was stopped while it tested ends without.
+    tests = {_TESTS.get(row["of"]): row for row in last.rows if row.event == "test" and run.exit == 0}
+    for name, row in tests.items():
+        if name:
+            expected[name] = {"step": row["of_step"]} | {key: row[key] for key in SCORES}
     return {name: value for name, value in expected.items() if name not in _NOT_SUMMED_UP}
 
 
-_NOT_SUMMED_UP = ("event", "best_top1", "proof")
+_TESTS = {"last": "test", "best": "test_best"}
+_NOT_SUMMED_UP = ("event", "time", "best_top1", "proof")
 """Of an end's fields, those that are judged by themselves."""
 
 

@@ -12,8 +12,10 @@ from ..errors import RequestError, counted
 from ..proof import BIT_FOR_BIT, Check
 from .claim import Claim
 from .on_disk import CONFIG, MANIFEST, STEPS, Part, Records, is_finite, whole
+from .recorded_scores import ran_out_of_patience
 
 _STEPS = Claim("steps", "Each optimizer step is recorded once, in order, with its share of the epoch", "exactly")
+_SEQUENCE = Claim("steps", "Each optimizer step is recorded once, in order", "exactly")
 _LOSSES = Claim("losses", "Each loss and gradient norm is a finite number")
 _RATES = Claim("rates", "Each step had the learning rate of the config's schedule", BIT_FOR_BIT)
 
@@ -31,13 +33,20 @@ def steps(run: Records) -> Check:
     problems = [*_planned(run, run.config, per_epoch), *_sequence(run), *_shares(run, plan, samples, per_epoch)]
     if not run.unfinished:
         asked = _total(run.config, per_epoch)
-        if run.last_step != asked:
+        if run.last_step != asked and not ran_out_of_patience(run):
             problems.append(f"the run is complete at step {run.last_step:,}, and {CONFIG} asks for {asked:,}")
     count = sum(1 for _ in run.rows("step"))
     found = f"{counted(count, 'step')}, {counted(per_epoch, 'step')} an epoch of {counted(samples, 'sample')}"
     found += "" if is_told else ", a number that only the records themselves tell"
     found += f"; the {run.first_step:,} before are in another folder" if run.first_step else ""
     return _STEPS.judged(problems, times=count, found=f"{found}; {run.unfinished}" if run.unfinished else found)
+
+
+def sequence(run: Records) -> Check:
+    """Judge of a loop of the user's own that its steps follow one another."""
+    if why := run.lacking(STEPS):
+        return _SEQUENCE.open(why)
+    return _SEQUENCE.judged([*_sequence(run)], times=sum(1 for _ in run.rows("step")))
 
 
 def losses(run: Records) -> Check:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ProofError, RequestError, counted
+from ..files import understanding
 from ..proof import Check, from_json
 from ..verify import exactly_once
 from ..verify.pages import NAME, read
@@ -22,7 +23,7 @@ from .claim import Claim
 from .on_disk import CONFIG, MANIFEST, STEPS, SUMMARY, Records
 from .recorded_checkpoints import checkpoints
 from .recorded_scores import evaluations, summary
-from .recorded_steps import losses, rates, steps
+from .recorded_steps import losses, rates, sequence, steps
 
 _COMPLETE = (0, 75)
 """Exit codes of runs that came to an end of their own: done, and stopped on request."""
@@ -54,8 +55,12 @@ def judge(folder: Path) -> Judgement:
     run = on_disk.read(folder)
     held = _held(run)
     claims: tuple[Callable[[Records], Check], ...] = (files, steps, losses, rates, evaluations, summary, checkpoints)
+    if is_own := on_disk.is_own_loop(run):  # of its order, rates and scores the records do not say what they should be
+        claims = (files, sequence, losses)
     checks = [_timed(claim, run) for claim in claims]
-    checks += [replicas(run, held.get(_REPLICAS.name)), ledger(run, held.get(_LEDGER.name))]
+    checks += [_judged(_REPLICAS.name, lambda: replicas(run, held.get(_REPLICAS.name)))]
+    if not is_own:
+        checks += [_judged(_LEDGER.name, lambda: ledger(run, held.get(_LEDGER.name)))]
     names = {check.name for check in checks}
     others = [check for name, check in held.items() if name not in names]
     return Judgement((*checks, *others), run.unfinished)
@@ -63,40 +68,32 @@ def judge(folder: Path) -> Judgement:
 
 def _timed(claim: Callable[[Records], Check], run: Records) -> Check:
     begun_s = time.perf_counter()
-    check = claim(run)
+    check = _judged(claim.__name__, lambda: claim(run))
     return dataclasses.replace(check, cost_s=time.perf_counter() - begun_s)
 
 
+def _judged(name: str, judge: Callable[[], Check]) -> Check:
+    try:
+        with understanding(Path("its records")):
+            return judge()
+    except RequestError as error:  # over what no event, config or checkpoint of ours holds
+        return Claim(name, "Its records can be judged").judged([str(error).partition(";")[0]], times=0)
+
+
 def _held(run: Records) -> Mapping[str, Check]:
-    """Return the checks that the run, or others beside it, have written; none where somebody has edited them.
+    """Return the checks that the run, or others beside it, have written, as far as they are whole.
 
     What the run itself has proved is read from its events, which nobody writes to afterwards.
     """
-    try:
-        held = from_json((run.summary or {}).get("proof"))
-    except (TypeError, AttributeError):
-        held = []
-    found = {check.name: check for check in held if _is_whole(check)}
+    found = {check.name: check for check in from_json((run.summary or {}).get("proof"))}
     for part in run.parts:
         told = next((row for row in reversed(part.rows) if row.event == "proof"), None)
         if told is not None:
-            try:
-                own = [check for check in from_json(told.fields.get("checks")) if _is_whole(check)]
-            except (TypeError, AttributeError):
-                continue
+            own = from_json(told.fields.get("checks"))
             # A start that made no step has nothing to say but what it has looked at.
             has_steps = part.last_step > part.first_step or part is run.parts[0]
             found |= {check.name: check for check in own if has_steps or check.times}
     return found
-
-
-def _is_whole(check: Check) -> bool:
-    words = (check.name, check.claim, check.outcome, check.tolerance, check.found)
-    costs = check.cost_s is None or on_disk.is_finite(check.cost_s)
-    numbers = on_disk.whole(check.times) is not None and (
-        check.at_step is None or on_disk.whole(check.at_step) is not None
-    )
-    return all(isinstance(word, str) for word in words) and numbers and costs
 
 
 def files(run: Records) -> Check:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from ..batching import BatchPlan, most_ranks
 from ..config import ParallelConfig, RecordConfig, RunConfig
-from ..errors import Stopped, counted
-from ..files import write_whole
+from ..errors import RunError, Stopped, counted
+from ..files import check_own, write_whole
 from ..kinds import KINDS, auto
-from ..options import to_toml
+from ..options import code, to_toml
 from .commands import Command, run
 
 CONFIG = "curve.toml"
@@ -249,8 +249,8 @@ def _started_ranks(setup: Setup, variant: Variant, way: Way, *more: str) -> list
     """Return the commands that are started at once: one for each rank that is started by hand, else one for all."""
     ranks = way.ranks
     if variant.starter == "torchrun":
-        per_node = ("--standalone", "--nproc-per-node", str(ranks))
-        return [_python("torch.distributed.run", *per_node, "-m", "lockstep", *_train(setup, variant, way), *more)]
+        per_node = ("--standalone", "--nproc-per-node", str(ranks), "--no-python")
+        return [_python("torch.distributed.run", *per_node, *_python("lockstep", *_train(setup, variant, way), *more))]
     if variant.starter == "hand" or way.has_two_levels:
         place = (setup.folder / f"{variant.name}.meeting").resolve().as_uri()
         meet = (*more, "--launcher", "manual", "--init-method", place, "--world-size", str(ranks))
@@ -261,14 +261,15 @@ def _started_ranks(setup: Setup, variant: Variant, way: Way, *more: str) -> list
 
 
 def _python(module: str, *words: str) -> Command:
-    return (sys.executable, "-m", module, *words)
+    return (sys.executable, "-P", "-m", module, *words)  # -P: what lies in the current folder is none of ours
 
 
 def _train(setup: Setup, variant: Variant, way: Way, rank: int = 0) -> Command:
     files = ("--config", str(setup.folder / CONFIG), "--output", str(setup.folder / variant.name))
     cut = () if variant.accumulation == setup.accumulation else ("--accumulate", str(variant.accumulation))
     local = ("--batchnorm", "local") if variant.local else ()
-    return ("train", *files, "--strategy", way.strategy, *_devices(setup, way, rank), *cut, *local)
+    named = [word for key, value in code(setup.config).items() for word in (f"--{key}", value)]
+    return ("train", *files, *named, "--strategy", way.strategy, *_devices(setup, way, rank), *cut, *local)
 
 
 def _devices(setup: Setup, way: Way, rank: int) -> Command:
@@ -292,8 +293,11 @@ def train(setup: Setup, variant: Variant, *, steps: int) -> list[Command]:
     logs = [log] if len(given) == 1 else [log.with_name(f"{variant.name}.{n}.log") for n in range(1, len(given) + 1)]
     waiting = iter(logs)
     try:
+        check_own(setup.folder / variant.name)
         for stage in stages:
             run(variant.name, stage, [next(waiting) for _ in stage])
     except KeyboardInterrupt:
         raise Stopped(f"Stopped on request while {variant.name} was trained: nothing is proved; start again.") from None
+    except OSError as error:
+        raise RunError(f"The variant {variant.name} cannot be started: {error.filename}: {error.strerror}.") from error
     return given

@@ -1,19 +1,24 @@
 """What a run tells the world: events, and whoever records them.
 
 The engine knows one verb, `record(event, **fields)`, and calls it on rank 0; where the events go is decided once,
-by whoever builds the recorder. Fields are plain numbers, strings and lists. The events:
+by whoever builds the recorder. Fields are plain numbers, strings and lists; `epochs` adds `time`, in seconds since
+1970 (UTC), to each event but `steps`. The events:
 
     start       lines (printed once: batch plan, what auto chose), plan, chosen (by option), first_step, epoch_s (of the
-                epochs before it), total_steps, steps_per_epoch, epochs, output (the run's folder), covers
-                (of whom each number of steps and log is)
+                epochs before it), total_steps, steps_per_epoch, epochs, eval_every, best_on, output (its folder),
+                covers (of whom each number of steps and log is); of a classifier also shape (of a sample) and classes
     steps       rows: for each optimizer step since the last `steps` a dict of step, epoch, loss, lr, samples, and
-                grad_norm where gradients are clipped
-    log         once an interval: step, epoch, loss and lr (of that step), images_per_s, step_s, data_wait_s,
+                grad_norm where gradients are clipped, and values of the user's own
+    log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s,
                 eta_s, top1 (of the step's last micro-batch), and the telemetry
-    evaluate    step, epoch, samples: an evaluation begins
-    eval        step, epoch, top1, top5, loss, samples
+    evaluate    step, epoch, samples: an evaluation begins; of as in test
+    eval        step, epoch, top1, top5, loss, samples, on (validation set or test set)
+    test        step, of (which weights: last or best), of_step, top1, top5, loss, samples: at the end, where the best
+                weights are chosen on a validation set
     checkpoint  step, path: of one that is safely on the disk
-    epoch       step, epoch, epoch_s
+    epoch       step, epoch, epoch_s; and, as `epochs` adds them, epoch_loss (the mean over samples), samples and
+                epoch_samples_per_s
+    values      step, epoch, and values by names of the user's own
     warning     text
     proof       checks: what was proved so far, as summary.json has it
     finish      what summary.json says

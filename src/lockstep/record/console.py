@@ -13,18 +13,21 @@ The bar is drawn on `log` events alone: a thread that redraws ten times a second
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from ..errors import counted
+from ..files import shown
 from ..proof import Check
+from ..screen import Screen, line
 
 PLAIN_EVERY_S = 5.0
 """Least seconds between two lines where there is no terminal: a day's run stays readable."""
@@ -40,12 +43,35 @@ _FILES = (
 )
 
 
-class Screen(Console):
-    """A rich console that raises where its reader has gone (`| head`), instead of ending the process."""
+_WEIGHTS = {"test": "last weights", "test_best": "best weights"}
 
-    def on_broken_pipe(self) -> None:
-        """Pass the BrokenPipeError on."""
-        raise
+
+class Notices:
+    """Shows of a user's own script what it does not say itself: how its batches are shared out, warnings, its end.
+
+    With --quiet only the last two of any run, whose end goes to `out`.
+    """
+
+    def __init__(self, out: Screen | None = None, *, quiet: bool = False) -> None:
+        self._err = Screen(stderr=True)
+        self._out = out or self._err
+        self._quiet = quiet
+
+    def __str__(self) -> str:
+        return "The terminal"
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Show the event, if it is one of these."""
+        if event == "start" and not self._quiet:
+            for text in fields["lines"]:
+                self._err.say((text, "bright_black"))
+        elif event == "warning":
+            self._err.say((f"warning: {fields['text']}", "yellow"))
+        elif event == "finish":
+            self._out.say((_ended(fields), "bright_black"))
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class Terminal:
@@ -55,7 +81,7 @@ class Terminal:
     must be the same console, or the bar and the results would draw over each other. `clock` gives seconds.
     """
 
-    def __init__(self, out: Console, err: Console, *, live: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, out: Screen, err: Screen, *, live: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._out = out
         self._err = err
         self._live = live
@@ -65,6 +91,9 @@ class Terminal:
         self._epochs = 0
         self._steps_per_epoch = 0
         self._step_width = 0
+        self._unit = "sample"
+        self._has_top5 = True
+        self._devices = 0
         self._shown_s = -float("inf")
         self._held: dict[str, Any] | None = None
         self._reader_gone = False
@@ -78,16 +107,16 @@ class Terminal:
             "evaluate": self._evaluate,
             "eval": self._eval,
             "epoch": lambda fields: self._release(),
-            "warning": lambda fields: self._err.print(Text(f"warning: {fields['text']}", "yellow"), soft_wrap=True),
+            "warning": lambda fields: self._err.say((f"warning: {fields['text']}", "yellow")),
             "finish": self._finish,
         }
 
     @classmethod
     def detect(cls) -> Terminal:
         """Return the terminal of this process: a bar where stderr can move, plain lines elsewhere."""
-        err = Screen(stderr=True, highlight=False)
+        err = Screen(stderr=True)
         shared = err.is_interactive and sys.stdout.isatty()
-        return cls(err if shared else Screen(highlight=False), err, live=err.is_interactive)
+        return cls(err if shared else Screen(), err, live=err.is_interactive)
 
     def __str__(self) -> str:
         return "The terminal"
@@ -106,7 +135,7 @@ class Terminal:
             if not self._told:
                 self._told = True
                 text = f"warning: results cannot be written to the output ({error.strerror}); training goes on"
-                self._err.print(Text(text, "yellow"), soft_wrap=True)
+                self._err.say((text, "yellow"))
             raise
 
     def close(self) -> None:
@@ -119,14 +148,17 @@ class Terminal:
             self._bar = None
 
     def _print(self, *lines: Text) -> None:
-        for line in lines:
-            self._out.print(line, soft_wrap=True)
+        for each in lines:
+            self._out.print(each, soft_wrap=True)
 
     def _start(self, fields: dict[str, Any]) -> None:
         self._epochs = fields.get("epochs", 0)
         self._steps_per_epoch = fields.get("steps_per_epoch", 0)
         self._step_width = len(f"{fields['total_steps']:,}")
-        self._print(*(Text(line, "bold" if not index else "") for index, line in enumerate(fields.get("lines", ()))))
+        self._unit = "image" if len(fields.get("shape", ())) == 3 else "sample"
+        self._has_top5 = fields.get("classes", 6) > 5  # else it is 100 % whatever the model does
+        self._devices = fields["chosen"]["devices"] if "classes" in fields else 0
+        self._print(*(line((text, "" if index else "bold")) for index, text in enumerate(fields.get("lines", ()))))
         if self._live and self._bar is None:
             self._bar = Progress(
                 TextColumn("{task.description}", style="bold"),
@@ -159,14 +191,14 @@ class Terminal:
             return
         epoch = f"epoch {fields['epoch'] + 1:>{len(str(self._epochs))}}/{self._epochs}"
         if self._bar is None:
-            parts = _parts(fields)
+            parts = self._parts(fields)
             parts.insert(0, f"{epoch}  step {fields['step']:>{self._step_width},}")
             parts.append(f"lr {fields['lr']:.4g}")
             self._print(Text("  ".join(parts)))
         else:
             total = self._bar.tasks[0].total or 0
             count = f"{fields['step']:>{self._step_width},}/{total:,.0f}"
-            numbers = _fit(count, _parts(fields), self._err.width - len(epoch) - LEAST_BAR)
+            numbers = _fit(count, self._parts(fields), self._err.width - len(epoch) - LEAST_BAR)
             self._numbers = numbers
             self._bar.update(self._task, completed=fields["step"], description=epoch, numbers=numbers)
             self._bar.refresh()
@@ -174,7 +206,7 @@ class Terminal:
     def _evaluate(self, fields: dict[str, Any]) -> None:
         self._release()
         self._evaluating_since_s = self._clock()
-        text = f"evaluating {counted(fields['samples'], 'image')} …"
+        text = f"evaluating {counted(fields['samples'], self._unit)} …"
         if self._bar is not None:
             self._bar.update(self._task, numbers=text)
             self._bar.refresh()
@@ -186,16 +218,17 @@ class Terminal:
         self._evaluation_s = self._clock() - self._evaluating_since_s
         if self._bar is not None:
             self._bar.update(self._task, numbers=self._numbers)
-        line = Text()
+        told = Text()
         if "epoch" in fields:
-            line.append(f"epoch {fields['epoch'] + 1:>{len(str(self._epochs))}}/{self._epochs}  ")
-        line.append(f"step {fields['step']:>{self._step_width},}  ").append(f"test {fields['top1']:7.2%}", "bold green")
-        if fields.get("top5") is not None:
-            line.append(f"  top-5 {fields['top5']:7.2%}")
-        line.append(f"  loss {fields['loss']:.4f}")
+            told.append(f"epoch {fields['epoch'] + 1:>{len(str(self._epochs))}}/{self._epochs}  ")
+        told.append(f"step {fields['step']:>{self._step_width},}  ")
+        told.append(f"{fields.get('on', 'test set').removesuffix(' set')} {fields['top1']:7.2%}", "bold green")
+        if self._has_top5 and fields.get("top5") is not None:
+            told.append(f"  top-5 {fields['top5']:7.2%}")
+        told.append(f"  loss {fields['loss']:.4f}")
         if "samples" in fields:
-            line.append(f"  {counted(fields['samples'], 'image')}", "bright_black")
-        self._print(line)
+            told.append(f"  {counted(fields['samples'], self._unit)}", "bright_black")
+        self._print(told)
 
     def _finish(self, fields: dict[str, Any]) -> None:
         self.close()
@@ -204,23 +237,64 @@ class Terminal:
         done.append(f"after {counted(fields['steps'], 'step')}")
         if epochs_s:
             done.append(f" and {_duration(sum(epochs_s))} in {counted(len(epochs_s), 'epoch')}")
-        if fields.get("images_per_s"):
-            done.append(f", {fields['images_per_s']:,.0f} images/s")
+        if rate := fields.get("samples_per_s") or fields.get("images_per_s"):
+            done.append(f", {rate:,.0f} {self._unit}s/s")
         self._print(done)
+        if fields.get("stopped"):
+            self._print(Text(f"stopped early: {fields['stopped']}"))
         if fields.get("top1") is not None:
-            score = Text("test accuracy ").append(f"{fields['top1']:.2%}", "bold green")
+            on = fields.get("best_on", "test set")
+            score = Text(f"{on.removesuffix(' set')} accuracy ").append(f"{fields['top1']:.2%}", "bold green")
             if fields.get("best_top1") is not None:
-                score.append(f"  best {fields['best_top1']:.2%}")
-            if fields.get("top5") is not None:
+                score.append(f"  best {fields['best_top1']:.2%} (chosen on the {on})")
+            if self._has_top5 and fields.get("top5") is not None:
                 score.append(f"  top-5 {fields['top5']:.2%}")
             self._print(score)
+            if on != "test set":
+                told = [f"{fields[name]['top1']:.2%} ({words})" for name, words in _WEIGHTS.items() if fields.get(name)]
+                self._print(Text("test accuracy ").append("  ".join(told), "bold green"))
         if proved := _proved(fields.get("proof") or {}):
             self._print(Text("proved ").append(proved))
         if fields.get("output"):
             written = ", ".join(_written(Path(fields["output"])))
-            self._print(
-                Text("written to ").append(str(fields["output"]), "cyan").append(f": {written}", "bright_black")
-            )
+            self._print(line("written to ", (str(fields["output"]), "cyan"), (f": {written}", "bright_black")))
+            if self._live and not fields.get("exit") and self._devices:
+                self._print(*_next(Path(fields["output"]), self._devices))
+
+    def _parts(self, fields: dict[str, Any]) -> list[str]:
+        """Return the measured parts of a `log` line."""
+        parts = [f"loss {fields['loss']:.4f}"]
+        if fields.get("top1") is not None:
+            parts.append(f"train {fields['top1']:.1%}")
+        parts.append(f"{fields['samples_per_s']:,.0f} {self._unit}s/s")
+        if fields.get("eta_s"):  # nothing at the last step
+            parts.append(f"{_duration(fields['eta_s'])} left")
+        return parts
+
+
+def _ended(fields: dict[str, Any]) -> str:
+    """Return in one line how a run has ended."""
+    told = f"done after {counted(fields['steps'], 'step')}"
+    if fields.get("top1") is not None:
+        told += f"; {fields.get('best_on', 'test set').removesuffix(' set')} accuracy {fields['top1']:.2%}"
+    if proved := _proved(fields.get("proof") or {}):
+        told += f"; proved: {proved}"
+    return f"{told}; written to {fields['output']}"
+
+
+def _next(run: Path, devices: int) -> Iterator[Text]:
+    """Yield three commands that are worth a try after a run, with what each is for."""
+    program = "" if shutil.which("lockstep") else f"{shown(Path(sys.executable).parent)}/"
+    more = ("lockstep train … --devices 2", "the same model on two devices")
+    again = (f"lockstep eval {shlex.quote(str(run))}", "its exact scores, on any devices")
+    commands = (
+        (f"lockstep verify run {shlex.quote(str(run))}", "judge it by its records alone"),
+        more if devices == 1 else again,
+        (f"tensorboard --logdir {shlex.quote(str(run.parent if run.parent.name else run))}", "its curves"),
+    )
+    width = max(len(command) for command, _ in commands)
+    for command, what in commands:
+        yield line(("  ", ""), (program + command.ljust(width), "cyan"), (f"  {what}", "bright_black"))
 
 
 def _proved(proof: dict[str, dict[str, Any]]) -> str:
@@ -235,24 +309,13 @@ def _written(folder: Path) -> list[str]:
     return [*found, "TensorBoard events"] if any(folder.glob("events.out.tfevents.*")) else found
 
 
-def _parts(fields: dict[str, Any]) -> list[str]:
-    """Return the measured parts of a `log` line."""
-    parts = [f"loss {fields['loss']:.4f}"]
-    if fields.get("top1") is not None:
-        parts.append(f"train {fields['top1']:.1%}")
-    parts.append(f"{fields['images_per_s']:,.0f} images/s")
-    if fields.get("eta_s"):  # nothing at the last step
-        parts.append(f"{_duration(fields['eta_s'])} left")
-    return parts
-
-
 def _fit(count: str, parts: list[str], width: int) -> str:
     """Return the line of `parts` with the step `count` before it, leaving out what does not fit into `width` columns.
 
     The count goes first, since the bar says the same; then the loss's neighbours, and the time left last.
     """
-    for line in ([count, *parts], parts, [parts[0], *parts[2:]], [parts[0], parts[-1]]):
-        text = "  ".join(line)
+    for some in ([count, *parts], parts, [parts[0], *parts[2:]], [parts[0], parts[-1]]):
+        text = "  ".join(some)
         if len(text) <= width:
             return text
     return parts[0]

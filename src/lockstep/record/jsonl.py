@@ -15,7 +15,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..files import append_whole, legal, write_whole
+from ..files import append_whole, legal, lines_of, ours, parse_json, understanding, write_whole
+from ..printable import visible_json
+from .epochs import Sums
 
 # JSON escapes control characters inside strings, so this separator can be told from all that a value may hold. One
 # encoder call for a whole interval takes half the time of a call for each line.
@@ -41,7 +43,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         # Unbuffered: what is written is the kernel's, and survives the end of this process.
         self._name = path.name
-        self._file = path.open("ab", buffering=0)
+        self._file = open(path, "ab", buffering=0, opener=ours)
         self._waiting = b""
 
     def __str__(self) -> str:
@@ -52,7 +54,7 @@ class JsonLines:
         if event == "steps":
             self._write(encode([{"event": "step", **row} for row in fields["rows"]]))
         else:
-            self._write(_ENCODE(legal({"event": event, **fields})) + "\n")
+            self._write(visible_json(_ENCODE(legal({"event": event, **fields}))) + "\n")
 
     def close(self) -> None:
         """Write what had found no room so far, and have the disk confirm the file."""
@@ -66,28 +68,31 @@ class JsonLines:
         self._waiting = b""
 
 
-def rewind(path: Path, *, step: int) -> None:
+def rewind(path: Path, *, step: int) -> Sums:
     """Cut the file back to what had happened by `step`, atomically, so that a resumed run goes on from there.
+
+    Returns what the steps of the epoch under way have come to.
 
     Events of a later step go, and those without a step that came after one; so does a last line that a kill cut
     short. A file that is not there is left so.
     """
+    sums = Sums()
     if not path.exists():
-        return
+        return sums
     kept, beyond = [], False
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if not line.endswith(b"\n"):
-            continue
-        at = row.get("step")
-        if at is None:
-            later = beyond
-        else:
-            later = at > step
+    with understanding(path):
+        for line in lines_of(path):
+            try:
+                row = parse_json(line)
+            except ValueError:
+                continue
+            if not line.endswith(b"\n") or not isinstance(row, dict):
+                continue
+            at = row.get("step")
+            later = beyond if at is None else at > step
             beyond = beyond or later
-        if not later:
-            kept.append(line)
+            if not later:
+                kept.append(line)
+                sums.add(str(row.get("event")), row)
     write_whole(path, b"".join(kept))
+    return sums

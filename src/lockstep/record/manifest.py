@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import os
 import platform
+import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import proof
-from ..files import write_json, write_whole
+from ..files import parse_json, read, write_json, write_whole
 from ..result import RunResult
 from ..topology import Topology
 from ..versions import version_of
@@ -33,14 +36,41 @@ def versions() -> dict[str, str | None]:
     return found | {name: version_of(name) for name in _PACKAGES}
 
 
-def git_commit(folder: Path) -> str | None:
-    """Return the commit that `folder` is at, with `-dirty` where files differ from it; None outside git."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude", "*"]
+def git_state(folder: Path) -> dict[str, Any]:
+    """Return the commit that `folder` is at, and whether tracked files differ from it; None where git does not tell.
+
+    Git would run the monitor, the hooks and the filters that somebody else's folder configures. So files are compared
+    from a folder of git's that is made for this moment and has no configuration, but that folder's index and objects.
+    Without filters, files that are stored otherwise than they lie there (LFS, line ends) may count as changed.
+    """
+    asked = ("rev-parse", "HEAD", "--show-toplevel", "--git-path", "index", "--git-path", "objects")
+    told = _git(folder, *asked)
+    lines = told.stdout.splitlines() if told and told.returncode == 0 else []
+    if len(lines) != 4:
+        return {"git_commit": None, "git_dirty": None}
+    commit, top, index, objects = lines
+    with tempfile.TemporaryDirectory() as bare:
+        own = {"GIT_DIR": bare, "GIT_WORK_TREE": top, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
+        _git(folder, "init", "--quiet", "--template=", **own)
+        there = {"GIT_INDEX_FILE": str(folder / index), "GIT_OBJECT_DIRECTORY": str(folder / objects)}
+        found = _git(Path(top), "diff-index", "--quiet", "--ignore-submodules", commit, **own, **there)
+    return {"git_commit": commit, "git_dirty": {0: False, 1: True}.get(found.returncode) if found else None}
+
+
+def _git(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str] | None:
+    command = ["env", *(f"{name}={value}" for name, value in env.items()), "git", "-c", "core.fsmonitor=false", *words]
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=5, check=True)
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None
+
+
+def command_line(argv: list[str]) -> str:
+    """Return the words of a process as a shell would take them."""
+    program, *words = argv
+    if Path(program).name == "__main__.py":  # python -m
+        return shlex.join(["python", "-m", Path(program).parent.name, *words])
+    return shlex.join(argv if os.access(program, os.X_OK) else ["python", *argv])
 
 
 class Manifest:
@@ -57,9 +87,15 @@ class Manifest:
         """Write the manifest at `start`, atomically; other events are none of its business."""
         if event == "start":
             decided = {"batch_plan": fields["plan"], "chosen": fields["chosen"], "first_step": fields["first_step"]}
-            about = {"versions": versions(), "platform": platform.platform(), "command": sys.argv}
-            commit = {"git_commit": git_commit(Path.cwd())}
-            write_json(self._folder / "manifest.json", about | commit | self._facts | decided)
+            about = {
+                "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "host": platform.node(),
+                "folder": str(Path.cwd()),
+                "command": command_line(sys.argv),
+                "versions": versions(),
+                "platform": platform.platform(),
+            }
+            write_json(self._folder / "manifest.json", about | git_state(Path.cwd()) | self._facts | decided)
 
     def close(self) -> None:
         """Do nothing."""
@@ -87,15 +123,13 @@ class Summary:
             before = self._before()
             told = {key: before.get(key) if value is None else value for key, value in ended.items()}
             told["proof"] = self._proof(told, before) or None
+            told.setdefault("samples_per_s", told.get("images_per_s"))
             write_json(self._folder / proof.SUMMARY, told)
             write_whole(self._folder / proof.SHEET, proof.page(self._folder, told.get("proof")))
 
     def _proof(self, told: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
         """Return what this start has proved, and what stays of what was proved before."""
-        try:
-            others = proof.by_name(proof.from_json(before.get("proof")))
-        except (TypeError, AttributeError):  # somebody has edited it
-            others = {}
+        others = proof.by_name(proof.from_json(before.get("proof")))
         ours: dict[str, Any] = told.get("proof") or {}
         if self._first_step == told["steps"]:  # a complete run was taken up, or this start failed in its first step
             return others | {name: each for name, each in ours.items() if each["times"] or name not in others}
@@ -122,10 +156,13 @@ class Summary:
     def _before(self) -> dict[str, Any]:
         path = self._folder / proof.SUMMARY
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = parse_json(read(path))
         except (FileNotFoundError, ValueError):  # one that is damaged is written anew
             found = {}
-        return found if isinstance(found, dict) else {}
+        found = found if isinstance(found, dict) else {}
+        if "best_top1" in found and not isinstance(found["best_top1"], float):
+            found["best_top1"] = None
+        return found
 
     def close(self) -> None:
         """Do nothing."""

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from .. import hardware
+
 
 class StepClock(Protocol):
     """Seconds of each optimizer step, on the device where it runs."""
@@ -136,7 +138,9 @@ class Telemetry:
         self._process = psutil.Process()
         self._process.cpu_percent()  # the first call only sets the point that the next one measures from
         psutil.cpu_percent()
-        self._drivers = [driver for device in self._gpus if (driver := _gpu(device)) is not None]
+        # By their UUIDs: the driver's numbers know nothing of CUDA_VISIBLE_DEVICES.
+        uuids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in self._gpus]
+        self._handles = [handle for uuid in uuids if (handle := hardware.nvml_handle(uuid)) is not None]
 
     def sample(self) -> dict[str, float | int]:
         """Return, since the last call where it is a percentage:
@@ -153,7 +157,7 @@ class Telemetry:
         }
         if self._gpus:
             found["device_memory_bytes"] = sum(torch.cuda.memory_allocated(device) for device in self._gpus)
-            told = [sample for driver in self._drivers if (sample := driver.sample())]
+            told = [sample for handle in self._handles if (sample := _used(handle))]
             if told:
                 percents, used_bytes = zip(*told, strict=True)
                 found |= {"device_percent": sum(percents) / len(told), "device_used_bytes": sum(used_bytes)}
@@ -180,30 +184,10 @@ def _peak_host_bytes(process: psutil.Process) -> int:
     return max(peak, now)  # elsewhere than on Linux, ru_maxrss is in bytes (macOS)
 
 
-class _Gpu:
-    """One GPU as the driver sees it."""
-
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml = nvml
-        self._handle = handle
-
-    def sample(self) -> tuple[int, int] | None:
-        """Return (percent of the time in use, bytes used); None where the driver refuses (a slice of a GPU, say)."""
-        try:
-            busy = self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu
-            return busy, self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used
-        except self._nvml.NVMLError:
-            return None
-
-
-def _gpu(device: torch.device) -> _Gpu | None:
-    """Return the driver's view of `device`, or None where there is no driver to ask."""
+def _used(handle: Any) -> tuple[int, int] | None:
+    """Return (percent of the time in use, bytes used) of a GPU; None where the driver does not tell (a part, MIG)."""
     import pynvml
 
-    try:
-        pynvml.nvmlInit()
-        # By its UUID: the driver's numbers know nothing of CUDA_VISIBLE_DEVICES.
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        return _Gpu(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
-    except pynvml.NVMLError:
-        return None
+    times = hardware.asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    memory = hardware.asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    return None if times is None or memory is None else (times.gpu, memory.used)

@@ -102,11 +102,14 @@ def _seconds(time: str) -> int:
 
 
 def _check_option(option: str) -> None:
-    name = re.split(r"[= ]", option, maxsplit=1)[0]
     require(
-        option.startswith("-") and option.isprintable(),
+        option.startswith("-") and option.isprintable() and not re.search(r"\s-", option),
         f"--sbatch {option!r}: give one option of sbatch as it stands in a script, such as --sbatch=--exclusive.",
     )
+    # sbatch takes -o/x for -o /x, and --outp for --output; --gpus is an option besides --gpus-per-node.
+    given = re.split(r"[= ]", option, maxsplit=1)[0] if option.startswith("--") else option[:2]
+    meant = [name for name in (*_OURS, *_NOT_OURS) if name.startswith(given) and given != "--gpus"]
+    name = given if given in meant else next(iter(meant), "")
     require(name not in _OURS, f"--sbatch {option}: lockstep submit writes that itself; give {_OURS.get(name)}.")
     require(name not in _NOT_OURS, f"--sbatch {option}: the script that is written does not allow for {name}.")
 

@@ -44,6 +44,11 @@ def render(plan: Plan) -> str:
                 f"{what} {str(path)!r} has a quote, a backslash or a control character, which Slurm cannot read "
                 f"there; {remedy}."
             )
+    for word in plan.words:
+        if not word.isprintable():
+            raise RequestError(
+                f"{word!r} has a control character, which a script shows as something else; leave it out."
+            )
     request, layout = plan.request, plan.layout
     what = f"{counted(request.nodes, 'node')} × {counted(layout.tasks, 'task')}"
     return _SCRIPT.format(
@@ -52,7 +57,7 @@ def render(plan: Plan) -> str:
         folder=shlex.quote(str(plan.folder)),
         idle_starts=_IDLE_STARTS,
         srun=" ".join(_srun(plan)),
-        command=shlex.join([plan.python, "-m", "lockstep", "train", *plan.words]),
+        command=shlex.join([plan.python, "-P", "-m", "lockstep", "train", *plan.words]),
         settled=shlex.join(plan.settled),
     )
 
@@ -112,6 +117,7 @@ _SCRIPT = """\
 
 folder={folder}
 export PYTHONUNBUFFERED=1  # lines are in the log when they are printed
+export LOCKSTEP_SECRET="$(head -c 24 /dev/urandom | base64)"  # by which the ranks of this job know one another
 
 # Signals are for the ranks; this script has to outlive them.
 trap : TERM USR1

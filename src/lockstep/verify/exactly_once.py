@@ -1,13 +1,13 @@
 """Whether a run's ledger holds what it has to: each sample exactly once an epoch, where and when the plan says.
 
-The pages are gone through several times, one at a time, so that a ledger of any length takes one byte of memory for
-each sample of the data set.
+The pages are gone through several times, one at a time, so that a ledger of any length takes memory for the samples
+of one epoch.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import counted
 from ..proof import Check
 from .ledger import Tally
-from .pages import EVAL, TRAIN, Page, TornError, of_kind, places, read
+from .pages import EVAL, TRAIN, Indices, Page, TornError, of_kind, places, read
 from .planned import Planned, evaluated, trained
 
 _PLACES = 4
@@ -172,14 +172,17 @@ def _range(ranges: Sequence[tuple[int, int]]) -> str:
 
 def _epochs(pages: Iterable[Page], planned: Planned, first_epoch: int, last_epoch: int) -> Iterator[str]:
     """Yield of each epoch why it did not hold each sample once."""
+    told = 0
     for epoch, group in groupby(of_kind(TRAIN, pages), key=lambda page: page.epoch):
         tally, first, last = _tallied(group)
         # A ledger may begin in the middle of an epoch, and a run end there; in between, no epoch has an excuse.
         per_epoch = planned.steps_per_epoch(first)
         begun = epoch != first_epoch or first.first_step == epoch * per_epoch + 1
         ended = epoch != last_epoch or last.last_step >= (epoch + 1) * per_epoch
-        repeated = _repeated(partial(of_kind, TRAIN, pages, epoch), tally)
+        # Each goes through all pages once more, and a check names a few findings.
+        repeated = partial(_repeated, of_kind(TRAIN, pages, epoch)) if told < _PLACES else None
         if found := tally.finding(planned.samples_per_epoch(first) if begun and ended else None, repeated=repeated):
+            told += 1
             yield f"epoch {epoch}: {found}"
 
 
@@ -189,7 +192,7 @@ def _evaluations(pages: Iterable[Page], planned: Planned) -> Iterator[str]:
         yield f"{counted(len(missing), 'evaluation')} (the first after step {missing[0]}) not there"
     for page in of_kind(EVAL, pages):
         tally, _, _ = _tallied([page])
-        said = tally.finding(page.samples, repeated=_repeated(partial(iter, [page]), tally)), evaluated(page)
+        said = tally.finding(page.samples, repeated=partial(_repeated, [page])), evaluated(page)
         if found := ", and ".join(filter(None, said)):
             yield f"the evaluation after step {page.first_step}: {found}"
 
@@ -205,17 +208,10 @@ def _tallied(pages: Iterable[Page]) -> tuple[Tally, Page, Page]:
     return tally, first, page
 
 
-def _repeated(pages: Callable[[], Iterable[Page]], tally: Tally) -> str:
-    """Return which sample came more than once in `pages`, where, and how many more did; empty where none did."""
-    if not tally.repeats:
-        return ""
-    times = np.zeros(tally.samples, np.uint8)
-    for page in pages():
-        came, often = np.unique(page.indices[page.indices < tally.samples], return_counts=True)
-        times[came] = np.minimum(times[came] + often, 2)
-    more = int(np.count_nonzero(times == 2)) - 1
-    sample = int(np.argmax(times == 2))
-    found = [place for page in pages() for place in places(page, sample)]
+def _repeated(pages: Iterable[Page], twice: Indices) -> str:
+    """Return where in `pages` the first of the samples in `twice` came, and how many more came more than once."""
+    sample, more = int(twice[0]), len(twice) - 1
+    found = [place for page in pages for place in places(page, sample)]
     where = ", ".join(f"step {step} on rank {rank}" for _, step, rank in found[:_PLACES])
     where += ", …" * (len(found) > _PLACES)
     often_said = "twice" if len(found) == 2 else f"{len(found)} times"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RequestError, counted
+from ..files import ours
 from .pages import EVAL, TRAIN, Indices, Page, bits_for, pack, read, unpack
 from .planned import evaluated
 
@@ -24,45 +26,42 @@ if TYPE_CHECKING:  # a ledger is read and judged without torch
 
 
 class Tally:
-    """Which of `samples` samples have come so far, in a byte for each."""
+    """Which of `samples` samples came how often, in memory for those that came alone: a file may claim any number."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
-        self.total = 0
-        self._strange = 0
-        self._seen = np.zeros(samples, np.bool_)
+        self._kind = np.min_scalar_type(2 * samples)  # an index has as many bits as the largest, and may be beyond it
+        self._parts = [np.empty(0, self._kind)]
 
     def add(self, indices: Indices) -> None:
         """Count the samples at `indices`."""
-        known = indices
-        if len(indices) and indices.max() >= self.samples:
-            known = indices[indices < self.samples]
-        self._seen[known] = True
-        self.total += len(indices)
-        self._strange += len(indices) - len(known)
+        self._parts.append(indices.astype(self._kind))
 
-    @property
-    def repeats(self) -> int:
-        """How often a sample came that had come before."""
-        return self.total - self._strange - int(np.count_nonzero(self._seen))
-
-    def finding(self, expected: int | None, *, repeated: str = "") -> str | None:
+    def finding(self, expected: int | None, *, repeated: Callable[[Indices], str] | None = None) -> str | None:
         """Return in a clause why this is not each sample exactly once; None where it is.
 
         `expected` is how many samples were to come, all or fewer; None where it is not known, and then none may have
         come twice. `repeated` says of those that did which they are.
         """
+        came = np.sort(np.concatenate(self._parts))
+        known, total = came[: np.searchsorted(came, self.samples)], len(came)
+        again = known[1:] == known[:-1]
+        repeats = int(np.count_nonzero(again))
+        different = len(known) - repeats
         said = []
-        if self._strange:
-            said.append(f"{counted(self._strange, 'index')} of none of the {self.samples:,} samples came")
-        if repeats := self.repeats:
-            said.append(repeated or f"{counted(repeats, 'time')} a sample came that had come before")
-        missing = self.samples - int(np.count_nonzero(self._seen))
+        if strange := total - len(known):
+            said.append(f"{counted(strange, 'index')} of none of the {self.samples:,} samples came")
+        if repeats:
+            twice = np.unique(known[1:][again])
+            said.append(
+                repeated(twice) if repeated else f"{counted(repeats, 'time')} a sample came that had come before"
+            )
         if expected == self.samples:
-            if missing:
-                said.append(f"{counted(missing, 'sample')} never came (the first: {int(self._seen.argmin())})")
-        elif expected is not None and self.total != expected:
-            said.append(f"{counted(self.total, 'sample')} came of the {expected:,} that were to come")
+            if different < self.samples:
+                first = int(np.append(np.unique(known) != np.arange(different), True).argmax())
+                said.append(f"{counted(self.samples - different, 'sample')} never came (the first: {first})")
+        elif expected is not None and total != expected:
+            said.append(f"{counted(total, 'sample')} came of the {expected:,} that were to come")
         return ", and ".join(said) or None
 
 
@@ -78,7 +77,6 @@ class Ledger:
         world: World,
         *,
         samples: int,
-        evaluated_samples: int,
         accumulation: int,
         steps_per_epoch: int,
         devices: int = 1,
@@ -86,7 +84,7 @@ class Ledger:
         """Open the ledger at `path`, which a run that is continued has rewound before (*collective*).
 
         `path` counts on rank 0; None keeps the account without a file. `samples` are those of the training set,
-        `evaluated_samples` those of the set that is evaluated, `devices` those that each rank drives. Raises
+        `devices` those that each rank drives. Raises
         `RequestError`, on every rank, for a file that cannot be written, or is torn or damaged.
         """
         self.cost_s = 0.0
@@ -96,7 +94,7 @@ class Ledger:
         self.trouble = ""
         """Why pages wait, in the system's words; empty where none does."""
         self._world = world
-        self._samples, self._evaluated_samples = samples, evaluated_samples
+        self._samples = samples
         self._accumulation, self._steps_per_epoch, self._devices = accumulation, steps_per_epoch, devices
         self._notes: list[tuple[int, Indices]] = []
         self._evaluated: list[Indices] = []
@@ -110,7 +108,7 @@ class Ledger:
     def _open(self, path: Path) -> None:
         try:
             # Unbuffered: what is written is the kernel's, and survives the end of this process.
-            self._file = path.open("ab", buffering=0)
+            self._file = open(path, "ab", buffering=0, opener=ours)
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error.strerror}; give another --output.") from error
         try:
@@ -141,14 +139,14 @@ class Ledger:
         self._keep(TRAIN, epoch, self._samples, notes)
         self.cost_s += time.perf_counter() - begun_s
 
-    def flush_evaluation(self, epoch: int, step: int) -> str | None:
-        """Write the evaluation after `step`, in `epoch`, as one page (*collective*).
+    def flush_evaluation(self, epoch: int, step: int, samples: int) -> str | None:
+        """Write the evaluation of `samples` samples after `step`, in `epoch`, as one page (*collective*).
 
         Returns, on every rank, why it did not hold each sample once, on the rank that has it; None where it did.
         """
         begun_s = time.perf_counter()
         notes, self._evaluated = [(step, indices) for indices in self._evaluated], []
-        page = self._keep(EVAL, epoch, self._evaluated_samples, notes)
+        page = self._keep(EVAL, epoch, samples, notes)
         finding = (evaluated(page) if page else "nothing of it was noted") if self._world.is_main else ""
         said: str = self._world.gather(finding)[0]
         self.cost_s += time.perf_counter() - begun_s

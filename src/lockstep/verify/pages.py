@@ -21,8 +21,8 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import RequestError
-from ..files import write_whole
+from ..errors import RequestError, counted
+from ..files import foreign, write_whole
 
 NAME = "ledger.bin"
 TRAIN, EVAL = "train", "eval"
@@ -36,6 +36,8 @@ _KINDS = (TRAIN, EVAL)
 _HEADER = struct.Struct("<4sHBBHHIQQIQQII")
 _CHUNK = 1 << 16
 """Indices packed at a time: a multiple of 8, so that each chunk ends with a whole byte."""
+MOST_SAMPLES = 1 << 40
+"""In a data set."""
 
 
 class TornError(RequestError):
@@ -141,7 +143,7 @@ def read(path: Path, *, torn_ok: bool = False) -> Iterator[Page]:
     format; and `TornError`, which is one, where a kill cut the last page short, unless `torn_ok`.
     """
     try:
-        file = path.open("rb")
+        file = open(path, "rb", opener=foreign)
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}; give a run that kept a ledger.") from error
     with file:
@@ -173,9 +175,14 @@ def _next(file: IO[bytes], left: int, at: str) -> Page | None:
             f"{at} is of version {version} of the ledger's format, and this lockstep reads version {_VERSION}; "
             "read it with the one that wrote it."
         )
+    accumulation, epoch, first = numbers
     # The header is judged before its numbers are believed: a damaged one would say where the next page begins.
-    if own_sum != zlib.crc32(header[:-4]) or kind >= len(_KINDS) or bits != bits_for(samples):
+    is_ours = kind < len(_KINDS) and bits == bits_for(samples) and 0 < samples <= MOST_SAMPLES and first < 2**62
+    if own_sum != zlib.crc32(header[:-4]) or not is_ours or not (steps and ranks and accumulation):
         raise _damaged(at)
+    # A page is of one epoch. Of a small data set, as many bytes would hold many more indices than of a large one.
+    if held > 4 * samples + _CHUNK:
+        raise RequestError(f"{at} holds {held:,} indices, and the data set has {counted(samples, 'sample')}.")
     counts_bytes = steps * ranks * 4
     length = counts_bytes + -(-held * bits // 8)
     if left < _HEADER.size + length:
@@ -185,7 +192,6 @@ def _next(file: IO[bytes], left: int, at: str) -> Page | None:
     if zlib.crc32(body) != body_sum or counts.sum() != held:
         raise _damaged(at)
     indices = unpack(body[counts_bytes:], held, bits)
-    accumulation, epoch, first = numbers
     return Page(_KINDS[kind], epoch, first, ranks, accumulation, samples, counts, indices, devices=further + 1)
 
 
@@ -199,11 +205,6 @@ def _damaged(at: str) -> RequestError:
 def of_kind(kind: str, pages: Iterable[Page], epoch: int | None = None) -> Iterator[Page]:
     """Return those of `pages` that are of `kind`, TRAIN or EVAL, and of `epoch` where one is given."""
     return (page for page in pages if page.kind == kind and epoch in (None, page.epoch))
-
-
-def where(pages: Iterable[Page], sample: int) -> list[tuple[int, int, int]]:
-    """Return (epoch, step, rank) of each time that `sample` was trained on."""
-    return [place for page in pages if page.kind == TRAIN for place in places(page, sample)]
 
 
 def places(page: Page, sample: int) -> list[tuple[int, int, int]]:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
 from ..batching import BatchPlan
 from ..data.order import Order
-from ..errors import counted
+from ..errors import RequestError, counted
 from .pages import TRAIN, Indices, Page, of_kind
 
 _RANKS = 4
 """Ranks that a sentence names."""
+_MOST = 1000
+"""Planned samples of a step for each that a page holds of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +39,8 @@ class Planned:
     """The steps after which it evaluated, from `first` on."""
 
     def of(self, page: Page) -> BatchPlan:
-        """Return how the steps of the page are shared out."""
-        return BatchPlan(
-            global_size=self.global_batch, ranks=page.ranks, accumulation=page.accumulation, devices=page.devices
-        )
+        """Return how the steps of the page are shared out; raises `RequestError` where they cannot be."""
+        return BatchPlan.solve(self.global_batch, page.ranks, accumulation=page.accumulation, devices=page.devices)
 
     def steps_per_epoch(self, page: Page) -> int:
         """Return the optimizer steps in an epoch."""
@@ -60,7 +61,7 @@ def trained(pages: Iterable[Page], planned: Planned) -> Iterator[str]:
             step = page.first_step + number
             if begin == end:
                 continue  # a missing step
-            if (share := shares.of(page, step)) is None:
+            if (share := shares.of(page, step, end - begin)) is None:
                 strange.append((step, page.epoch))
                 continue
             counts, indices = share
@@ -80,7 +81,7 @@ def evaluated(page: Page) -> str:
     deviations = Deviations()
     for rank in range(page.ranks):
         first, end = (page.samples * part // page.ranks for part in (rank, rank + 1))
-        deviations.compare(page, page.first_step, rank, np.arange(first, end))
+        deviations.compare(page, page.first_step, rank, range(first, end))  # no array of what a page only claims
     return deviations.said
 
 
@@ -93,10 +94,10 @@ class Deviations:
     steps: set[int] = field(default_factory=set)
     ranks: set[int] = field(default_factory=set)
 
-    def compare(self, page: Page, step: int, rank: int, planned: Indices) -> None:
+    def compare(self, page: Page, step: int, rank: int, planned: Indices | range) -> None:
         """Note the rank's share of the step if it is not `planned`, in this order."""
         real = page.share(step, rank)
-        if np.array_equal(real, planned):
+        if len(real) == len(planned) and np.array_equal(real, planned):
             return
         self.first = self.first or f"rank {rank} {_unlike(real, planned)} in step {step}"
         self.shares += 1
@@ -116,7 +117,7 @@ class Deviations:
         )
 
 
-def _unlike(real: Indices, planned: Indices) -> str:
+def _unlike(real: Indices, planned: Indices | range) -> str:
     """Return in words how the share `real` is not the one that was planned."""
     if len(real) != len(planned):
         return f"computed {counted(len(real), 'sample')} where the plan has {len(planned)}"
@@ -127,16 +128,18 @@ def _unlike(real: Indices, planned: Indices) -> str:
 
 
 class _Shares:
-    """The planned shares of one step after the other; keeps the order of the epoch, and how batches are shared out."""
+    """The planned shares of one step after the other; keeps the order of the epoch."""
 
     def __init__(self, planned: Planned) -> None:
         self._planned = planned
         self._order = Order(0, seed=planned.seed, epoch=0)
         self._epoch = -1
-        self._layouts: dict[tuple[BatchPlan, int], tuple[Indices, Indices]] = {}
 
-    def of(self, page: Page, step: int) -> tuple[Indices, Indices] | None:
-        """Return the planned counts (ranks,) and samples (counts.sum(),) of a step; None if it is of another epoch."""
+    def of(self, page: Page, step: int, held: int) -> tuple[Indices, Indices] | None:
+        """Return the planned counts (ranks,) and samples (counts.sum(),) of a step; None if it is of another epoch.
+
+        The page holds `held` samples of it. Raises `RequestError` where the plan has vastly more.
+        """
         plan, per_epoch = self._planned.of(page), self._planned.steps_per_epoch(page)
         within = step - 1 - page.epoch * per_epoch
         if not 0 <= within < per_epoch:
@@ -144,12 +147,15 @@ class _Shares:
         if (self._order.samples, self._epoch) != (page.samples, page.epoch):
             self._order, self._epoch = Order(page.samples, seed=self._planned.seed, epoch=page.epoch), page.epoch
         start, stop = plan.batch(within, page.samples)
-        if (key := (plan, stop - start)) not in self._layouts:
-            self._layouts[key] = _layout(plan, stop - start)
-        counts, places = self._layouts[key]
+        if stop - start > _MOST * held:  # a page that claims so much costs a few bytes, and to plan it would not
+            raise RequestError(
+                f"step {step} of the ledger has {counted(held, 'sample')}, and by the plan {stop - start:,}."
+            )
+        counts, places = _layout(plan, stop - start)
         return counts, self._order.indices(start, stop)[places]
 
 
+@lru_cache(maxsize=16)
 def _layout(plan: BatchPlan, count: int) -> tuple[Indices, Indices]:
     """Return how a batch of `count` samples is shared out.
 

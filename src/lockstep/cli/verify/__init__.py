@@ -5,6 +5,8 @@ Each is a file beside this one.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from importlib import import_module
 
 from ...errors import RequestError, unknown
@@ -27,11 +29,13 @@ lockstep verify WHAT --help shows how each is used. Exit code: 0 it holds, 3 it 
 
 def main(given: list[str]) -> int:
     """Do the proof that is asked for, and return the exit code."""
-    what = given[0] if given else "--help"
-    if what in ("-h", "--help", "help"):
-        lines = [f"  {name:<10} {phrase}" for name, phrase in PROOFS.items()]
-        with output.written():
-            print(_USAGE.format(proofs="\n".join(lines)), end="")
+    what = given[0] if given else ""
+    usage = _USAGE.format(proofs="\n".join(f"  {name:<10} {phrase}" for name, phrase in PROOFS.items()))
+    if not what:
+        with contextlib.suppress(OSError):
+            print(usage, end="", file=sys.stderr)
+        return RequestError.exit_code
+    if output.helped(["--help"] if what == "help" else given, usage):
         return 0
     if what.startswith("-"):
         raise RequestError(f"lockstep verify lacks what to verify, found {what}; give {', '.join(PROOFS)}.")

@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from ... import folders, proof
 from ...config import ParallelConfig, RunConfig
 from ...errors import ProofError, RequestError, RunError
+from ...files import check_own
 from ...kinds import KINDS, with_several
 from ...launchers import table as launchers
 from ...options import flatten, override
@@ -24,6 +23,7 @@ from ...proof import Check
 from ...prove import curve, curve_words, variants
 from ...prove.curve import Outcome
 from ...prove.variants import Setup
+from ...screen import Screen, line
 from .. import flags, output, words
 from ..train import preflight
 from . import devices
@@ -71,9 +71,10 @@ def main(given: list[str]) -> int:
         check = curve_words.check(found, tolerance, setup.config.precision.name, time.monotonic() - begun_s)
         _keep(setup.folder, check, found)
     with output.written():
-        _print(found, setup, tolerance)
+        screen = Screen()
+        _print(screen, found, setup, tolerance)
         if not check.fails:
-            print(f"The same model: {check.found}.")
+            screen.say(f"The same model: {check.found}.")
     if check.fails:
         raise ProofError(f"The variants are not the same model: {check.found}; the runs are in {setup.folder}.")
     return 0
@@ -137,23 +138,28 @@ def _asked(path: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
+    try:
+        for each in path.iterdir():  # a variant's folder or log of that name would lead elsewhere
+            check_own(each)
+    except OSError as error:
+        raise folders.unwritable(path, error) from error
     return path
 
 
 @contextlib.contextmanager
 def _telling() -> Iterator[tuple[Callable[[str], None], Callable[[Outcome], Outcome]]]:
     """Tell on stderr how it goes: on a terminal the variant that is trained now, elsewhere a line for each."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if console.is_terminal:
-        with console.status("") as status:
-            yield lambda phrase: status.update(escape(phrase)), lambda each: each
+    screen = Screen(stderr=True)
+    if screen.is_terminal:
+        with screen.status("") as status:
+            yield lambda phrase: status.update(line(phrase)), lambda each: each
         return
 
     def told(each: Outcome) -> Outcome:
         said = f", {each.note}" if each.note else ""
         if each.parting:
             said += f", losses {curve_words.size(each.parting.loss)}, weights {curve_words.size(each.parting.weight)}"
-        console.print(f"{each.variant.name}: {each.verdict}{said} ({each.seconds:.1f} s)", markup=False)
+        screen.say(f"{each.variant.name}: {each.verdict}{said} ({each.seconds:.1f} s)")
         return each
 
     yield lambda phrase: None, told
@@ -180,11 +186,10 @@ def _keep(folder: Path, check: Check, found: Sequence[Outcome]) -> None:
         raise RunError(f"The proof cannot be written to {folder}: {error.strerror}; {check.found}.") from error
 
 
-def _print(found: Sequence[Outcome], setup: Setup, tolerance: float) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDE
-    console.print(_table(found))
+def _print(screen: Screen, found: Sequence[Outcome], setup: Setup, tolerance: float) -> None:
+    if not screen.is_terminal:
+        screen.width = _WIDE
+    screen.print(_table(found))
     config = setup.config
     notes = [f"{', '.join(names)}: {note}" for note, names in _notes(found).items()]
     notes.append(
@@ -192,14 +197,15 @@ def _print(found: Sequence[Outcome], setup: Setup, tolerance: float) -> None:
         f"due; commands and runs in {setup.folder}"
     )
     for note in notes:
-        console.print(note, style="dim", soft_wrap=True, markup=False)
+        screen.say((note, "dim"))
     by_name = {each.variant.name: each for each in found}
     for each in found:
         if each.verdict == curve.PARTS:
-            console.print(f"\n{curve_words.sentence(each)}", soft_wrap=True, markup=False)
+            screen.print()
+            screen.say(curve_words.sentence(each))
             for side in (by_name[each.variant.partner], each):
                 for command in side.commands:
-                    console.print(f"  {shlex.join(command)}", soft_wrap=True, markup=False)
+                    screen.say(f"  {shlex.join(command)}")
 
 
 def _notes(found: Sequence[Outcome]) -> dict[str, list[str]]:
@@ -225,7 +231,7 @@ def _table(found: Sequence[Outcome]) -> Table:
             if parting is None
             else [curve_words.size(parting.loss), curve_words.size(parting.weight), parting.where]
         )
-        verdict = f"[bold]{each.verdict}[/]" if each.verdict == curve.PARTS else each.verdict
+        verdict = line((each.verdict, "bold" if each.verdict == curve.PARTS else ""))
         dim = "dim" if not each.is_claim and not partners[each.variant.name] else ""
-        table.add_row(escape(each.variant.name), escape(each.variant.partner), *cells, verdict, style=dim)
+        table.add_row(line(each.variant.name), line(each.variant.partner), *map(line, cells), verdict, style=dim)
     return table

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
@@ -18,6 +16,7 @@ from ...config import RunConfig
 from ...errors import ProofError, counted, ranks_named
 from ...kinds import KINDS
 from ...launchers import table as launchers
+from ...screen import Part, Screen, line
 from .. import flags, output, words
 from ..train import preflight
 from . import devices, kept
@@ -116,27 +115,28 @@ def _entry(config: RunConfig, world: World, asked: _Asked) -> Report | None:
 
 def _print(report: Report, config: RunConfig, *, everything: bool) -> None:
     with output.written():
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = _WIDE
+        screen = Screen()
+        if not screen.is_terminal:
+            screen.width = _WIDE
         _tell(
-            console,
-            f"{escape(config.data.name)}, {escape(config.model.name)}, {report.precision}: {report.replicas} replicas "
+            screen,
+            f"{config.data.name}, {config.model.name}, {report.precision}: {report.replicas} replicas "
             "against one process; largest relative difference of a gradient",
         )
-        console.print(_overview(report))
+        screen.print(_overview(report))
         for answer in report.answers:
-            _explain(console, answer, report.tolerance, most=None if everything else _ROWS)
+            _explain(screen, answer, report.tolerance, most=None if everything else _ROWS)
         if not any(each.fails for each in report.answers):
-            _conclude(console, report)
+            _conclude(screen, report)
 
 
-def _conclude(console: Console, report: Report) -> None:
+def _conclude(screen: Screen, report: Report) -> None:
     same = [each.strategy for each in report.answers if each.agrees]
     other = [each.strategy for each in report.answers if not each.agrees]
-    first = f"[bold]The same gradient[/] within {report.tolerance:g}: {', '.join(same)}. " if same else ""
-    rest = f"Another one by design, as said above: {', '.join(other)}." if other else ""
-    _tell(console, (first + rest).strip())
+    parts: list[Part] = []
+    if same:
+        parts = [("The same gradient", "bold"), f" within {report.tolerance:g}: {', '.join(same)}. "]
+    _tell(screen, *parts, f"Another one by design, as said above: {', '.join(other)}." if other else "")
 
 
 def _overview(report: Report) -> Table:
@@ -150,54 +150,55 @@ def _overview(report: Report) -> Table:
             next((f"{row.gap:.1e}" + (" *" if row.tensors else "") for row in answer.rows if row.case == case), "")
             for answer in report.answers
         ]
-        table.add_row(f"{case}, {split}", *cells)
+        table.add_row(line(f"{case}, {split}"), *cells)
     return table
 
 
-def _explain(console: Console, answer: Answer, tolerance: float, *, most: int | None) -> None:
+def _explain(screen: Screen, answer: Answer, tolerance: float, *, most: int | None) -> None:
     """Print what differs under a strategy, and why."""
     if answer.agrees:
         return
-    console.print()
+    screen.print()
     style = "bold" if answer.fails else "yellow"
     tensors = {name for row in answer.rows for name in row.tensors}
     where = f": {counted(len(tensors), 'tensor')} beyond {tolerance:g}" if tensors else ""
-    _tell(console, f"[{style}]{answer.strategy}[/]{where}")
+    _tell(screen, (answer.strategy, style), where)
     if tensors:
-        console.print(_table(answer, most))
-    for said in _reasons(answer):
-        _tell(console, said, indent=2)
+        screen.print(_table(answer, most))
+    for name, said in _reasons(answer):
+        _tell(screen, (name, "bold"), said, indent=2)
 
 
-def _reasons(answer: Answer) -> Iterator[str]:
-    """Yield what is known of the reasons, a sentence each."""
+def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
+    """Yield what is known of the reasons: the name of each, and what completes it to a sentence."""
     for cause in answer.causes:
         sizes = f"alone {max(cause.tensors.values(), default=0.0):.1e}, switched off {cause.rest:.1e}"
-        yield f"[bold]{escape(cause.name)}[/]: {escape(cause.sentence)} ({sizes})."
+        yield cause.name, f": {cause.sentence} ({sizes})."
     if answer.unused:
         yield (
-            f"[bold]unused parameters[/]: the loss does not reach {_first(answer.unused)} on some rank, and training "
-            "refuses that; freeze them, use them, or pass --find-unused, as was done to measure."
+            "unused parameters",
+            f": the loss does not reach {_first(answer.unused)} on some rank, and training "
+            "refuses that; freeze them, use them, or pass --find-unused, as was done to measure.",
         )
     if answer.unlike:
         ranks = sorted(frozenset().union(*answer.unlike.values()))
         hold = "holds other bits than the rest" if len(ranks) == 1 else "hold bits of their own"
-        yield f"[bold]ranks differ[/]: after the exchange {ranks_named(ranks)} {hold}, in {_first([*answer.unlike])}."
+        yield "ranks differ", f": after the exchange {ranks_named(ranks)} {hold}, in {_first([*answer.unlike])}."
     if answer.by_design:
-        yield f"That is so by design: {escape(answer.by_design)}."
+        yield "", f"That is so by design: {answer.by_design}."
 
 
 def _first(names: Sequence[str]) -> str:
     more = f" and {len(names) - _ROWS} more" if len(names) > _ROWS else ""
-    return escape(", ".join(names[:_ROWS])) + more
+    return ", ".join(names[:_ROWS]) + more
 
 
-def _tell(console: Console, text: str, *, indent: int = 0) -> None:
+def _tell(screen: Screen, *parts: Part, indent: int = 0) -> None:
     """Print a sentence: between words on a terminal, elsewhere as one line, for whoever searches it."""
-    if console.is_terminal:
-        console.print(Padding(text, (0, 0, 0, indent)))
+    if screen.is_terminal:
+        screen.print(Padding(line(*parts), (0, 0, 0, indent)))
     else:
-        console.print(" " * indent + text, soft_wrap=True)
+        screen.say(" " * indent, *parts)
 
 
 def _table(answer: Answer, most: int | None) -> Table:
@@ -214,9 +215,9 @@ def _table(answer: Answer, most: int | None) -> Table:
     most = most if most is None or len(ordered) > most + 1 else None  # a line that says "1 more" is no shorter
     for name, gap in ordered[:most]:
         why = [cause.name for cause in answer.causes if name in cause.tensors]
-        table.add_row(escape(name), f"{gap:.1e}", ", ".join(why))
+        table.add_row(line(name), f"{gap:.1e}", line(", ".join(why)))
     if most is not None and len(ordered) > most:
-        table.add_row(f"[dim]… and {len(ordered) - most} more (--all)[/]", "", "")
+        table.add_row(line((f"… and {len(ordered) - most} more (--all)", "dim")), "", "")
     return table
 
 
@@ -225,11 +226,10 @@ def _kept(config: RunConfig, report: Report) -> str:
     folder = config.record.output or folders.fresh(f"{folders.default_name(config)}-gradients")
     trouble = kept.unwritten(folder, [report.check()])
     with output.written():
-        console = Console(highlight=False)
         if trouble:
-            console.print(f"warning: {trouble}", style="yellow", soft_wrap=True, markup=False)
+            Screen().say((f"warning: {trouble}", "yellow"))
             return ""
-        console.print(f"written to {folder}: {proof.SHEET}, {proof.SUMMARY}", style="dim", soft_wrap=True)
+        Screen().say((f"written to {folder}: {proof.SHEET}, {proof.SUMMARY}", "dim"))
     return f" {folder / proof.SHEET} has the numbers."
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ...errors import RequestError, counted
 from ...proof import Check
+from ...screen import Screen, line
 from .. import output
 from . import kept
 
@@ -43,12 +42,12 @@ def main(given: list[str]) -> int:
     judged = records.judge(folder)
     unwritten = kept.unwritten(folder, judged.checks)
     with output.written():
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = _WIDE
-        _show(console, folder, judged)
+        screen = Screen()
+        if not screen.is_terminal:
+            screen.width = _WIDE
+        _show(screen, folder, judged)
         if unwritten:
-            console.print(f"warning: {unwritten}", style="yellow", soft_wrap=True, markup=False)
+            screen.say((f"warning: {unwritten}", "yellow"))
     if judged.failing:
         raise records.refusal(folder, judged)
     return 0
@@ -65,21 +64,20 @@ def _asked(given: list[str]) -> Path:
     return Path(given[0])
 
 
-def _show(console: Console, folder: Path, judged: Judgement) -> None:
+def _show(screen: Screen, folder: Path, judged: Judgement) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("what was checked", overflow="fold")
     table.add_column("result", no_wrap=True)
     table.add_column("times", justify="right", no_wrap=True)
     table.add_column("tolerance", no_wrap=True)
     for check in judged.checks:
-        result = Text(check.outcome, _STYLES.get(check.outcome, ""))
-        table.add_row(Text(check.claim), result, f"{check.times:,}" if check.times else "", Text(check.tolerance))
-    console.print(table)
+        result = line((check.outcome, _STYLES.get(check.outcome, "")))
+        table.add_row(line(check.claim), result, f"{check.times:,}" if check.times else "", line(check.tolerance))
+    screen.print(table)
     for check in judged.checks:
         if check.outcome != Check.HOLDS:
-            note = Text(f"{check.name}, {check.outcome}:", _STYLES.get(check.outcome, ""))
-            console.print(note.append(f" {check.found}.", ""), soft_wrap=True)
-    console.print(_verdict(folder, judged), soft_wrap=True, markup=False)
+            screen.say((f"{check.name}, {check.outcome}:", _STYLES.get(check.outcome, "")), f" {check.found}.")
+    screen.say(_verdict(folder, judged))
 
 
 def _verdict(folder: Path, judged: Judgement) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ...errors import RequestError
 from . import mpi, slurm, torchrun
-from .place import Dialect, Names, Place
+from .place import Dialect, Names, Place, whole
 from .slurm import of_array
 
 __all__ = ["Names", "Place", "check_started", "is_spoken", "of_array", "ranks_told", "read", "started_elsewhere"]
@@ -38,8 +38,8 @@ def ranks_told(env: Mapping[str, str]) -> tuple[str, int]:
     dialect = _spoken(env)
     if dialect is None:
         return "", 1
-    told = env.get(variable := dialect.size(env), "")
-    return variable, int(told) if told.isdecimal() else 1
+    told = whole(env.get(variable := dialect.size(env), ""))
+    return variable, 1 if told is None else told
 
 
 def read(env: Mapping[str, str]) -> Place:

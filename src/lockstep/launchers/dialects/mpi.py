@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +16,10 @@ from pathlib import Path
 import psutil
 
 from ...errors import RequestError
+from ...files import private_folder
 from ...topology import Topology
 from .. import processes
-from .place import Names, Place, check_below, number, port
+from .place import Names, Place, check_below, number, port, whole
 
 _START = "start the ranks with mpirun"
 
@@ -47,8 +46,7 @@ class Mpi:
 
     def is_spoken(self, env: Mapping[str, str]) -> bool:
         """Return whether several ranks were started, of which this is one."""
-        size = env.get(self.size, "")
-        return self.rank in env and size.isdecimal() and int(size) > 1
+        return self.rank in env and (whole(env.get(self.size, "")) or 0) > 1
 
     def check_started(self, env: Mapping[str, str]) -> None:
         """Raise `RequestError` where the variables, which make no several ranks, are not those of one either."""
@@ -135,16 +133,19 @@ def _meeting(env: Mapping[str, str], rank_variable: str) -> Path:
     """Return the path of a file that the ranks of this mpirun share with no other one.
 
     Open MPI's has a folder for its session, which it removes at its end, whatever became of the ranks. Elsewhere it
-    lies among the temporary files under the name of the process that has started the ranks.
+    lies in this user's own folder, under the name of the process that has started the ranks.
     """
     session = env.get("PMIX_SERVER_TMPDIR", "")
-    if session and Path(session).is_dir():
-        return Path(session) / f"lockstep-{_hashed(env.get('PMIX_NAMESPACE', ''))}"
-    folder = Path(tempfile.gettempdir())
+    with contextlib.suppress(OSError):  # it is no path, but a text that is too long for one
+        if session and Path(session).is_dir():
+            return Path(session) / f"lockstep-{_hashed(env.get('PMIX_NAMESPACE', ''))}"
+    try:
+        folder = private_folder()
+    except OSError as error:
+        raise RequestError(f"The ranks of {_START} cannot meet in {error.filename}: {error.strerror}.") from error
     _sweep(folder)
     starter = _starter(rank_variable)
-    name = f"lockstep-mpi-{os.getuid()}-{starter.pid}-{_hashed(processes.begun(starter.pid))}"
-    return folder / name
+    return folder / f"mpi-{starter.pid}-{_hashed(processes.begun(starter.pid))}"
 
 
 def _starter(rank_variable: str) -> psutil.Process:
@@ -164,8 +165,8 @@ def _starter(rank_variable: str) -> psutil.Process:
 
 def _sweep(folder: Path) -> None:
     """Remove the files of this user whose mpirun has ended before its ranks could."""
-    for path in folder.glob(f"lockstep-mpi-{os.getuid()}-*"):
-        found = re.fullmatch(r"lockstep-mpi-\d+-(\d+)-\w+", path.name)
+    for path in folder.glob("mpi-*"):
+        found = re.fullmatch(r"mpi-(\d+)-\w+", path.name)
         if found and not psutil.pid_exists(int(found[1])):
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -10,6 +10,7 @@ from ...errors import RequestError
 from ...topology import Topology
 
 LOOPBACK = "127.0.0.1"
+_MOST_DIGITS = 10
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,19 @@ class Dialect:
     """Returns the name of the variable that holds the number of ranks."""
 
 
+def whole(text: str) -> int | None:
+    """Return the number that a text is, from 0 up; None for any other, and for one with more digits than a job's."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
 def number(env: Mapping[str, str], variable: str, start_with: str, default: str | None = None) -> int:
     """Return the number in a variable. Raises `RequestError` where it is missing without a default, or is none."""
     text = env.get(variable, default)
     if text is None:
         raise RequestError(f"{variable} is not set in the environment; set it on every rank, or {start_with}.")
-    if not text.isdecimal():
+    if (found := whole(text)) is None:
         raise RequestError(f"The environment's {variable} is {text!r}; it takes a number from 0 up.")
-    return int(text)
+    return found
 
 
 def check_below(name: str, value: int, bound_name: str, bound: int, start_with: str, *, or_same: bool = False) -> None:

@@ -11,17 +11,20 @@ import re
 import socket
 import subprocess
 from collections.abc import Mapping
-from itertools import chain
 
 from ...errors import RequestError
 from ...topology import Topology
-from .place import LOOPBACK, Names, Place, check_below, number, port
+from .place import LOOPBACK, Names, Place, check_below, number, port, whole
 
 VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID")
 _START = "start the ranks with srun"
 _TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 _FIRST_PORT, _PORTS, _STEPS = 10_000, 20_000, 16
 _ASK_S = 10.0
+_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
+_MOST_NODES = 1 << 17
+_NAME = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+_HOSTS = re.compile(rf"({_NAME})(?:,{_NAME})*", re.ASCII)
 
 
 def size_variable(env: Mapping[str, str]) -> str:
@@ -36,7 +39,7 @@ def is_spoken(env: Mapping[str, str]) -> bool:
     variables are the daemon's, and its PMI counts otherwise.
     """
     tasks = env.get(size_variable(env), "")
-    if "SLURM_STEP_ID" not in env or not tasks.isdecimal() or int(tasks) < 2:
+    if "SLURM_STEP_ID" not in env or (whole(tasks) or 0) < 2:
         return False
     return env.get("PMI_SIZE", tasks) == tasks and env.get("PMI_RANK") in (None, env.get("SLURM_PROCID"))
 
@@ -97,7 +100,7 @@ def check_started(env: Mapping[str, str]) -> None:
         else "where there is no job, and the variable is left over, unset it"
     )
     for variable in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"):
-        if (told := env.get(variable, "")).isdecimal() and int(told) > 1:
+        if (told := whole(env.get(variable, "")) or 0) > 1:
             raise RequestError(
                 f"{variable} is {told}, but SLURM_STEP_ID is not set: the job has {told} tasks"
                 f"{' a node' if variable.endswith('NODE') else ''}, and srun did not start this process, which would "
@@ -145,35 +148,20 @@ def tasks_per_node(text: str) -> list[int]:
         raise RequestError(f"{_TASKS_PER_NODE} is not set, which srun sets for each task; {_START}.")
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if not found:
+        found = _COUNT.fullmatch(part)
+        times = int(found[2] or 1) if found else 0
+        if not found or len(counts) + times > _MOST_NODES:
             raise RequestError(f"The environment's {_TASKS_PER_NODE} is {text!r}; Slurm writes such as 2(x3),1.")
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(found[1])] * times
     return counts
 
 
-def hosts(text: str) -> list[str]:
-    """Return the names in a host list, such as `n[1-3,05],m2`, in their order."""
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    if not parts or ",".join(parts) != text:
+def first_host(text: str) -> str:
+    """Return the first name in a host list: n08-ib of `n[08-11,20]-ib,m2`, whose brackets stand for numbers."""
+    found = _HOSTS.fullmatch(text)
+    if not found:
         raise RequestError(f"The environment's SLURM_STEP_NODELIST is {text!r}; Slurm writes such as n[1-3,5],m2.")
-    return list(chain.from_iterable(map(_expanded, parts)))
-
-
-def _expanded(part: str) -> list[str]:
-    """Return the names of one part, whose brackets multiply."""
-    opening = part.find("[")
-    if opening < 0:
-        return [part]
-    closing = part.index("]", opening)
-    names = []
-    for choice in part[opening + 1 : closing].split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", choice)
-        if not found:
-            raise RequestError(f"The environment's SLURM_STEP_NODELIST has {part!r}; Slurm writes such as n[1-3,5].")
-        first, last = found[1], found[2] or found[1]
-        names += [f"{each:0{len(first)}d}" for each in range(int(first), int(last) + 1)]
-    return [f"{part[:opening]}{name}{rest}" for name in names for rest in _expanded(part[closing + 1 :])]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[1])
 
 
 def _address(env: Mapping[str, str], nodes: int) -> str:
@@ -187,7 +175,7 @@ def _address(env: Mapping[str, str], nodes: int) -> str:
         raise RequestError(
             f"SLURM_STEP_NODELIST is not set, which says where rank 0 runs; {_START}, or set MASTER_ADDR."
         )
-    first = hosts(text)[0]
+    first = first_host(text)
     if _resolves(first):
         return first
     said = _node_address(first)
@@ -234,5 +222,5 @@ def _port(env: Mapping[str, str]) -> int:
 
 def _gpus(env: Mapping[str, str]) -> tuple[str, int] | None:
     """Return what says how many of this node's GPUs the job has."""
-    told = env.get("SLURM_GPUS_ON_NODE", "")
-    return ("SLURM_GPUS_ON_NODE", int(told)) if told.isdecimal() else None
+    told = whole(env.get("SLURM_GPUS_ON_NODE", ""))
+    return None if told is None else ("SLURM_GPUS_ON_NODE", told)

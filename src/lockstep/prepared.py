@@ -1,0 +1,166 @@
+"""All that a session was given to train with: what of it checkpoints hold, and what has to be the same on all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .errors import RequestError
+from .nn import sync_batchnorm
+from .state import State, load_model, load_optimizer, model_tensors, optimizer_state
+
+_OWN = "own"
+"""The group of the tensors in the states of schedules and of the user's own objects."""
+
+
+class Prepared:
+    """Models, optimizers, and other objects with `state_dict` and `load_state_dict`, in the order of their coming."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, nn.Module] = {}
+        """By the name of their group of tensors: model, model_2, …"""
+        self.optimizers: list[Optimizer] = []
+        self.others: list[Any] = []
+
+    def add_model(self, model: nn.Module) -> None:
+        """Take in `model`."""
+        number = len(self.models) + 1
+        self.models["model" if number == 1 else f"model_{number}"] = model
+
+    @property
+    def _all(self) -> nn.Module:
+        """One module of all: a single model is itself, so that its parameters have the names that the user knows."""
+        return next(iter(self.models.values())) if len(self.models) == 1 else nn.ModuleDict(self.models)
+
+    def settle(self) -> None:
+        """Have what optimizers hold already lie beside the parameters, which may have moved since.
+
+        Raises `RequestError` where an optimizer has parameters of no prepared model.
+        """
+        known = {parameter for model in self.models.values() for parameter in model.parameters()}
+        for number, optimizer in enumerate(self.optimizers, start=1):
+            strange = [each for group in optimizer.param_groups for each in group["params"] if each not in known]
+            if strange:
+                raise RequestError(
+                    f"Optimizer {number} of session.prepare has {len(strange)} parameters of no prepared model (the "
+                    f"first: shape {tuple(strange[0].shape)}): give prepare the model that it was made from, and make "
+                    "the optimizer after the last change of that model's layers."
+                )
+            if optimizer.state:
+                optimizer.load_state_dict(optimizer.state_dict())
+
+    def replicated(self) -> dict[str, Tensor]:
+        """Return, by name, what has to be the same bits on every rank at the end of a step."""
+        found = dict(optimizer_state(self._all, self.optimizers).tensors)
+        for name, model in self.models.items():
+            found |= {f"{name}/{key}": held for key, held in model.named_parameters()}
+            found |= {f"{name}/{key}": held for key, held in _synchronised(model).items()}
+        return found
+
+    def local_buffers(self) -> dict[str, Tensor]:
+        """Return, by name, the models' buffers that each rank keeps for itself."""
+        return {
+            f"{name}/{key}": held
+            for name, model in self.models.items()
+            for key, held in model.named_buffers()
+            if key not in _synchronised(model)
+        }
+
+    def state(self) -> State:
+        """Return this rank's own state: every rank's, but for buffers and what the user's own objects hold."""
+        held = optimizer_state(self._all, self.optimizers)
+        tensors = dict(held.tensors)
+        for name, model in self.models.items():
+            tensors |= model_tensors(model, under=name)
+        groups = [
+            [{key: _packed(value, tensors) for key, value in group.items() if key != "params"} for group in each]
+            for each in (optimizer.param_groups for optimizer in self.optimizers)
+        ]
+        others = [_packed(each.state_dict(), tensors) for each in self.others]
+        return State(tensors, held.meta | {"groups": groups, "others": others})
+
+    def load(self, state: State) -> None:
+        """Continue from `state`, in place. Raises `RequestError` where it is of other models, optimizers or objects."""
+        for what, ours, theirs in (
+            ("optimizers", len(self.optimizers), len(state.meta["groups"])),
+            ("schedules and objects of your own", len(self.others), len(state.meta["others"])),
+        ):
+            if ours != theirs:
+                raise RequestError(
+                    f"The checkpoint has {theirs} {what}, and session.prepare was given {ours}; give it the same ones."
+                )
+        for name, model in self.models.items():
+            load_model(model, state.part(name))
+        load_optimizer(self._all, self.optimizers, state)
+        own = state.part(_OWN)
+        for optimizer, groups in zip(self.optimizers, state.meta["groups"], strict=True):
+            if len(groups) != len(optimizer.param_groups):
+                raise RequestError(
+                    f"The checkpoint's optimizer has {len(groups)} groups of parameters, and this one "
+                    f"{len(optimizer.param_groups)}; make it as it was."
+                )
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                group.update({key: _unpacked(value, own) for key, value in saved.items()})
+        for each, saved in zip(self.others, state.meta["others"], strict=True):
+            each.load_state_dict(_unpacked(saved, own))
+
+
+def _synchronised(model: nn.Module) -> dict[str, Tensor]:
+    is_sync = any(isinstance(each, sync_batchnorm.SyncBatchNorm) for each in model.modules())
+    return sync_batchnorm.statistics(model) if is_sync else {}
+
+
+def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return plain data as JSON holds it; its tensors go to `tensors`. What is no plain data raises `RequestError`."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        name = f"{_OWN}/{sum(key.startswith(f'{_OWN}/') for key in tensors)}"
+        tensors[name] = value.detach()
+        return {"tensor": name.partition("/")[2]}
+    if isinstance(value, dict):
+        pairs = [[_packed(key, tensors), _packed(item, tensors)] for key, item in value.items()]
+        return {"counter" if isinstance(value, Counter) else "dict": pairs}
+    if isinstance(value, list | tuple):
+        return {"list" if isinstance(value, list) else "tuple": [_packed(item, tensors) for item in value]}
+    raise RequestError(
+        f"A state_dict() given to session.prepare holds a {type(value).__name__}, and checkpoints hold no pickles: put "
+        "tensors, numbers, texts, lists, tuples and dicts there."
+    )
+
+
+def _unpacked(value: Any, own: dict[str, Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, held),) = value.items()
+    if kind == "tensor":
+        return own[held].clone()
+    items: Iterable[Any] = [[_unpacked(part, own) for part in each] for each in held] if kind in _PAIRS else ()
+    if kind in _PAIRS:
+        return _PAIRS[kind]((key, item) for key, item in items)
+    return (list if kind == "list" else tuple)(_unpacked(item, own) for item in held)
+
+
+def _counter(pairs: Iterable[tuple[Any, Any]]) -> Counter[Any]:
+    return Counter(dict(pairs))
+
+
+_PAIRS: dict[str, Any] = {"dict": dict, "counter": _counter}
+
+
+def as_float32(value: Any) -> Any:
+    """Return what a model has put out, its half-precision tensors as float32, at any depth of lists and dicts."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, dict):
+        for key in value:  # in place: a model's own type of output, such as a dataclass that is a dict, stays
+            value[key] = as_float32(value[key])
+        return value
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(as_float32(each) for each in value)
+    return value

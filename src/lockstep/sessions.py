@@ -1,0 +1,596 @@
+"""A loop of one's own, on any number of devices. `lockstep.session()` returns what one rank of a job has of it.
+
+    session = lockstep.session()
+    model, optimizer, loader = session.prepare(model, optimizer, loader)
+    for epoch in session.epochs(10):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            session.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+The loader's batch size is the global batch. What it yields is this rank's share of one global micro-batch; the
+gradients of all shares are weighed, so that they add up to those of the mean over the global batch, and summed over the
+ranks at the end of the last micro-batch's backward pass. Methods marked *collective* are called by every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import types
+from collections.abc import Collection, Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from . import script
+from .config import RunConfig
+from .data.share import Micro, SharedLoader, moved
+from .errors import RequestError
+from .gradients import Gradients, Held, check_loss
+from .interrupts import StopRequest
+from .loop import Loop
+from .models.modes import evaluating
+from .models.weights import seed_weights
+from .nn import sync_batchnorm
+from .nn.sync_batchnorm import SyncBatchNorm
+from .options import apply, flatten
+from .precision import Precision, Scaled
+from .prepared import Prepared, as_float32
+from .record.base import Nothing, Recorder
+from .record.console import Notices
+from .runs import Opened, opened
+from .world import World
+
+OPTIONS = (
+    *("output", "resume", "checkpoint-every", "log-every", "verify-every", "ledger", "seed", "max-steps"),
+    *("accumulate", "micro-batch", "batchnorm", "precision", "deterministic"),
+    *("timeout", "stall-timeout", "collectives"),
+)
+"""The options of `lockstep train` that a session takes; on all else the script decides."""
+_IDENTITY = ("seed",)
+_TAKEN = (
+    *("event", "time", "step", "epoch", "loss", "lr", "samples", "grad_norm", "top1"),
+    *("samples_per_s", "step_s", "data_wait_s", "eta_s"),
+)
+"""What records have of their own."""
+_PLAIN = {"channels-last": "off"}  # a model keeps the order of memory that its user gave it
+
+
+def session(**options: Any) -> Session:
+    """Return this rank of the job that the script was started in, or alone where nothing has started it.
+
+    `options` are those of `lockstep train` in `OPTIONS`, by their names (`output="runs/mnist"`, `resume="auto"`,
+    `accumulate=4`, `precision="bf16"`, `seed=1` …); flags of `lockstep run` beat them. Call it once, before the model
+    is made: the weights follow from the seed. Raises `RequestError` for options that cannot be honoured.
+    """
+    named = {name.replace("_", "-"): value for name, value in options.items()}
+    if strange := [name for name in named if name not in OPTIONS]:
+        raise RequestError(f"lockstep.session takes no {strange[0]!r}; it takes {', '.join(OPTIONS)}.")
+    config = apply(apply(RunConfig(), _PLAIN, source="a session"), named, source="lockstep.session")
+    started = script.take()
+    by_command = started is not None
+    if started is not None:
+        flags = flatten(started.config)
+        decided = started.given | {"launcher", "strategy", "accelerator", "model", "data"}
+        config = apply(config, {key: value for key, value in flags.items() if key in decided}, source="the flags")
+    started = started or script.own_process(config)
+    made = Session(config, started.world, has_folder=by_command or config.record.output is not None)
+    started.closing.append(made.close)
+    return made
+
+
+class Session:
+    """One rank of a job, and what its loop needs. `world` says which ranks there are, `device` where this one is."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        *,
+        has_folder: bool,
+        console: Recorder | None = None,
+        keys: Collection[str] = _IDENTITY,
+    ) -> None:
+        """Join in (*collective*). Where the session `has_folder`, the run is recorded and saved there.
+
+        `console` shows the run to a person; by default only what the script does not say itself. `keys` are the options
+        that a run which is continued has to share with the one before.
+        """
+        self.world = world
+        self.device = world.device
+        self._config = config
+        self._precision = Precision.of(config.precision, world.device)
+        self._scaled = None if self._precision.scaler is None else Scaled(self._precision.scaler)
+        self._held = contextlib.ExitStack()
+        ours = Opened(config, Nothing(), None)
+        if has_folder:
+            ours = self._held.enter_context(opened(config, world, keys=keys, console=console or Notices()))
+        self._state = ours.state
+        stop = self._held.enter_context(StopRequest(quiet=not world.is_main))
+        self._prepared = Prepared()
+        self._gradients = Gradients(world)
+        self._loop = Loop(
+            *(ours.config, world, self._prepared, self._precision, ours.recorder, stop),
+            state=ours.state,
+            folder=has_folder,
+        )
+        self._loop.before_save = self._update_scale
+        self._held.callback(self._loop.close)
+        self._loaders: list[SharedLoader] = []
+        self._evaluated: dict[DataLoader[Any], SharedLoader] = {}
+        self._micro: Micro | None = None
+        """The share under way; None outside of a loader's loop."""
+        self._in_epochs = self._has_stepped = self._has_gradients = False
+        self._is_stepping = False
+        self._losses: list[Tensor] = []
+        """This rank's parts of the losses of the batch under way, one for each `backward` of a micro-batch."""
+        self._weights: list[Any] = []
+        """Its weights, likewise."""
+        self._partial: list[Held] = []
+        """The gradients of the batch's micro-batches so far, likewise."""
+        self._calls = 0
+        self._is_alone = world.group is None and self._scaled is None
+        self._lr = 0.0
+        seed_weights(config.seed)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, from 0."""
+        return self.world.rank
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0: the one that prints and writes. Never guard a collective with it."""
+        return self.world.is_main
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made: global batches trained on."""
+        return self._loop.step
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the run begins here, and goes on from no checkpoint."""
+        return self._state is None
+
+    @property
+    def samples(self) -> int:
+        """Samples of this rank's share under way; 0 where it is empty, and a sample that does not count stands in."""
+        return 0 if self._micro is None else self._micro.count
+
+    def moved(self, batch: Any) -> Any:
+        """Return tensors, at any depth of lists, tuples and dicts, on this rank's device and in its precision."""
+        dtype = torch.float64 if self._precision.dtype == torch.float64 else None
+        return moved(batch, self.device, dtype, False)
+
+    def prepare(self, *parts: Any) -> Any:
+        """Return each of `parts` made ready, in their order; a single one by itself (*collective*).
+
+        A model comes back as the same object, on this rank's device, with rank 0's weights and synchronised BatchNorm;
+        an optimizer or a schedule as the same object, whose `step` acts at the end of a global batch; a DataLoader as
+        one that yields this rank's share of it. Whatever else has `state_dict` and `load_state_dict` is saved with the
+        rest. Raises `RequestError` for what cannot be prepared, and once the loop has begun.
+        """
+        if self._loop.has_begun:
+            raise RequestError("session.prepare was called after the loop had begun; prepare everything before it.")
+        ready = tuple([self._ready(part) for part in parts])
+        return ready[0] if len(ready) == 1 else ready
+
+    def _ready(self, part: Any) -> Any:
+        if isinstance(part, nn.Module):
+            return self._model(part)
+        if isinstance(part, Optimizer):
+            self._prepared.optimizers.append(part)
+            before = part.step
+
+            def step(optimizer: Optimizer, closure: Any = None) -> Any:
+                return self._step(optimizer, before, closure)
+
+            # A bound method of the object: schedules bind anew what they find, and look for the mark of their own.
+            part.step = types.MethodType(functools.update_wrapper(step, before), part)  # type: ignore[method-assign]
+            return part
+        if isinstance(part, DataLoader):
+            self._loaders.append(self._shared(part))
+            return Loader(self, self._loaders[-1])
+        if isinstance(part, Loader):
+            raise RequestError("session.prepare was given a loader that it had returned; give it each one once.")
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise RequestError(
+                f"session.prepare takes models, optimizers, DataLoaders, schedules, and objects with state_dict and "
+                f"load_state_dict; found a {type(part).__name__}."
+            )
+        self._prepared.others.append(part)
+        if isinstance(part, LRScheduler):
+            self._refine(part, "step", lambda step, *given, **named: step(*given, **named) if self._at_end() else None)
+        return part
+
+    def _model(self, model: nn.Module) -> nn.Module:
+        if sync_batchnorm.has_batchnorm(model):
+            local = self._config.parallel.batchnorm == "local"
+            self._loop.batchnorm = "local" if local else "sync"
+            model = model if local else sync_batchnorm.convert(model, self.world)
+        dtype = torch.float64 if self._precision.dtype == torch.float64 else None
+        model = model.to(self.device, dtype)
+        with torch.no_grad():
+            self.world.broadcast([*model.parameters(), *model.buffers()])
+        if self._precision.name in ("bf16", "fp16"):
+            self._refine(model, "forward", self._in_half_precision)
+        self._prepared.add_model(model)
+        self._gradients.add(model)
+        return model
+
+    def _in_half_precision(self, forward: Any, *given: Any, **named: Any) -> Any:
+        with self._precision.autocast():
+            found = forward(*given, **named)
+        return found if torch.is_autocast_enabled(self.device.type) else as_float32(found)
+
+    @staticmethod
+    def _refine(owner: Any, name: str, by: Any) -> None:
+        """Have `owner.name(…)` call `by(what it was, …)`, by its class: a copy is its own, and its state as before."""
+        kind: Any = type(owner)
+
+        def refined(self: Any, *given: Any, **more: Any) -> Any:
+            return by(types.MethodType(getattr(kind, name), self), *given, **more)
+
+        owner.__class__ = type(kind.__name__, (kind,), {name: refined, "__module__": kind.__module__})
+
+    def _shared(self, loader: DataLoader[Any]) -> SharedLoader:
+        batch = self._config.batch
+        kept = batch.accumulate
+        if self._state is not None and batch.micro_batch is None:
+            kept = kept or self._state.meta["accumulation"]  # it is part of the model
+        dtype = torch.float64 if self._precision.dtype == torch.float64 else None
+        return SharedLoader(
+            *(loader, self.world), seed=self._config.seed, accumulate=kept, micro_batch=batch.micro_batch, dtype=dtype
+        )
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs from 0 to `count` - 1, or those that a resumed run has left (*collective*).
+
+        At the end of each one the session is saved; after the last, what was proved is written down.
+        """
+        self._begin(count)
+        self._in_epochs = True
+        while self._loop.epoch < count and not self._loop.is_done:
+            yield self._loop.epoch
+            self._loop.end_epoch()
+        self._in_epochs = False
+        self._finish()
+
+    def _begin(self, epochs: int | None) -> None:
+        if self._loop.has_begun:
+            return
+        first = self._loaders[0] if self._loaders else None
+        samples, steps = (first.samples, first.steps()) if first else (None, None)
+        self._loop.begin(epochs, first.plan if first else None, samples, steps)
+        if epochs is None and self._loop.step:
+            raise RequestError(
+                "A run can be continued where its loop goes over session.epochs(…), and this one does not."
+            )
+
+    def _batches(self, loader: SharedLoader) -> Generator[Any, None, None]:
+        """Yield this rank's shares of an epoch's batches; count a step after each whole batch of the first loader."""
+        self._begin(None)
+        loop, pulse, counts = self._loop, self.world.pulse, loader is self._loaders[0]
+        # Others begin where the first one does only where a resumed run takes them up together, as in a zip.
+        micros = loader.micros(loop.epoch, first=loop.within if counts else loop.resumed_at)
+        if counts:
+            loop.start_clock()
+        try:
+            while True:
+                pulse.enter("data")
+                begun_s = time.perf_counter()
+                micro = next(micros, None)
+                loop.wait_s += time.perf_counter() - begun_s
+                pulse.enter("")  # what follows is the caller's own code
+                if micro is None:
+                    break
+                if counts:
+                    self._micro = micro
+                    self._calls = 0
+                    SyncBatchNorm.stand_in = micro.count == 0
+                    loop.note_samples(micro.indices)
+                yield micro.batch
+                if counts and micro.last:
+                    self._end_step(micro.total)
+                    if loop.is_done:  # --max-steps
+                        return
+            if counts:
+                loop.resumed_at = 0
+                loop.settle()
+                if not self._in_epochs:
+                    loop.end_epoch()
+        finally:
+            micros.close()  # with workers that read ahead
+            if counts:
+                # The caller has left the loop within a batch's turn, by an error maybe: nobody is waited for.
+                self._count_step(micro.total if micro else 0)
+                self._micro, SyncBatchNorm.stand_in = None, False
+
+    def _count_step(self, samples: int) -> bool:
+        """Count the step of a batch that is over, if an optimizer made one, and return whether it did."""
+        stepped, self._has_stepped, self._has_gradients, self._calls = self._has_stepped, False, False, 0
+        self._weights.clear()
+        self._update_scale()
+        losses, self._losses = self._losses, []
+        if stepped:
+            loss = sum(losses[1:], losses[0]) if losses else torch.zeros((), device=self.device)
+            self._loop.count_step(loss, samples, self._lr)
+        return stepped
+
+    def _end_step(self, samples: int) -> None:
+        if self._count_step(samples):
+            self._loop.end_step()
+
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, reduction: str = "mean") -> None:
+        """Add the gradients of `loss` (0-dim), this rank's, to those of the global batch (*collective*).
+
+        A mean is taken as one over this rank's samples, or over `weight` things, such as tokens that count; a sum, by
+        `reduction="sum"`, as one over the whole batch, divided by all ranks' `weight` where that is given. After a
+        batch's last micro-batch the gradients are those of the global batch on every rank. Raises `RequestError` for a
+        loss that is no number, and for a total weight of zero.
+        """
+        if loss.dim() or not loss.requires_grad:
+            check_loss(loss)
+        micro, pulse = self._micro, self.world.pulse
+        last = micro is None or micro.last
+        self._has_gradients = True
+        factor: float | Tensor = 1.0
+        if weight is not None:
+            counted = micro is None or micro.count > 0
+            own = self._weigh(weight if counted else 0)
+            factor = float(counted) if reduction == "sum" else own
+        elif reduction not in ("mean", "sum"):
+            raise RequestError(f"session.backward takes reduction='mean' or 'sum', found {reduction!r}.")
+        elif micro is None:
+            factor = 1 / self.world.size if reduction == "mean" else 1.0
+        elif reduction == "mean" or not micro.count:
+            factor = micro.count / micro.total
+        pulse.enter("backward")
+        divisor = None
+        is_whole = not isinstance(factor, Tensor) and factor == 1.0  # of a tensor the host would wait for the number
+        if is_whole and self._is_alone and last and weight is None and not any(self._partial):
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            divisor = self._share_out(loss, factor, last, weighed=weight is not None)
+        part, number = loss.detach() if is_whole else loss.detach() * factor, self._calls
+        if number == len(self._losses):
+            self._losses.append(part)
+        else:
+            self._losses[number] = self._losses[number] + part
+        if divisor is not None:
+            self._losses[number] = self._losses[number] / divisor
+        self._calls += 1
+        pulse.enter("")
+
+    def _share_out(self, loss: Tensor, factor: float | Tensor, last: bool, *, weighed: bool) -> Tensor | None:
+        """Make the gradients of `factor` · `loss` those of the global batch; return by what they were divided."""
+        gradients, number, divisor = self._gradients, self._calls, None
+        there = gradients.set_aside()
+        # Nothing is asked of a share that does not count, but that it takes part in BatchNorm's exchanges.
+        if isinstance(factor, Tensor) or factor or self._loop.batchnorm == "sync":
+            self._precision.backward(loss, factor)
+        # The same loss of the batch's earlier micro-batches: by its number, since gradients may be dropped in between.
+        if number < len(self._partial):
+            gradients.put_back(self._partial[number])
+            self._partial[number] = []
+        if last:
+            divisor = self._total_weight() if weighed else None
+            gradients.sum(divisor)
+            if self._scaled is not None:
+                self._scaled.unscale(gradients.parameters)
+        else:
+            self._partial += [[] for _ in range(number + 1 - len(self._partial))]
+            self._partial[number] = gradients.set_aside()
+        gradients.put_back(there)
+        return divisor
+
+    def _weigh(self, weight: float | Tensor) -> float | Tensor:
+        if self._calls == len(self._weights):
+            self._weights.append(0)
+        self._weights[self._calls] = self._weights[self._calls] + weight
+        return weight
+
+    def _total_weight(self) -> Tensor:
+        own = torch.as_tensor(self._weights[self._calls], dtype=torch.float64, device=self.device)
+        total = self.world.sum(own)
+        if not total.is_cuda and not total > 0:
+            raise RequestError(
+                f"session.backward was given weights that sum to {total.item():g} over the global batch: a mean over "
+                "nothing; leave such a batch out of the data."
+            )
+        return total
+
+    def _at_end(self) -> bool:
+        """Return whether the global batch is whole, so that optimizers and schedules act."""
+        return self._micro is None or self._micro.last
+
+    def _step(self, optimizer: Optimizer, step: Any, closure: Any = None) -> Any:
+        if self._is_stepping:
+            return step()
+        if closure is not None:
+            raise RequestError("optimizer.step(closure) computes gradients that no rank could sum; give it none.")
+        if not self._at_end():
+            return None
+        if not self._has_gradients:
+            raise RequestError(
+                "optimizer.step() without session.backward(loss) before it: gradients of loss.backward() are not "
+                "weighed, nor summed over the ranks; call session.backward(loss) in its place."
+            )
+        self.world.pulse.enter("step")
+        self._lr = float(optimizer.param_groups[0]["lr"])
+        self._is_stepping = True
+        try:
+            found = None
+            if self._scaled is None:
+                found = step()
+            else:
+                self._scaled.step(optimizer)
+        finally:
+            self._is_stepping = False
+        self._has_stepped = True
+        self.world.pulse.enter("")
+        if not self._loaders and optimizer is self._prepared.optimizers[0]:
+            self._begin(None)
+            self._end_step(0)
+        return found
+
+    def _update_scale(self) -> None:
+        if self._scaled is not None:
+            self._scaled.update()
+
+    def evaluating(self, loader: DataLoader[Any] | Loader) -> Iterator[Any]:
+        """Yield this rank's shares of each batch, each sample exactly once, in the data set's order (*collective*).
+
+        Within the loop the models are in evaluation mode, and no gradients are kept. All ranks have as many batches.
+        """
+        raw = loader.loader if isinstance(loader, Loader) else loader
+        if raw not in self._evaluated:
+            self._evaluated[raw] = self._shared(raw)
+        before, was, evaluated = self._micro, SyncBatchNorm.stand_in, 0
+        if self._loop.has_begun:
+            self._loop.settle()
+        with contextlib.ExitStack() as modes, self.world.pulse.during("eval"):
+            for model in self._prepared.models.values():
+                modes.enter_context(evaluating(model))
+                if self._loop.batchnorm == "local":
+                    self.world.broadcast(list(model.buffers()))
+            modes.enter_context(torch.no_grad())
+            try:
+                for micro in self._evaluated[raw].shares():
+                    self._micro = micro
+                    self.world.pulse.enter("eval")
+                    evaluated += micro.count
+                    yield micro.batch
+            finally:
+                self._micro, SyncBatchNorm.stand_in = before, was
+        self._loop.end_evaluation(evaluated, self._evaluated[raw].samples)
+
+    def sum(self, value: Any) -> Any:
+        """Return the sum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
+        if self._micro is not None and not self._micro.count:
+            value = value * 0  # this rank's sample stands in
+        return self._reduced(value, self.world.sum)
+
+    def max(self, value: Any) -> Any:
+        """Return the maximum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
+        return self._reduced(value, self.world.max)
+
+    def mean(self, value: Any, *, weight: float | Tensor | None = None) -> Any:
+        """Return the mean of ranks' means (*collective*), each over its share's samples or over `weight` things.
+
+        Raises `RequestError` for a total weight of zero.
+        """
+        count = 1 if self._micro is None else self._micro.count
+        own = count if weight is None or not count else float(weight)
+        total = self.sum(own)
+        if not total > 0:
+            raise RequestError(f"session.mean was given weights that sum to {total:g} over the ranks.")
+        part = value * own if own else torch.zeros_like(value) if isinstance(value, Tensor) else 0.0
+        return self.sum(part) / total
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Return all ranks' tensors, (n, …) each, one after the other in their order (*collective*); n may differ."""
+        if self._micro is not None and self._micro.count == 0:
+            value = value[:0]
+        sizes: list[int] = self.world.gather(len(value))
+        padded = value.new_zeros((max(sizes), *value.shape[1:]))
+        padded[: len(value)] = value
+        parts = zip(self.world.stack(padded), sizes, strict=True)
+        return torch.cat([part[:size] for part, size in parts])
+
+    def _reduced(self, value: Any, reduce: Any) -> Any:
+        if isinstance(value, Tensor):
+            return reduce(value.detach())
+        found = reduce(torch.tensor(value, dtype=torch.float64, device=self.device)).item()
+        return int(found) if isinstance(value, int) else found
+
+    def print(self, *words: Any, **how: Any) -> None:
+        """Print on rank 0 alone, as Python's own `print` does."""
+        if self.is_main:
+            print(*words, **how)
+
+    def log(self, **values: Any) -> None:
+        """Record values by name, in steps.jsonl and TensorBoard.
+
+        Within a training loop they are means over this rank's share, weighed and added up over the ranks for the step
+        under way; nothing is waited for. Elsewhere they are recorded as they are on rank 0.
+        """
+        if taken := [name for name in values if name in _TAKEN]:
+            raise RequestError(
+                f"session.log was given {taken[0]!r}, which records have of their own; take another name."
+            )
+        micro = self._micro
+        if micro is None:
+            self._loop.tell(**{name: float(value) for name, value in values.items()})
+            return
+        for name, value in values.items():
+            held = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
+            self._loop.note(name, held * (micro.count / micro.total) if micro.count else torch.zeros_like(held))
+
+    def score(self, value: float) -> None:
+        """Tell how good the weights are as they are now, the same on every rank: more is better.
+
+        The next checkpoint, at the end of the epoch as a rule, becomes `best` where none before had a higher score.
+        """
+        self._loop.score = float(value)
+
+    def _finish(self) -> None:
+        if self._loop.has_begun and not self._is_finished:
+            self._is_finished = True
+            self._loop.finish()
+
+    _is_finished = _is_closed = False
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the session (*collective*): wait for the last checkpoint, record how it ended, give the folder back.
+
+        What has started the script calls it at its end, with what the script has raised; a second call does nothing.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if error is None:
+                self._finish()
+        except BaseException as late:
+            self._held.__exit__(type(late), late, late.__traceback__)
+            raise
+        for loader in (*self._loaders, *self._evaluated.values()):
+            loader.close()
+        self._held.__exit__(None if error is None else type(error), error, getattr(error, "__traceback__", None))
+
+
+class Loader:
+    """A prepared DataLoader: yields this rank's shares. Other attributes are those of the user's own."""
+
+    def __init__(self, session: Session, shared: SharedLoader) -> None:
+        self.loader: DataLoader[Any] = shared.loader
+        self._session = session
+        self._shared = shared
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._session._batches(self._shared)
+
+    def __len__(self) -> int:
+        """Return the number of optimizer steps in an epoch, which is what a schedule counts."""
+        steps = self._shared.steps()
+        if steps is None:
+            raise TypeError("the length of this loader's data set is not known")
+        return steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)

@@ -1,0 +1,189 @@
+"""`lockstep train --step`: any task, by a training step of the user's own. A loop over a `Session`, as anybody's.
+
+The step is given the model and a batch, as the data set's samples and the collate function make it, and returns the sum
+of the loss over the batch. The mean over the global batch, and its gradient, are computed here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+from . import kinds, optim, own, start
+from .config import RunConfig
+from .errors import RequestError
+from .losses import SAME_SUM
+from .models import table as models_table
+from .models.modes import evaluating
+from .randomness import kept, seed_all
+from .record.console import Terminal
+from .resume import IDENTITY
+from .sessions import Session
+from .world import World
+
+Step = Callable[[nn.Module, Any], Any]
+"""step(model, batch) -> the sum of the loss over the batch (0-dim), or (that, the number of things it is a sum over)"""
+_PROBED = 4
+_WANTED = (
+    'it returns the sum of the loss over the batch (reduction="sum"), one number, or that and the number of things it '
+    "is a sum over"
+)
+
+
+def train(config: RunConfig, world: World) -> dict[str, float]:
+    """Train by the step that `config` names, and return the last scores (*collective*).
+
+    Raises `RequestError` for data that are none and a step whose loss is no sum, and what a `Session` raises.
+    """
+    if config.parallel.strategy != "auto" and kinds.kind(config.parallel.strategy).drives_all:
+        raise RequestError(
+            f"--strategy {config.parallel.strategy} drives several devices from one process, and a step of your own "
+            f"runs on one; take {kinds.per_device()}, or leave it out."
+        )
+    step: Step = own.load("--step", config.optim.step)
+    metric: Step | None = own.load("--metric", config.optim.metric) if config.optim.metric else None
+    collate = own.load("--collate", config.data.collate) if config.data.collate else default_collate
+    with Session(config, world, has_folder=True, console=Terminal.detect(), keys=IDENTITY) as session:
+        with kept():
+            trained, evaluated = _given(config)
+            first = list(islice(_samples(trained), _PROBED))
+        model = models_table.build_for(config.model.name, classes=config.model.classes or 1, shape=_shape(first))
+        start.freeze(model, config.model.freeze)
+        built = optim.build(model, config.optim)
+        shuffle = not isinstance(trained, IterableDataset)
+        loader = _loader(config, trained, collate, shuffle=shuffle)
+        model, *_, batches = session.prepare(model, *built.each, loader)
+        if session.is_new and (taken := start.load(config.model, model, world)):
+            session.print(*taken.lines(), sep="\n")
+        parts = [session.moved(collate(part)) for part in (first, first[:1], first[1:]) if part]
+        _probe(config.optim.step, step, model, parts)
+        lr = _rate(config, batches)
+        tested = _loader(config, evaluated, collate)
+        scores: dict[str, float] = {}
+        for epoch in session.epochs(config.epochs):
+            for batch in batches:
+                loss, weight = _asked(config.optim.step, step(model, batch))
+                if weight is None:
+                    session.backward(loss / max(1, session.samples))
+                else:
+                    session.backward(loss, weight=weight, reduction="sum")
+                if config.optim.clip is not None:
+                    nn.utils.clip_grad_norm_(built.parameters, config.optim.clip)
+                built.set_lr(lr(session.step))
+                for each in built.each:
+                    each.step()
+                built.zero_grad()
+            scores = _evaluate(session, step, metric, model, tested)
+            session.log(**scores)
+            session.score(scores.get("test_metric", -scores["test_loss"]))
+            told = "  ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in scores.items())
+            session.print(f"epoch {epoch + 1}/{config.epochs}  step {session.step:,}  {told}")
+    return scores
+
+
+def _given(config: RunConfig) -> tuple[Any, Any]:
+    """Return what the user's function returns: (train, test), map-style data sets or streams."""
+    asked = f"--data {config.data.name}"
+    if ":" not in config.data.name:
+        raise RequestError(f"--step takes data of your own, as --data module:function, and found {asked}.")
+    found = own.load("--data", config.data.name)
+    seed_all(config.seed)  # the function may draw: the same on every rank
+    try:
+        result = found(config.data) if inspect.signature(found).parameters else found()
+    except Exception as error:
+        raise RequestError(f"{asked} {own.raised(error)}.") from error
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise RequestError(f"{asked} returned a {type(result).__name__}; it must return two data sets, (train, test).")
+    return result[0], result[1]
+
+
+def _samples(dataset: Any) -> Iterator[Any]:
+    return iter(dataset) if isinstance(dataset, IterableDataset) else (dataset[at] for at in range(len(dataset)))
+
+
+def _shape(samples: list[Any]) -> tuple[int, ...]:
+    """Return the shape of a sample's first tensor, which one of our models may ask for; () where there is none."""
+    if not samples:
+        raise RequestError("The training data have no sample; give at least one.")
+    first = samples[0][0] if isinstance(samples[0], tuple | list) else samples[0]
+    return tuple(first.shape) if isinstance(first, Tensor) else ()
+
+
+def _loader(config: RunConfig, dataset: Any, collate: Any, *, shuffle: bool = False) -> DataLoader[Any]:
+    workers = 0 if isinstance(dataset, TensorDataset) else config.data.workers or 0
+    return DataLoader(
+        *(dataset, config.batch.size),
+        shuffle=shuffle,
+        num_workers=workers,
+        collate_fn=collate,
+        drop_last=config.batch.drop_last,
+    )
+
+
+def _rate(config: RunConfig, batches: Any) -> Callable[[int], float]:
+    peak = optim.peak_lr(config.optim, config.batch.size)
+    try:
+        steps = len(batches)
+    except TypeError:
+        if config.optim.schedule != "constant" or config.optim.warmup:
+            raise RequestError(
+                "The training data are a stream whose length nobody tells, and schedules count epochs; take "
+                "--schedule constant, or give the data set a __len__."
+            ) from None
+        steps = 1
+    factor = optim.schedule(config.optim, steps_per_epoch=steps, epochs=config.epochs)
+    return lambda step: peak * factor(step)
+
+
+def _asked(name: str, found: Any) -> tuple[Tensor, float | Tensor | None]:
+    """Return the loss, and the number of things that it is a sum over where the step has told it."""
+    loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(loss, Tensor) or loss.dim():
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise RequestError(f"--step {name} returned {shown}; {_WANTED}.")
+    return loss, weight
+
+
+@torch.no_grad()
+def _probe(name: str, step: Step, model: nn.Module, batches: list[Any]) -> None:
+    """Raise `RequestError` where the loss of samples together is not the sum of their losses.
+
+    `batches` are one of several samples, and the same samples in two. The model is in evaluation mode meanwhile.
+    """
+    with evaluating(model), kept():
+        whole, *parts = [float(_asked(name, step(model, batch))[0]) for batch in batches]
+    if len(parts) < 2:
+        return
+    total, largest = sum(parts), max(abs(whole), *map(abs, parts))
+    if abs(whole - total) > SAME_SUM * largest:
+        raise RequestError(
+            f"--step {name} returned {whole:.6g} for {_PROBED} samples, and {parts[0]:.6g} and {parts[1]:.6g} for the "
+            f"first of them and the rest, which sum to {total:.6g}: its loss divides by the samples that it sees, and "
+            f"each rank would weigh them otherwise; {_WANTED}."
+        )
+
+
+def _evaluate(
+    session: Session, step: Step, metric: Step | None, model: nn.Module, loader: DataLoader[Any]
+) -> dict[str, float]:
+    """Return the mean loss over the test set, each sample taken once, and the mean of the metric (*collective*)."""
+    sums = torch.zeros(4, dtype=torch.float64, device=session.device)
+    for batch in session.evaluating(loader):
+        if session.samples == 0:  # fewer samples than ranks: this one stands in
+            continue
+        for at, what in enumerate((step, metric)):
+            if what is not None:
+                found = what(model, batch)
+                value, count = found if isinstance(found, tuple) else (found, None)
+                sums[2 * at] += value
+                sums[2 * at + 1] += session.samples if count is None else count
+    loss, weight, value, count = session.sum(sums).tolist()
+    if not weight:
+        raise RequestError("The test data have no sample; give at least one.")
+    return {"test_loss": loss / weight} | ({"test_metric": value / count} if metric and count else {})

@@ -1,0 +1,171 @@
+"""The examples: six changed lines, and the same numbers on any number of ranks, also when killed and continued."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import os
+import re
+import runpy
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config import RunConfig
+from lockstep.options import override
+from lockstep.script import Script
+from lockstep.sessions import Session
+from lockstep.world import World
+
+from ..command import ROOT, losses, until, weights
+from ..pool import RankPool
+
+LAW = 1e-9
+PLAIN, OURS = ROOT / "examples" / "plain", ROOT / "examples"
+WITHOUT_DRAWS = ("convnet", "finetune", "gpt", "schedule")
+"""Those that draw nothing but their weights and their order."""
+NAMES = (*WITHOUT_DRAWS, "gan", "stream")
+WORLDS = (1, 2, 3)
+BRIEF = {
+    "convnet": ("--batch", "200"),
+    "finetune": ("--samples", "100"),
+    "gan": ("--points", "501"),
+    "stream": ("--draws", "150"),
+}
+KILLED_AT = {"convnet": 12, "finetune": 5, "gan": 8, "gpt": 5, "schedule": 31, "stream": 6}
+"""A step of the second epoch."""
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[io.StringIO]:
+    """Have what a script draws and makes be float64, and keep what it prints."""
+    argv, path = list(sys.argv), list(sys.path)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            yield said
+    finally:
+        torch.set_default_dtype(torch.float32)
+        sys.argv, sys.path[:] = argv, path
+
+
+def run(world: World, script: Path, options: dict[str, Any]) -> list[str]:
+    """Run two epochs as `lockstep run` with `options` does, in float64; return the line of each."""
+    options = options | {"precision": "fp64"}
+    given = frozenset(key.replace("_", "-") for key in options)
+    with in_float64() as said:
+        Script(str(script), ("--epochs", "2", *BRIEF.get(script.stem, ())), given=given)(
+            override(RunConfig(), **options), world
+        )
+    return said.getvalue().splitlines()
+
+
+def run_plain(world: World, script: Path) -> list[str]:
+    """Run two epochs as python does, in float64; return the line of each."""
+    with in_float64() as said:
+        sys.argv = [str(script), "--epochs", "2", *BRIEF.get(script.stem, ())]
+        runpy.run_path(str(script), run_name="__main__")
+    return said.getvalue().splitlines()
+
+
+def kill_ranks(session: Session, step: int, folder: str) -> None:
+    """End all ranks by SIGKILL before `step`, once there is a checkpoint."""
+    if session.step == step:
+        ranks = session.world.gather(os.getpid())
+        if session.is_main:
+            until((Path(folder) / "checkpoints" / "last").exists)
+            for rank in reversed(ranks):  # its own at last
+                os.kill(rank, signal.SIGKILL)
+        signal.pause()
+
+
+def changed(script: Path, to: Path, pattern: str, by: str) -> Path:
+    """Write `script` with what `pattern` finds changed; return the new one."""
+    text, count = re.subn(pattern, by, script.read_text())
+    assert count, pattern
+    to.mkdir(parents=True, exist_ok=True)
+    (to / script.name).write_text(text)
+    return to / script.name
+
+
+def gap(one: list[str], other: list[str]) -> float:
+    """Return the largest relative difference of two curves' numbers, as printed."""
+    found = [[float(number) for number in re.findall(r"\d+(?:\.\d+)?", "\n".join(lines))] for lines in (one, other)]
+    assert len(found[0]) == len(found[1]) > 2
+    return float(max(abs(a - b) / max(abs(a), 1e-3) for a, b in zip(*found, strict=True)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plain_script_needs_six_lines(name: str) -> None:
+    plain, ours = ((folder / f"{name}.py").read_text().splitlines() for folder in (PLAIN, OURS))
+    diff = list(difflib.unified_diff(plain, ours, lineterm="", n=0))[2:]
+    added = [line for line in diff if line.startswith("+") and line[1:].strip()]
+    assert 5 <= len(added) <= 6, added
+
+
+@pytest.mark.parametrize("name", WITHOUT_DRAWS)
+def test_one_rank_learns_what_the_plain_script_learns(pool: RankPool, tmp_path: Path, name: str) -> None:
+    in_order = [
+        changed(folder / f"{name}.py", tmp_path / folder.name, "shuffle=True", "shuffle=False")
+        for folder in (PLAIN, OURS)
+    ]
+    (plain,) = pool.run(1, run_plain, in_order[0])
+    (ours,) = pool.run(1, run, in_order[1], {"output": str(tmp_path / "run")})
+    assert gap(plain, ours) < LAW
+
+
+def learn_the_same(pool: RankPool, folder: Path, name: str, accumulate: int) -> None:
+    curves = [
+        pool.run(size, run, OURS / f"{name}.py", {"output": str(folder / str(size)), "accumulate": accumulate})
+        for size in WORLDS
+    ]
+    for size, ranks in zip(WORLDS, curves, strict=True):
+        assert all(gap(curves[0][0], lines) < LAW for lines in ranks), (size, ranks)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_learns_the_same_on_any_number_of_ranks(pool: RankPool, tmp_path: Path, name: str) -> None:
+    learn_the_same(pool, tmp_path, name, accumulate=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_learns_the_same_without_accumulation(pool: RankPool, tmp_path: Path, name: str) -> None:
+    learn_the_same(pool, tmp_path, name, accumulate=1)
+
+
+def continue_exactly(pool: RankPool, folder: Path, name: str, size: int, accumulate: int) -> None:
+    options = {"accumulate": accumulate, "checkpoint_every": 5, "log_every": 1}
+    whole, cut = options | {"output": str(folder / "whole")}, options | {"output": str(folder / "cut")}
+    pool.run(size, run, OURS / f"{name}.py", whole)
+    by = (
+        r"\1__import__('tests.ranks.test_examples', fromlist=['*']).kill_ranks"
+        rf"(session, {KILLED_AT[name]}, {cut['output']!r})\n\1session.backward"
+    )
+    killed = changed(OURS / f"{name}.py", folder, r"(?m)^( +)session\.backward", by)
+    with pytest.raises((EOFError, OSError)):
+        pool.run(size, run, killed, cut)
+    pool.run(size, run, OURS / f"{name}.py", cut | {"resume": "auto"})
+    assert losses(folder / "cut") == losses(folder / "whole")
+    assert weights(folder / "cut") == weights(folder / "whole")
+
+
+@pytest.mark.parametrize("name", ["convnet", "gpt"])
+def test_an_example_that_is_killed_goes_on_with_the_same_bits(pool: RankPool, tmp_path: Path, name: str) -> None:
+    continue_exactly(pool, tmp_path, name, size=2, accumulate=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_that_is_killed_goes_on_with_the_same_bits_on_any_number_of_ranks(
+    pool: RankPool, tmp_path: Path, name: str, size: int, accumulate: int
+) -> None:
+    continue_exactly(pool, tmp_path, name, size, accumulate)

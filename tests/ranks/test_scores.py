@@ -1,0 +1,265 @@
+"""Validation, early stopping and the files of an evaluation: the same on any number of ranks, each sample once."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import TensorDataset
+
+from lockstep import checkpoint
+from lockstep.cli.main import main
+from lockstep.config import DataConfig, RunConfig
+from lockstep.data.resident import ResidentImages
+from lockstep.data.sets import build
+from lockstep.data.source import Indices, Part, Splits, is_held_out
+from lockstep.engine import train
+from lockstep.errors import ProofError, RequestError
+from lockstep.options import override
+from lockstep.proof import Check
+from lockstep.record.base import Nothing
+from lockstep.runs import run
+from lockstep.scoring import evaluate_checkpoint
+from lockstep.verify.exactly_once import check
+from lockstep.verify.pages import NAME
+from lockstep.verify.planned import Planned
+from lockstep.world import World
+
+from ..command import events, refusal
+from ..curves import alone, apart, curve
+from ..pool import RankPool
+
+HELD = {
+    "model": "mlp",
+    "data": "digits",
+    "batch": 100,
+    "augment": ("crop", "flip"),
+    "holdout": 0.1,
+    "precision": "fp64",
+}
+SAMPLES = 1437
+FROZEN = HELD | {"lr": 1e-12, "epochs": 9, "ledger": True}
+"""Each evaluation after the first brings the same top1; an epoch has 14 steps."""
+
+
+def _splits(**asked: Any) -> Splits:
+    dtype = torch.float32
+    return build(DataConfig(**asked), seed=3, world=World.alone(), dtype=dtype, channels_last=False)
+
+
+def test_what_is_held_out_follows_from_seed_and_index_alone() -> None:
+    splits = _splits(holdout=0.25, augment=("crop", "cutout"))
+    assert isinstance(splits.train, Part)
+    assert isinstance(splits.validation, Part)
+    kept, held = splits.train.indices, splits.validation.indices
+    assert sorted([*kept, *held]) == list(range(SAMPLES))
+    assert 0.2 < len(held) / SAMPLES < 0.3
+    assert held.tolist() == [index for index in range(SAMPLES) if is_held_out(index + 1, 3, 0.25)[index]]
+    assert (is_held_out(SAMPLES, 4, 0.25) != is_held_out(SAMPLES, 3, 0.25)).sum() > 300
+    # As they are, without the variations of training.
+    plain = _splits().train
+    every = np.arange(len(held))
+    ((x, y, read),) = splits.validation.stream([every], epoch=5)
+    ((wanted, labels, _),) = plain.stream([held], epoch=0)
+    assert (torch.equal(x, wanted), torch.equal(y, labels), read.tolist()) == (True, True, every.tolist())
+    ((varied, *_),) = splits.train.stream([np.arange(len(kept))], epoch=5)
+    ((unvaried, *_),) = plain.stream([kept], epoch=5)
+    assert not torch.equal(varied, unvaried)
+
+
+def test_ranks_train_on_what_is_left_as_one_process_does(pool: RankPool, tmp_path: Path) -> None:
+    values = HELD | {"max_steps": 20}
+    assert apart(curve(pool, tmp_path, 3, **values, ledger=True), alone(pool, **values)) < 1e-9
+    found = check(tmp_path / NAME, Planned(global_batch=100, seed=0))
+    assert (found.outcome, found.times) == (
+        Check.HOLDS,
+        5,
+    )  # two epochs, one of them cut, two evaluations, and the test set's
+
+
+def _leaking(world: World, folder: Path) -> str:
+    """Train while rank 1 reads a sample that is held out in place of one that is not."""
+    right = ResidentImages.stream
+    held = int(np.flatnonzero(is_held_out(SAMPLES, 0, 0.1))[0])
+
+    def wrong(self: ResidentImages, shares: Iterable[Indices], *, epoch: int) -> Any:
+        return right(self, (np.array([held, *share[1:]]) for share in shares), epoch=epoch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(ResidentImages, "stream", wrong)
+        try:
+            train(override(RunConfig(), **FROZEN | {"strategy": "ddp"}, output=folder), world, Nothing())
+        except ProofError as error:
+            return str(error)
+    return ""
+
+
+def test_a_held_out_sample_that_is_trained_on_stops_the_run(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(2, _leaking, tmp_path):
+        assert "Not each sample was trained on exactly once" in said
+        assert "of none of the 1,309 samples came" in said
+
+
+def _run(world: World, values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    strategy = "ddp" if world.size > 1 else "single"
+    return run(override(RunConfig(), **values, strategy=strategy, output=folder, resume="auto"), world).as_json()
+
+
+def test_a_run_without_improvement_stops_and_one_that_is_resumed_stops_at_the_same_step(
+    pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    values = FROZEN | {"patience": 3}
+    (told,) = pool.run(1, _run, values, whole)
+    assert (told["steps"], told["exit"]) == (14 * 4, 0)
+    assert told["stopped"] == "top1 has not improved in 3 evaluations (--patience 3)"
+    for ranks, more in ((1, {"max_steps": 28}), (2, {}), (1, {})):
+        told = pool.run(ranks, _run, values | more, parts)[0]
+    assert (told["steps"], told["exit"]) == (14 * 4, 0)
+    assert "nothing is left to train" in events(parts, "start")[-1]["lines"][-1]
+    for folder in (whole, parts):
+        assert main(["verify", "run", str(folder)]) == 0
+    (more,) = pool.run(1, _run, FROZEN | {"patience": 4}, parts)  # which goes on
+    assert more["steps"] == 14 * 5
+    text = (whole / "config.toml").read_text()
+    (whole / "config.toml").write_text(text.replace("patience = 3", "patience = 4"))
+    assert "complete at step 56, and config.toml asks for 126" in refusal(capsys, "verify", "run", whole, code=3)
+
+
+def test_best_follows_the_validation_set_and_both_are_tested_at_the_end(pool: RankPool, tmp_path: Path) -> None:
+    values = HELD | {"lr": 0.2, "epochs": 5, "eval_every": 2, "ledger": True}
+    told = pool.run(2, _run, values, tmp_path)[0]
+    rows = events(tmp_path, "eval")
+    assert [(row["step"], row["samples"], row["on"]) for row in rows] == [
+        (step, 128, "validation set") for step in (28, 56, 70)
+    ]
+    assert (told["best_on"], told["top1"]) == ("validation set", rows[-1]["top1"])
+    assert told["best_top1"] == max(row["top1"] for row in rows)
+    best = checkpoint.load(tmp_path / "checkpoints" / "best").meta
+    assert best["scores"]["top1"] == told["best_top1"]
+    assert (told["test"]["step"], told["test_best"]["step"]) == (70, best["step"])
+    for name, found in (("last", told["test"]), ("best", told["test_best"])):
+        asked = override(RunConfig(), **HELD, resume=str(tmp_path / "checkpoints" / name))
+        again = evaluate_checkpoint(asked, World.alone())
+        assert {key: again[key] for key in ("step", "top1", "top5", "samples")} == {
+            key: found[key] for key in ("step", "top1", "top5", "samples")
+        }
+        assert again["loss"] == pytest.approx(found["loss"], rel=1e-9)
+    assert json.loads((tmp_path / "summary.json").read_text())["test"] == told["test"]
+    assert main(["verify", "run", str(tmp_path)]) == 0
+
+
+def test_without_a_validation_set_it_is_said_on_what_best_is_chosen(
+    pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "digits", "--model", "mlp", "--max-steps", "2", "--output", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "best is chosen on the test set (360 samples): there is no validation set" in said
+    assert "(chosen on the test set)" in said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["best_on"] == "test set"
+    assert summary["test"] == {"step": 2, **{key: summary[key] for key in ("top1", "top5", "loss", "samples")}}
+
+
+@pytest.mark.parametrize(
+    ("folders", "validation", "test"),
+    [("train val", 0, 4), ("train test", 0, 6), ("train val test", 4, 6), ("train val unlabelled", 0, 4)],
+)
+def test_a_folder_of_images_may_have_val_and_test(tmp_path: Path, folders: str, validation: int, test: int) -> None:
+    for folder, count in (("train", 5), ("val", 2), ("test", 3)):
+        for name in ("ant", "bee") if folder in folders.split() else ():
+            (tmp_path / folder / name).mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (9, 9), (number, 0, 0)).save(tmp_path / folder / name / f"{number}.png")
+    if "unlabelled" in folders:  # as ImageNet's
+        (tmp_path / "test").mkdir()
+        Image.new("RGB", (9, 9)).save(tmp_path / "test" / "1.png")
+    found = _splits(name="imagefolder", dir=tmp_path, image_size=8, workers=0)
+    assert (len(found.train), len(found.validation or ()), len(found.test)) == (10, validation, test)
+    assert found.names == ("ant", "bee")
+    if validation:
+        with pytest.raises(RequestError, match=r"--holdout 0\.5: --data imagefolder has a validation set of its own"):
+            _splits(name="imagefolder", dir=tmp_path, image_size=8, workers=0, holdout=0.5)
+
+
+class _Named(TensorDataset):
+    classes = ("ant", "bee", "cow")
+
+
+def three() -> tuple[_Named, TensorDataset, TensorDataset]:
+    """Return data of 30, 12 and 7 samples; class `cow` has none in the test set."""
+    x, y = torch.randn(49, 5, generator=torch.Generator().manual_seed(0)), torch.arange(49) % 3
+    test = torch.arange(49) % 3 < 2
+    test[:42] = False
+    return _Named(x[:30], y[:30]), TensorDataset(x[30:42], y[30:42]), TensorDataset(x[test], y[test])
+
+
+THREE = {"model": "mlp", "data": "tests.ranks.test_scores:three", "batch": 8, "epochs": 2}
+
+
+def test_a_function_may_give_a_validation_set(pool: RankPool, tmp_path: Path) -> None:
+    told = pool.run(2, _run, THREE, tmp_path)[0]
+    assert (told["best_on"], told["samples"], told["test"]["samples"]) == ("validation set", 12, 5)
+
+
+def _evaluated(world: World, run: Path, split: str, folder: Path, predictions: Path) -> dict[str, Any]:
+    asked = override(RunConfig(), **THREE, resume=str(run))
+    return evaluate_checkpoint(asked, world, split=split, folder=folder, predictions=predictions)
+
+
+@pytest.mark.parametrize(("split", "samples"), [("train", 30), ("validation", 12), ("test", 5)])
+def test_an_evaluation_writes_scores_by_class_and_predictions_by_sample(
+    pool: RankPool, tmp_path: Path, split: str, samples: int
+) -> None:
+    pool.run(1, _run, THREE, tmp_path / "run")
+    found = []
+    for ranks in (1, 3):
+        folder = tmp_path / str(ranks)
+        (tmp_path / "csv").mkdir(exist_ok=True)
+        told = pool.run(ranks, _evaluated, tmp_path / "run", split, folder, tmp_path / "csv" / f"{ranks}.csv")[0]
+        assert json.loads((folder / "scores.json").read_text()) == told
+        rows = list(csv.DictReader((tmp_path / "csv" / f"{ranks}.csv").read_text().splitlines()))
+        assert [int(row["index"]) for row in rows] == list(range(samples))
+        hits = [row["label"] == row["predicted"] for row in rows]
+        assert told["top1"] == sum(hits) / samples
+        assert [each["name"] for each in told["classes"]] == ["ant", "bee", "cow"]
+        for number, each in enumerate(told["classes"]):
+            own = [hit for row, hit in zip(rows, hits, strict=True) if int(row["label"]) == number]
+            assert (each["samples"], each["top1"]) == (len(own), sum(own) / len(own) if own else None)
+        found.append([(row["label"], row["predicted"], round(float(row["probability"]), 5)) for row in rows])
+    assert found[0] == found[1]
+    assert all(1 / 3 <= probability <= 1 for *_, probability in found[0])
+
+
+def test_the_command_writes_where_it_is_told_and_through_no_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "digits", "--model", "mlp", "--max-steps", "2", "--holdout", "0.1", "--output", "run"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "run/checkpoints/last", "--split", "validation", "--predictions", "held.csv"]) == 0
+    assert capsys.readouterr().out.startswith("validation accuracy ")
+    told = json.loads(Path("run/scores.json").read_text())
+    assert (told["split"], told["samples"], told["step"]) == ("validation", 128, 2)
+    assert told["checkpoint"] == "run/checkpoints/step-00000002"
+    held = np.flatnonzero(is_held_out(SAMPLES, 0, 0.1)).tolist()
+    assert [int(row["index"]) for row in csv.DictReader(Path("held.csv").read_text().splitlines())] == held
+    shutil.move("run/scores.json", "mine.json")
+    before = Path("mine.json").read_bytes()
+    Path("run/scores.json").symlink_to(Path("mine.json").absolute())
+    assert "is a link" in refusal(capsys, "eval", "run")
+    assert Path("mine.json").read_bytes() == before
+    assert main(["eval", "run", "--output", "elsewhere"]) == 0
+    assert json.loads(Path("elsewhere/scores.json").read_text())["split"] == "test"
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    assert "give --output" in refusal(capsys, "eval", "run")

@@ -1,0 +1,89 @@
+"""Loops of a user's own: the same model on any number of ranks, and exactly continued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep.world import World
+
+from .. import loops
+from ..pool import RankPool
+
+LAW = 1e-9
+
+
+def interrupted(world: World, stop_at: int, options: dict[str, Any]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        loops.classifier(world, stop_at, **options)
+
+
+def run(world: World, name: str, options: dict[str, Any]) -> loops.Learned:
+    learned: loops.Learned = getattr(loops, name)(world, **options)
+    return learned
+
+
+def gap(one: loops.Learned, other: loops.Learned) -> float:
+    assert len(one[0]) == len(other[0])
+    assert one[1].keys() == other[1].keys()
+    gaps = [abs(a - b) / abs(a) for a, b in zip(one[0], other[0], strict=True)]
+    gaps += [float((held - other[1][name]).abs().max() / held.abs().max()) for name, held in one[1].items()]
+    assert not any(each != each for each in gaps)
+    return max(gaps)
+
+
+def same_bits(one: loops.Learned, other: loops.Learned) -> bool:
+    return one[0] == other[0] and all(torch.equal(held, other[1][name]) for name, held in one[1].items())
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", ["classifier", "language_model", "gan", "streamed"])
+def test_a_loop_learns_the_same_on_any_number_of_ranks(pool: RankPool, name: str, accumulate: int) -> None:
+    options = {"accumulate": accumulate}
+    alone = run(World.alone(), name, options)
+    for size in (2, 3):
+        for learned in pool.run(size, run, name, options):
+            assert gap(alone, learned) < LAW, size
+
+
+@pytest.mark.parametrize("name", ["language_model", "streamed"])
+def test_accumulation_is_no_part_of_a_model_without_batch_statistics(name: str) -> None:
+    assert gap(run(World.alone(), name, {}), run(World.alone(), name, {"accumulate": 4})) < LAW
+
+
+@pytest.mark.parametrize(("size", "accumulate"), [(1, 1), (3, 2)])
+def test_a_loop_that_is_continued_ends_with_the_same_bits(
+    pool: RankPool, tmp_path: Path, size: int, accumulate: int
+) -> None:
+    options = {"accumulate": accumulate, "checkpoint_every": 3}
+    whole = pool.run(size, run, "classifier", options)[0]
+    kept = options | {"output": str(tmp_path / "run")}
+    pool.run(size, interrupted, 7, kept)  # in the second epoch, after the checkpoint of step 6
+    rest = pool.run(size, run, "classifier", kept | {"resume": "auto"})[0]
+    assert same_bits((whole[0][-len(rest[0]) :], whole[1]), rest)
+    elsewhere = tmp_path / "other"
+    pool.run(size, interrupted, 7, kept | {"output": str(elsewhere)})
+    there = pool.run(size % 3 + 1, run, "classifier", options | {"output": str(elsewhere), "resume": "auto"})[0]
+    assert gap(rest, there) < LAW
+
+
+def weighed_means(world: World) -> list[float]:
+    """Return the mean of each batch, [0, 1, 2] and [3, 4]: of three ranks the last one has no share of the second."""
+    session = loops.session(world)
+    _, loader = session.prepare(torch.nn.Linear(1, 1), DataLoader(TensorDataset(torch.arange(5)), batch_size=3))
+    means = [
+        float(session.mean(x.double().mean(), weight=torch.tensor(2 * len(x))))
+        for _ in session.epochs(1)
+        for (x,) in loader
+    ]
+    session.close()
+    return means
+
+
+def test_a_sample_that_stands_in_has_no_part_in_a_weighed_mean(pool: RankPool) -> None:
+    for size in (1, 2, 3):
+        assert pool.run(size, weighed_means) == [[1.0, 3.5]] * size

@@ -1,0 +1,125 @@
+"""`lockstep train --step`: tasks of any kind, by a step of the user's own, in our engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lockstep import task
+from lockstep.checkpoint import load
+from lockstep.config import DataConfig, RunConfig
+from lockstep.errors import RequestError
+from lockstep.options import override
+from lockstep.state import State
+from lockstep.world import World
+
+from ..loops import padded, texts
+from ..pool import RankPool
+
+Sample = dict[str, Any]
+
+
+def data(config: DataConfig) -> tuple[list[Tensor], list[Tensor]]:
+    held = texts()
+    return held[:40], held[40:]
+
+
+class Model(nn.Module):
+    """Takes and returns dicts, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.out = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11)
+
+    def forward(self, batch: Sample) -> Sample:
+        return {"logits": self.out(self.norm(self.embed(batch["ids"])))}
+
+
+def step(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
+    logits = model(batch)["logits"].flatten(0, 1)
+    labels = batch["labels"].flatten()
+    return functional.cross_entropy(logits, labels, reduction="sum"), int((labels != -100).sum())
+
+
+def mean_step(model: nn.Module, batch: Sample) -> Tensor:
+    loss, tokens = step(model, batch)
+    return loss / tokens
+
+
+def whole_step(model: nn.Module, batch: Sample) -> Tensor:
+    found: Tensor = model(batch)["logits"]
+    return found
+
+
+def right(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
+    found = model(batch)["logits"].argmax(-1) == batch["labels"]
+    return found.sum(), int((batch["labels"] != -100).sum())
+
+
+def options(folder: Path, **values: Any) -> RunConfig:
+    own = {name: f"tests.ranks.test_task:{value}" for name, value in (("model", "Model"), ("data", "data"))}
+    own |= {"collate": "tests.loops:padded", "metric": "tests.ranks.test_task:right"}
+    own |= {"step": f"tests.ranks.test_task:{values.pop('step', 'step')}"}
+    return override(
+        RunConfig(),
+        **own,
+        batch=9,
+        epochs=2,
+        lr=0.1,
+        clip=0.5,
+        warmup=1.0,
+        precision="fp64",
+        output=str(folder),
+        **values,
+    )
+
+
+def train(world: World, folder: Path, values: dict[str, Any]) -> dict[str, float]:
+    return task.train(options(folder, **values), world)
+
+
+def known(folder: Path) -> tuple[list[float], State]:
+    rows = map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if row["event"] == "step"], load(folder / "checkpoints" / "last")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_of_ones_own_learns_the_same_on_any_number_of_ranks(
+    pool: RankPool, tmp_path: Path, accumulate: int
+) -> None:
+    values = {"accumulate": accumulate}
+    alone = train(World.alone(), tmp_path / "1", values)
+    losses, state = known(tmp_path / "1")
+    assert len(losses) == 10
+    for size in (2, 3):
+        assert pool.run(size, train, tmp_path / str(size), values)[0] == pytest.approx(alone, rel=1e-9)
+        theirs, learned = known(tmp_path / str(size))
+        assert theirs == pytest.approx(losses, rel=1e-9)
+        for name, held in state.tensors.items():
+            torch.testing.assert_close(learned.tensors[name], held, rtol=1e-9, atol=1e-12)
+
+
+def test_a_step_that_is_no_sum_is_refused_in_its_own_numbers(tmp_path: Path) -> None:
+    for name, words in (("mean_step", "returned .* for 4 samples, and"), ("whole_step", r"a tensor of shape \(4, ")):
+        with pytest.raises(RequestError, match=words):
+            train(World.alone(), tmp_path / name, {"step": name})
+        assert not (tmp_path / name).exists()
+
+
+def test_what_a_step_would_leave_without_effect_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="--ema, --loss"):
+        options(tmp_path / "run", ema=0.9)
+    with pytest.raises(RequestError, match="--strategy dp drives several devices"):
+        train(World.alone(), tmp_path / "run", {"strategy": "dp"})
+
+
+def test_best_follows_the_metric(tmp_path: Path) -> None:
+    train(World.alone(), tmp_path / "run", {})
+    assert (tmp_path / "run" / "checkpoints" / "best").exists()
+    assert padded(texts(2))["ids"].shape[0] == 2

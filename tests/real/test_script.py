@@ -1,0 +1,105 @@
+"""A script that python or torchrun has started: one rank, until its process ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..command import CODE, Ended, Running, end
+from ..faults.test_script import frames, written
+from ..ports import free_port
+
+
+def _start(folder: Path, *words: str) -> Running:
+    """Start `python WORDS` in the folder."""
+    pipe = subprocess.PIPE
+    env = {"PYTHONPATH": CODE, "CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+    return Running([sys.executable, *words], cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def _alone(folder: Path, way: str, **guard: str) -> Ended:
+    written(folder, **guard)
+    return end(_start(folder, "train.py", way))
+
+
+def _torchrun() -> tuple[str, ...]:
+    return ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "told"),
+    [
+        ("refused", 2, "lockstep: It was refused.\n"),
+        ("unproved", 3, "lockstep: It was not proved.\n"),
+        ("stopped", 75, "lockstep: It was stopped.\n"),
+        (
+            "twice",
+            2,
+            "lockstep: lockstep.session() was called twice: a process has one session; keep it and pass it on.\n",
+        ),
+        ("exit", 3, ""),
+        ("words", 1, "no more\n"),
+        ("read", 0, ""),
+    ],
+)
+def test_a_script_alone_ends_as_it_should(way: str, code: int, told: str, tmp_path: Path) -> None:
+    ended = _alone(tmp_path, way)
+    assert (ended.code, ended.err) == (code, told)
+    assert ended.out.count("\nrank 0 ends with ") == 1
+
+
+def test_an_error_of_a_script_alone_looks_as_under_python(tmp_path: Path) -> None:
+    ended = _alone(tmp_path, "broken")
+    files = {file for file, _ in frames(ended.err)}
+    assert (ended.code, files, ended.err.count("lockstep:")) == (1, {str(tmp_path / "train.py")}, 0)
+    assert ended.err.endswith("\nValueError: labels reach 10\n")
+
+
+def test_a_data_worker_that_would_run_an_unguarded_script_is_told(tmp_path: Path) -> None:
+    ended = _alone(tmp_path, "read", guard="True")
+    assert ended.code == 1
+    assert 'put what the script does under `if __name__ == "__main__":`' in ended.err
+
+
+def test_an_error_is_told_where_another_excepthook_has_taken_its_place(tmp_path: Path) -> None:
+    hook = "sys.excepthook = lambda kind, error, trace: say(f'hooked {error}')"
+    path = written(tmp_path)
+    path.write_text(path.read_text().replace("def broken():\n", f"def broken():\n    {hook}\n"))
+    ended = end(_start(tmp_path, "train.py", "broken"))
+    assert ended.code == 1
+    assert "hooked labels reach 10\nrank 0 ends with ValueError('labels reach 10')\n" in ended.out
+
+
+def test_ranks_of_torchruns_are_one_world_and_the_root_cause_is_shown_once(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    ended = end(_start(tmp_path, *_torchrun(), "train.py", "read"))
+    assert ended.code == 0, ended
+    assert sorted(re.findall(r"rank (\d): 2 ", ended.out)) == ["0", "1"]
+    assert ended.out.count("ends with None") == 2
+    by_itself = end(_start(tmp_path, *_torchrun(), "train.py", "broken"))
+    by_command = end(_start(tmp_path, *_torchrun(), "-m", "lockstep", "run", "train.py", "broken"))
+    for failed in (by_itself, by_command):
+        assert failed.code == 1
+        ours, _, torchs = failed.err.partition(f"lockstep: Rank 1 failed at {path}:")
+        assert frames(ours) == [(str(path), name) for name in ("<module>", "main", "broken")], ours
+        assert str(path) not in "".join(file for file, _ in frames(torchs))
+        assert "labels reach 10" in torchs[torchs.index("Root Cause") :]
+    exits = end(_start(tmp_path, *_torchrun(), "train.py", "exit"))
+    assert re.search(r"lockstep: Rank 1 failed.*: it called sys.exit\(3\) before it was done\n", exits.err)
+    assert re.search(r"exitcode +: 3 ", exits.err[exits.err.index("Root Cause") :])
+
+
+def test_scripts_started_by_hand_meet_and_one_that_is_lost_is_one_sentence_on_the_other(tmp_path: Path) -> None:
+    written(tmp_path)
+    places = (f"init_method=tcp://127.0.0.1:{free_port()}", "world_size=2")
+    for way, codes in (("none", [0, 0]), ("killed_once", [1, -signal.SIGKILL])):
+        ranks = [_start(tmp_path, "train.py", way, *places, f"rank={rank}") for rank in range(2)]
+        first, other = (end(rank) for rank in ranks)
+        assert [first.code, other.code] == codes
+        told = r"lockstep: Rank 1 \(process \d+ on \S+\) died or was cut off.*\n" if way != "none" else ""
+        assert re.fullmatch(told, first.err), first.err

@@ -1,0 +1,293 @@
+"""Files from somebody else: whatever lies in a run folder or a file of weights costs little and ends in a sentence."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from lockstep.checkpoint.layout import render
+from lockstep.models import table
+from lockstep.verify.pages import EVAL, TRAIN, Page
+
+from .. import foreign
+from ..command import end, start
+from ..foreign import GOLDEN, STEP, copy_of_run, outcome
+from ..hostile import often
+
+SOME = 2 << 20
+VERBS = ("verify", "verify", "verify", "weights", "weights", "diff", "eval", "resume")
+Words = tuple[object, ...]
+
+
+# ---- small files that ask for much
+
+
+def _pickled(*parts: bytes) -> bytes:
+    """Return an archive as torch writes it, with this pickle."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in {"data.pkl": b"".join(parts), "byteorder": b"little", "version": b"3\n"}.items():
+            archive.writestr(f"w/{name}", data)
+    return file.getvalue()
+
+
+def _holds_itself() -> bytes:
+    return _pickled(b"\x80\x02]q\x00h\x00a.")
+
+
+def _lists_of_lists() -> bytes:
+    level = b"".join(b"]q" + bytes([n]) + b"(" + (b"h" + bytes([n - 1])) * 2 + b"e" for n in range(1, 60))
+    return _pickled(b"\x80\x02]q\x00", level, b".")
+
+
+def _tuples_as_key() -> bytes:
+    level = b"".join(b"h" + bytes([n - 1]) + b"h" + bytes([n - 1]) + b"\x86q" + bytes([n]) for n in range(1, 60))
+    return _pickled(b"\x80\x02}(K\x01K\x01\x86q\x00", level, b"K\x01u.")
+
+
+def _memory_by_number() -> bytes:
+    return _pickled(b"\x80\x02c__builtin__\nbytearray\n\x8a\x05", (40 << 30).to_bytes(5, "little"), b"\x85R.")
+
+
+def _expanded() -> bytes:
+    file = io.BytesIO()
+    torch.save({"a": torch.zeros(1).expand(10**10)}, file)
+    return file.getvalue()
+
+
+def _compressed() -> bytes:
+    """Return 4.5 GiB of zeros in 4.5 MB, as torch's own reader would unpack it."""
+    squeezer = zlib.compressobj(9, wbits=-15)
+    block = squeezer.compress(bytes(16 << 20)) + squeezer.flush(zlib.Z_FULL_FLUSH)
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("w/data.pkl", block * 288 + squeezer.flush())
+        archive.filelist[0].compress_type = zipfile.ZIP_DEFLATED
+        archive.filelist[0].file_size = 288 * (16 << 20)
+        archive.writestr("w/version", b"3\n")
+        archive.writestr("w/byteorder", b"little")
+        archive._didModify = True  # type: ignore[attr-defined]
+    return file.getvalue()
+
+
+WEIGHTS: tuple[Callable[[], bytes], ...] = (
+    *(_holds_itself, _lists_of_lists, _tuples_as_key, _memory_by_number, _expanded, _compressed),
+)
+
+
+def _ledger(run: Path, held: bytes) -> Words:
+    (run / "ledger.bin").write_bytes(held)
+    return "verify", "run", run
+
+
+def _page(kind: str = TRAIN, *, epoch: int = 0, step: int = 1, samples: int = 1437, held: int = 4) -> bytearray:
+    counts, indices = np.array([[held]], np.uint32), np.arange(held) % 2
+    return bytearray(Page(kind, epoch, step, 1, 1, samples, counts, indices).encode())
+
+
+def _header(samples: int = 1437, **numbers: int) -> Callable[[Path], Words]:
+    """Return what makes a ledger of one page, of sample 0 in a step, with other numbers in its header."""
+
+    def spoilt(run: Path) -> Words:
+        page = _page(samples=samples, held=1)
+        if numbers.get("ranks") == 0:  # and so there is nothing behind the header
+            page = bytearray(Page(TRAIN, 0, 1, 1, 1, samples, np.empty((0, 1), np.uint32), np.empty(0, int)).encode())
+        foreign.renumber(page, 0, **numbers)
+        return _ledger(run, bytes(page))
+
+    return spoilt
+
+
+def _many_epochs(run: Path) -> Words:
+    page = [_page(epoch=n, step=n * 6 + 1, samples=2**39, held=2) for n in range(SOME // 360)]
+    return _ledger(run, b"".join(page))
+
+
+def _no_evaluation(run: Path) -> Words:
+    return _ledger(run, bytes(_page(EVAL, samples=10**12)))
+
+
+def _dotted(run: Path) -> Words:
+    (run / "config.toml").write_text(".".join("a" * 100_000) + " = 1\n")
+    return "eval", run
+
+
+def _nested(name: str) -> Callable[[Path], Words]:
+    def spoilt(run: Path) -> Words:
+        (run / name).write_text('{"event": "start", "a": ' + "[" * SOME + "]" * SOME + "}\n")
+        return "verify", "run", run
+
+    return spoilt
+
+
+def _long(name: str, *words: str) -> Callable[[Path], Words]:
+    """Return what makes a file terabytes long, with nothing in it: it takes no place on the disk."""
+
+    def spoilt(run: Path) -> Words:
+        path = next(run.rglob(name))
+        path.write_bytes(b"")
+        os.truncate(path, 2 << 40)
+        return *words, run
+
+    return spoilt
+
+
+def _pipe(name: str, *words: str) -> Callable[[Path], Words]:
+    def spoilt(run: Path) -> Words:
+        path = next(run.rglob(name))
+        path.unlink()
+        os.mkfifo(path)
+        return *words, run
+
+    return spoilt
+
+
+def _evaluated(**options: object) -> Callable[[Path], Words]:
+    """Return what makes it a run with other options, which its checkpoint confirms."""
+
+    def spoilt(run: Path) -> Words:
+        config, step = run / "config.toml", run / "checkpoints" / STEP
+        state = json.loads((step / "state.json").read_text())
+        for key, value in {name.replace("_", "-"): value for name, value in options.items()}.items():
+            lines = [line for line in config.read_text().splitlines() if not line.startswith(f"{key} =")]
+            config.write_text("\n".join([*lines, f"{key} = {json.dumps(value)}"]))
+            state["meta"]["config"][key] = value
+        (step / "state.json").write_bytes(render(state))
+        if size := options.get("image_size"):
+            model = table.build("mlp", classes=10, in_channels=3, image_size=min(int(str(size)), 64)).double()
+            save_file(model.state_dict(), step / "model.safetensors")
+            (step / "optimizer.safetensors").unlink()
+            (step / "checksums.json").write_text("{}")
+        foreign.seal(step)
+        return "eval", run
+
+    return spoilt
+
+
+JUDGED = ("verify", "run")
+RUNS: dict[str, Callable[[Path], Words]] = {
+    "ledger-no-ranks": _header(ranks=0, steps=2**32 - 1),
+    "ledger-many-micros": _header(accumulation=2**32 - 1),
+    "ledger-last-step": _header(first_step=2**64 - 1),
+    "ledger-samples": _header(samples=2**63),
+    **{f"{make.__name__}": make for make in (_many_epochs, _no_evaluation, _dotted)},
+    "large-images": _evaluated(data="fake", image_size=30_000),
+    "large-batch": _evaluated(data="fake", samples=5_000, batch=10**9, image_size=64),
+    "many-classes": _evaluated(classes=10**10),
+    "large-model": _evaluated(model="pyramidnet-60000002-9000000"),
+    "wide-model": _evaluated(model="pyramidnet-110-9000000"),
+    **{f"nested-{name}": _nested(name) for name in ("summary.json", "manifest.json")},
+    **{f"long-{name}": _long(name, *JUDGED) for name in ("summary.json", "steps.jsonl", *foreign.HELD)},
+    "long-config.toml": _long("config.toml", "eval"),
+}
+PIPES: dict[str, Callable[[Path], Words]] = {
+    **{f"pipe-{name}": _pipe(name, *JUDGED) for name in (*foreign.FILES, *foreign.HELD)},
+    **{f"pipe-eval-{name}": _pipe(name, "eval") for name in ("config.toml", *foreign.HELD)},
+}
+
+
+def _ends_well(folder: Path, words: Words) -> None:
+    """Run the command with 2 GiB of memory, for 10 s at most: it ends well, or says in one sentence why not."""
+    ended = end(start(folder, *words, module="tests.limited"), foreign.LIMIT_S)
+    assert ended.code in (0, 2, 3), ended
+    assert "Traceback" not in ended.err
+    assert not re.search("MemoryError|alloc", ended.out + ended.err), "it was tried until the memory was full"
+    assert len(ended.err.splitlines()) == (ended.code != 0), ended.err
+
+
+@pytest.mark.parametrize("make", WEIGHTS, ids=lambda make: make.__name__)
+def test_a_small_file_of_weights_costs_little(tmp_path: Path, make: Callable[[], bytes]) -> None:
+    path = tmp_path / "w"
+    path.write_bytes(make())
+    assert path.stat().st_size < 8 << 20
+    _ends_well(tmp_path, ("diff", path, path))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_small_run_folder_costs_little(tmp_path: Path, name: str) -> None:
+    _ends_well(tmp_path, RUNS[name](copy_of_run(tmp_path)))
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    code, said = outcome(*PIPES[name](copy_of_run(tmp_path)))
+    assert code in (2, 3), (code, said)
+
+
+def test_a_pipe_of_weights_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "w")
+    assert outcome("diff", tmp_path / "w", GOLDEN / "checkpoints" / STEP)[0] == 2
+    assert outcome("train", "--config", tmp_path / "w")[0] == 2
+
+
+# ---- what a checkpoint's names lead to
+
+
+@pytest.mark.parametrize("name", ["../../../secret.safetensors", "/dev/zero", "..", "a\0b.safetensors"])
+def test_checksums_name_files_of_the_checkpoint_alone(tmp_path: Path, name: str) -> None:
+    run = copy_of_run(tmp_path)
+    (tmp_path / "secret.safetensors").write_bytes(foreign.weights("safetensors"))
+    foreign.seal(run / "checkpoints" / STEP, {name: "0" * 64})
+    code, said = outcome("diff", run, GOLDEN / "checkpoints" / STEP)
+    assert code == 2
+    assert "which is no file of a checkpoint" in said
+
+
+@pytest.mark.parametrize("target", ["/outside", "../../outside", f"../checkpoints/{STEP}", "best"])
+def test_links_of_a_run_lead_to_its_checkpoints_alone(tmp_path: Path, target: str) -> None:
+    run = copy_of_run(tmp_path)
+    link = run / "checkpoints" / "last"
+    link.unlink()
+    link.symlink_to(target)
+    code, said = outcome("diff", run, GOLDEN / "checkpoints" / STEP)
+    assert code == 2
+    assert "and not to a checkpoint beside it" in said
+
+
+def test_a_users_own_link_to_a_run_is_followed(tmp_path: Path) -> None:
+    run = copy_of_run(tmp_path)
+    (tmp_path / "mine").symlink_to(run)
+    (tmp_path / "best-one").symlink_to(run / "checkpoints" / "best")
+    assert outcome("diff", tmp_path / "mine", tmp_path / "best-one")[0] == 0
+
+
+# ---- whatever can be drawn
+
+
+@often
+@given(st.data())
+def test_any_damage_is_a_sentence(data: st.DataObject) -> None:
+    verb = data.draw(st.sampled_from(VERBS))
+    with tempfile.TemporaryDirectory() as folder:
+        run, whole = copy_of_run(Path(folder)), GOLDEN / "checkpoints" / STEP
+        words: dict[str, Words] = {
+            "verify": ("verify", "run", run),
+            "eval": ("eval", run),
+            "diff": ("diff", run, whole),
+            "resume": (
+                *("train", "--config", GOLDEN / "config.toml", "--max-steps", 9, "--output", run, "--resume", "auto"),
+            ),
+            "weights": ("diff", run / "a", run / "b"),
+        }
+        if verb == "weights":
+            kind = data.draw(st.sampled_from(["safetensors", "archive", "legacy"]))
+            (run / "a").write_bytes(foreign.weights(kind))
+            (run / "b").write_bytes(foreign.spoil_bytes(data.draw, foreign.weights(kind)))
+        else:
+            foreign.spoil(data.draw, run)
+        code, said = outcome(*words[verb])
+    assert code in (0, 2, 3), f"{verb}: {code}\n{said}"

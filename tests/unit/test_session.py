@@ -1,0 +1,219 @@
+"""What a session refuses, in a sentence that says what to change, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+import lockstep
+from lockstep.errors import LockstepError, RequestError, RunError
+from lockstep.sessions import Session
+from lockstep.world import World
+
+from ..loops import images, session
+
+Loop = tuple[Session, nn.Module, torch.optim.Optimizer, Any]
+
+
+def loop(**options: Any) -> Loop:
+    ours = session(World.alone(), **options)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ours, *ours.prepare(model, optimizer, DataLoader(images(), batch_size=20))
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def run(body: Callable[..., None]) -> None:
+    ours, model, optimizer, loader = loop()
+    for _ in ours.epochs(1):
+        for batch in loader:
+            body(ours, model, optimizer, batch)
+
+
+def backward_of_ones_own(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    loss_of(model, batch).backward()
+    optimizer.step()
+
+
+def no_scalar(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    ours.backward(model(batch[0]))
+
+
+def no_graph(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    ours.backward(loss_of(model, batch).detach())
+
+
+def no_weight(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    ours.backward(loss_of(model, batch), weight=0)
+
+
+def unknown_reduction(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    ours.backward(loss_of(model, batch), reduction="none")
+
+
+def closure(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    ours.backward(loss_of(model, batch))
+    optimizer.step(lambda: 0.0)
+
+
+def prepared_late(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    ours.prepare(nn.Linear(1, 1))
+
+
+def not_finite(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    ours.backward(loss_of(model, batch) * float("nan"))
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "words"),
+    [
+        (backward_of_ones_own, RequestError, r"without session\.backward\(loss\)"),
+        (no_scalar, RequestError, r"found \(20, 4\): take its mean"),
+        (no_graph, RequestError, "hangs on no parameter"),
+        (no_weight, RequestError, "sum to 0 over the global batch"),
+        (unknown_reduction, RequestError, "found 'none'"),
+        (closure, RequestError, r"optimizer\.step\(closure\)"),
+        (prepared_late, RequestError, "after the loop had begun"),
+        (not_finite, RunError, "step 1 is not a finite number on rank 0: lower the learning rate"),
+    ],
+)
+def test_misuse_is_told(wrong: Callable[..., None], kind: type[LockstepError], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        run(wrong)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (lambda: iter([1]), "found a list_iterator"),
+        (lambda: DataLoader(images(), batch_size=None), "batch_size"),
+        (lambda: DataLoader(images(), batch_sampler=BatchSampler(SequentialSampler(images()), 4, False)), "batch"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused(part: Callable[[], Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        session(World.alone()).prepare(part())
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    ours = session(World.alone())
+    model, other = nn.Linear(2, 2), nn.Linear(3, 3)
+    ours.prepare(model, torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.raises(RequestError, match=r"2 parameters of no prepared model \(the first: shape \(3, 3\)\)"):
+        next(iter(ours.epochs(1)))
+
+
+def continued(output: str, width: int, count: int) -> None:
+    with session(World.alone(), output=output, resume="auto") as ours:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(108, width))
+        ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(images(count), batch_size=20))
+        for _ in ours.epochs(3):
+            pass
+
+
+def test_a_run_of_another_model_or_other_data_is_not_continued(tmp_path: Path) -> None:
+    output = str(tmp_path / "run")
+    continued(output, 4, 61)
+    for width, count, words in ((5, 61, "another model"), (4, 60, "61 samples .* here are 60")):
+        with pytest.raises(RequestError, match=words):
+            continued(output, width, count)
+    continued(output, 4, 61)
+
+
+def test_options_that_the_script_decides_on_are_refused() -> None:
+    with pytest.raises(RequestError, match="takes no 'lr'; it takes output, resume"):
+        lockstep.session(lr=0.1)
+
+
+def test_each_sample_is_evaluated_once_without_a_trace() -> None:
+    ours, model, _, loader = loop()
+    model.train()
+    seen = []
+    for x, _ in ours.evaluating(DataLoader(images(), batch_size=7)):
+        assert not model.training
+        assert not model(x).requires_grad
+        seen.append(ours.gather(x))
+    assert model.training
+    torch.testing.assert_close(torch.cat(seen).float(), images().tensors[0])
+    assert len(loader) == 4
+    assert loader.batch_size == 20
+
+
+def test_a_plain_loop_is_left_as_it_is() -> None:
+    """Of one rank, a session's loop comes to the same bits as the loop without it, in the same order."""
+
+    def train(ours: Session | None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4)).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
+        loader: Any = DataLoader(images(), batch_size=20)
+        if ours is not None:
+            model, optimizer, schedule, loader = ours.prepare(model, optimizer, schedule, loader)
+        for _ in range(2) if ours is None else ours.epochs(2):
+            for x, y in loader:
+                loss = nn.functional.cross_entropy(model(x.double()), y)
+                loss.backward() if ours is None else ours.backward(loss)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+        return model.state_dict()
+
+    plain = train(None)
+    assert all(torch.equal(held, plain[name]) for name, held in train(session(World.alone())).items())
+
+
+def test_losses_with_weights_of_their_own_are_recorded_each_by_its_own() -> None:
+    ours, model, optimizer, loader = loop(accumulate=2)
+    recorded = []
+    ours._loop.count_step = lambda loss, samples, lr: recorded.append(float(loss))  # type: ignore[method-assign]
+    for x, _ in loader:
+        for value, weight in ((1.0, 3), (2.0, 5)):
+            ours.backward(0 * model(x).sum() + value, weight=weight)
+        optimizer.step()
+    assert recorded == [pytest.approx(3.0)] * 4
+
+
+def test_a_second_loader_begins_at_its_beginning() -> None:
+    ours = session(World.alone())
+    model: Any = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), *(DataLoader(images(), batch_size=20) for _ in range(2))
+    model, optimizer, loader, second = ours.prepare(*parts)
+    for _ in ours.epochs(2):
+        for batch in loader:
+            ours.backward(loss_of(model, batch))
+            optimizer.step()
+        assert sum(len(x) for x, _ in second) == 61
+
+
+def test_a_loop_without_a_loader_weighs_each_step() -> None:
+    ours = session(World.alone())
+    model = nn.Linear(2, 1)
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(1, 4):
+        ours.backward(model(torch.ones(4, 2, dtype=torch.float64)).mean(), weight=number)
+        optimizer.step()
+    assert ours.step == 3
+
+
+def test_a_copy_of_a_model_in_half_precision_is_its_own() -> None:
+    ours = session(World.alone(), precision="bf16")
+    model = ours.prepare(nn.Linear(2, 2))
+    other = copy.deepcopy(model)
+    nn.init.zeros_(other.weight)
+    nn.init.zeros_(other.bias)
+    assert not other(torch.ones(1, 2)).any()
+    assert model(torch.ones(1, 2)).dtype == torch.float32
+    assert isinstance(model, nn.Linear)

@@ -1,0 +1,347 @@
+"""A user's DataLoader, shared out: the ranks' shares put together are the batches of one rank, whatever reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import random
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils import data
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from lockstep.batching import BatchPlan
+from lockstep.data.order import Order
+from lockstep.data.share import Micro, SharedLoader, moved
+from lockstep.errors import RequestError
+from lockstep.randomness import Generators
+from lockstep.topology import Topology
+from lockstep.world import World
+
+Joined = list[tuple[list[Any], list[int], int, bool]]
+
+
+def _shared(dataset: Any, batch: int, rank: int = 0, ranks: int = 1, **options: Any) -> SharedLoader:
+    own = {name: options.pop(name) for name in ("accumulate", "dtype") if name in options}
+    world = World(Topology(rank=rank, size=ranks, local_rank=rank, local_size=ranks), torch.device("cpu"))
+    return SharedLoader(DataLoader(dataset, batch, **options), world, seed=5, **own)
+
+
+def _ranks(dataset: Any, batch: int, ranks: int, **options: Any) -> list[SharedLoader]:
+    return [_shared(dataset, batch, rank, ranks, **options) for rank in range(ranks)]
+
+
+def _joined(streams: list[Iterator[Micro]]) -> Joined:
+    """Return (samples, indices, total, last) of each global micro-batch: all ranks' shares put together."""
+    joined = []
+    for parts in zip(*streams, strict=True):
+        assert len({(part.total, part.last) for part in parts}) == 1
+        assert all(part.count == len(part.indices) for part in parts)
+        batches = [part.batch[0] if isinstance(part.batch, list) else part.batch for part in parts]
+        samples = [row for batch, part in zip(batches, parts, strict=True) for row in batch.tolist()[: part.count]]
+        indices = np.concatenate([part.indices for part in parts]).tolist()
+        joined.append((samples, indices, parts[0].total, parts[0].last))
+    return joined
+
+
+def _samples(joined: Joined) -> list[Any]:
+    return [sample for samples, *_ in joined for sample in samples]
+
+
+@dataclasses.dataclass
+class Drawing(data.Dataset[Tensor]):
+    """Samples that draw from all three generators."""
+
+    samples: int = 23
+    reads: int = 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.reads += 1
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.random()], dtype=torch.float64)
+
+
+class DrawingBatches(Drawing):
+    """The same, which reads whole batches."""
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        assert type(indices) is list
+        return [self[index] for index in indices]
+
+
+@dataclasses.dataclass
+class Counting(data.IterableDataset[Tensor]):
+    """A stream of 0, 1, … with the epoch and two numbers drawn; its length is a lie."""
+
+    samples: int = 23
+    epoch: int = -1
+
+    def __len__(self) -> int:
+        return 1000
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number in range(self.samples):
+            yield torch.tensor([number, self.epoch, random.random(), torch.rand(()).item()], dtype=torch.float64)
+
+
+SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(1, 4), st.integers(1, 3), st.booleans()).filter(
+    lambda shape: shape[1] >= shape[2] * shape[3]
+)
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "stream"])
+@given(shape=SHAPES)
+def test_the_shares_of_all_ranks_are_the_batches_of_one(shape: tuple[int, int, int, int, bool], kind: str) -> None:
+    samples, batch, ranks, accumulate, drop_last = shape
+    order = Order(samples, seed=5, epoch=2).indices(0, samples).tolist() if kind == "shuffled" else range(samples)
+    dataset = Counting(samples) if kind == "stream" else data.ConcatDataset([TensorDataset(torch.arange(samples))])
+    options = {"shuffle": kind == "shuffled", "drop_last": drop_last, "accumulate": accumulate}
+    shared = _ranks(dataset, batch, ranks, **options)
+    expected: list[list[tuple[list[int], int, bool]]] = []
+    for start in range(0, samples // batch * batch if drop_last else samples, batch):
+        stop = min(start + batch, samples)
+        cuts = BatchPlan.solve(batch, 1, accumulation=accumulate).split(start, stop, 0)
+        expected.append([(list(order[cut.start : cut.stop]), stop - start, cut is cuts[-1]) for cut in cuts])
+    for first in (0, len(expected) // 2):
+        found = [list(each.micros(2, first=first)) for each in shared]
+        joined = _joined([iter(each) for each in found])
+        rows = [[row[0] if kind == "stream" else row for row in rows] for rows, *_ in joined]
+        wanted = [micro for micros in expected[first:] for micro in micros]
+        assert [(row, *rest) for row, (_, _, *rest) in zip(rows, joined, strict=True)] == wanted
+        assert rows == [indices for _, indices, *_ in joined]
+    stand_in = {int(micro.batch[0].flatten()[0]) for each in found for micro in each if not micro.count}
+    assert stand_in <= {micros[0][0][0] for micros in expected[-1:]}  # the last batch's first sample
+    if kind == "stream":
+        assert (shared[0].samples, shared[0].steps()) == (None, 1000 // batch + (not drop_last and 1000 % batch > 0))
+    else:
+        assert (shared[0].samples, shared[0].steps()) == (samples, len(expected))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@given(shape=SHAPES)
+def test_evaluation_takes_each_sample_once_in_order(shape: tuple[int, int, int, int, bool], stream: bool) -> None:
+    samples, batch, ranks, _, drop_last = shape
+    dataset = Counting(samples) if stream else TensorDataset(torch.arange(samples))
+    shared = _ranks(dataset, batch, ranks, shuffle=not stream, drop_last=drop_last)
+    found = [list(each.shares()) for each in shared]
+    joined = _joined([iter(each) for each in found])
+    rows = [row[0] if stream else row for row in _samples(joined)]
+    assert rows == [index for _, indices, *_ in joined for index in indices] == list(range(samples))
+    totals = [total for *_, total, _ in joined]
+    assert sum(totals) == samples
+    if not stream:
+        assert len(joined) == max(1, min(-(-samples // batch), samples // ranks))
+        assert max(totals) - min(totals) <= 1
+    assert min(micro.count for each in found for micro in each) > 0 or samples < ranks
+    assert max(micro.count for each in found for micro in each) <= -(-batch // ranks) + 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Drawing(), DrawingBatches(), data.Subset(Drawing(30), range(1, 24)), Counting()])
+def test_what_samples_draw_depends_on_neither_workers_nor_ranks(dataset: Any, workers: int) -> None:
+    torch.manual_seed(workers)
+    before = Generators.now(()).as_json()
+
+    def read(ranks: int, epoch: int, first: int = 0, **options: Any) -> list[Any]:
+        shared = _ranks(dataset, 6, ranks, shuffle=not isinstance(dataset, Counting), **options)
+        for number in (epoch - 1, epoch):
+            found = _samples(_joined([each.micros(number, first=first) for each in shared]))
+        for each in shared:
+            each.close()
+        return found
+
+    inner: Any = dataset.dataset if isinstance(dataset, data.Subset) else Drawing()
+    reads = inner.reads
+    alone = read(1, 3)
+    assert inner.reads - reads in (0, 2 * len(alone))  # a part of a data set reads none twice
+    assert read(2, 3, num_workers=workers, persistent_workers=workers > 0) == alone
+    assert read(3, 3, first=2, num_workers=workers) == alone[12:]
+    assert len({number for row in alone for number in row[2:]}) == 2 * len(alone) == 46
+    assert not isinstance(dataset, Counting) or {row[1] for row in alone} == {3}
+    assert {row[2] for row in alone}.isdisjoint(row[2] for row in read(1, 4))
+    assert Generators.now(()).as_json() == before  # the process's own go on as if nothing had been read
+
+
+def _drawing_collate(samples: list[Any]) -> Tensor:
+    return torch.rand(()) + len(samples)
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(9)), Drawing(9), DrawingBatches(9), Counting(9)])
+def test_what_a_collate_function_draws_follows_from_its_share(dataset: Any) -> None:
+    def read(*rank: int, **options: Any) -> list[float]:
+        shared = _shared(dataset, 4, *rank, collate_fn=_drawing_collate, **options)
+        return [micro.batch.item() % 1 for micro in shared.micros(1) if micro.count]
+
+    assert read(num_workers=1) == read()
+    assert len({*read(0, 2), *read(1, 2)}) == 5
+
+
+class Backwards:
+    """A sampler of somebody's own, with a generator and an epoch."""
+
+    epoch = 0
+
+    def __init__(self) -> None:
+        self.own = torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return 9
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        first = int(torch.randint(5, (), generator=self.own)) + random.randrange(5) + self.epoch
+        return iter([(first - number) % 20 for number in range(9)])
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        data.WeightedRandomSampler([1.0] * 20, 9),
+        data.SubsetRandomSampler(range(3, 12), generator=torch.Generator().manual_seed(1)),
+        RandomSampler(range(20), num_samples=9),
+        RandomSampler(range(9), replacement=True),
+        Backwards(),
+    ],
+)
+def test_a_sampler_is_drawn_from_seed_and_epoch(sampler: Any) -> None:
+    def read(ranks: int, epoch: int) -> list[int]:
+        shared = _ranks(TensorDataset(torch.arange(20)), 4, ranks, sampler=sampler)
+        assert [(each.samples, each.steps()) for each in shared] == [(9, 3)] * ranks
+        return _samples(_joined([each.micros(epoch) for each in shared]))
+
+    own = [each for each in vars(sampler).values() if isinstance(each, torch.Generator)]
+    held = [each.get_state() for each in own]
+    drawn = read(1, 4)
+    torch.rand(1)
+    assert read(3, 4) == drawn
+    assert getattr(sampler, "epoch", 4) == 4
+    assert sorted(drawn) != list(range(9))
+    assert read(1, 5) != drawn
+    assert all(torch.equal(each.get_state(), state) for each, state in zip(own, held, strict=True))
+    evaluated = _shared(TensorDataset(torch.arange(20)), 4, sampler=sampler)
+    assert _samples(_joined([evaluated.shares()])) == sorted(read(1, 0))
+
+
+def test_what_cannot_be_shared_out_is_refused() -> None:
+    four = TensorDataset(torch.arange(4))
+    world = World(Topology(rank=0, size=2, local_size=2), torch.device("cpu"))
+    for loader, sentence in (
+        ([1, 2], "A list cannot be shared out; give a torch DataLoader"),
+        (DataLoader(four, 2, sampler=data.DistributedSampler(four, 2, 0)), "leave it out"),
+        (DataLoader(four, batch_sampler=[[0, 1]]), "has a batch_sampler; give the global batch as batch_size"),
+        (DataLoader(four, batch_size=None), "has batch_size=None; give"),
+        (DataLoader(four, 2, sampler=["a"]), "a list, yields what is no index ('str' object"),
+        (DataLoader(four, 2, sampler=iter(())), "a tuple_iterator, has no length"),
+        (DataLoader(four, 1), "Global batch 1 does not split into 2 ranks"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(sentence)):
+            SharedLoader(loader, world, seed=5)  # type: ignore[arg-type]
+    growing = [0, 1]
+    uneven = _shared(four, 2, sampler=growing)
+    growing.append(2)
+    with pytest.raises(RequestError, match="a list, yields 3 samples in epoch 7, and 2 in epoch 0"):
+        next(uneven.micros(7))
+
+
+class Words(data.Dataset[dict[str, Any]]):
+    """Texts of unlike lengths, of which one cannot be read."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 7:
+            raise self.error("no such text")
+        worker = data.get_worker_info()
+        return {"ids": torch.full((index + 1,), index), "from": getattr(worker and worker.dataset, "opened", None)}
+
+
+def _pad(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    ids = torch.nn.utils.rnn.pad_sequence([sample["ids"] for sample in samples], batch_first=True, padding_value=-1)
+    return {"ids": ids, "from": [sample["from"] for sample in samples]}
+
+
+def _open(worker: int) -> None:
+    info: Any = data.get_worker_info()
+    info.dataset.opened = info.seed - worker
+
+
+@pytest.mark.parametrize(("workers", "stay"), [(0, False), (2, False), (2, True)])
+def test_batches_are_the_users_own_and_so_are_failures_and_workers(workers: int, stay: bool) -> None:
+    options = {"collate_fn": _pad, "num_workers": workers, "persistent_workers": stay, "worker_init_fn": _open}
+    shared, stopping = (_shared(Words(error), 4, 1, 2, **options) for error in (ValueError, StopIteration))
+    before = set(multiprocessing.active_children())
+    seen = []
+    for epoch in range(2):
+        with contextlib.closing(shared.micros(epoch)) as micros:
+            micro = next(micros)
+            seen.append(set(multiprocessing.active_children()) - before)
+        assert micro.batch["ids"].tolist() == [[2, 2, 2, -1], [3, 3, 3, 3]]  # padded to its own share's longest
+        assert (micro.batch["from"][0] is None) == (workers == 0)
+    assert stay or next(stopping.micros(1)).batch["from"] == micro.batch["from"]  # nothing of what was before
+    assert [len(each) for each in seen] == [workers] * 2
+    assert (seen[0] == seen[1]) == (stay or not workers)
+    with pytest.raises(ValueError, match="no such text") as raised:
+        list(shared.micros(0))
+    told = str(raised.value) if workers else str(raised.traceback[-1])
+    assert "test_share.py" in told
+    assert "__getitem__" in told
+    assert stay or set(multiprocessing.active_children()) == before  # though the trace is held
+    with pytest.raises(RuntimeError, match="StopIteration"):  # which would end the epoch without a word
+        list(stopping.micros(0))
+    shared.close()
+    stopping.close()
+    assert set(multiprocessing.active_children()) == before
+
+
+class Point(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled:
+    x: Tensor
+    size: int = dataclasses.field(default=0, init=False)
+
+
+class Encoding(dict[str, Any]):
+    """Like Hugging Face's: a mapping that moves itself."""
+
+    def to(self, device: torch.device) -> Encoding:
+        self["moved"] = str(device)
+        return self
+
+
+def test_a_batch_is_moved_and_cast_whatever_its_shape() -> None:
+    x, y = torch.zeros(2), torch.ones(2, dtype=torch.int64)
+    batch = [Point(x, y), {"a": (x, "name", None)}, Labelled(x), Encoding(x=x), torch.nn.utils.rnn.pack_sequence([x])]
+    point, mapping, labelled, encoding, packed = moved(batch, torch.device("meta"), torch.float64, False)
+    assert all(part.is_meta for part in (point.x, point.y, mapping["a"][0], labelled.x, encoding["x"], packed.data))
+    assert (type(point), point.x.dtype, point.y.dtype) == (Point, torch.float64, torch.int64)
+    assert (mapping["a"][1:], type(labelled), labelled.size) == (("name", None), Labelled, 0)
+    assert (type(encoding), encoding["moved"], packed.batch_sizes.is_meta) == (Encoding, "meta", False)
+    assert batch[0].x.device == batch[2].x.device == x.device  # type: ignore[attr-defined]
+    dataset = TensorDataset(x, y)
+    assert [part.dtype for part in next(_shared(dataset, 2).micros(0)).batch] == [torch.float32, torch.int64]
+    cast = _shared(dataset, 2, dtype=torch.float64)
+    assert [part.dtype for part in next(cast.micros(0)).batch] == [torch.float64, torch.int64]
