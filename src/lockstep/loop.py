@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from .batching import BatchPlan
 from .config import RunConfig
 from .errors import ProofError, RequestError, RunError, Stopped, ranks_named
-from .files import shown
+from .files import shown, understanding
 from .interrupts import StopRequest
 from .meter import COVERS, Meter, NonFiniteLossError
 from .precision import Precision
@@ -331,18 +332,19 @@ class Loop:
             raise RequestError(f"{shown(state.origin)} is no checkpoint of a session's loop, but of lockstep train.")
         for what, before, now in (
             ("samples in the training set", meta["samples"], self._samples or 0),
-            ("samples in a global batch", meta["batch"], 0 if self._plan is None else self._plan.global_size),
+            ("samples in a global batch", meta.get("batch"), 0 if self._plan is None else self._plan.global_size),
         ):
             if before != now:
                 raise RequestError(
                     f"{shown(state.origin)} was trained with {before} {what}, and here are {now}: its order would be "
                     "another; give it the same data, or start a new run in another output."
                 )
-        self._prepared.load(state)
-        self._precision.load_state(meta["scaler"])
-        self.step, self.epoch, self.within = meta["step"], meta["epochs"], meta["within"]
-        self.resumed_at = self.within
-        self._epoch_s = list(meta["epoch_s"])
-        self._train_s = -meta["partial_s"]
-        devices = [self._world.device]
-        load_generators(self._world, meta["generators"], self._config.seed, self.step, devices=devices)
+        with understanding(state.origin or Path("the checkpoint")):
+            self._prepared.load(state)
+            self._precision.load_state(meta["scaler"])
+            self.step, self.epoch, self.within = meta["step"], meta["epochs"], meta["within"]
+            self.resumed_at = self.within
+            self._epoch_s = list(meta["epoch_s"])
+            self._train_s = -meta["partial_s"]
+            devices = [self._world.device]
+            load_generators(self._world, meta["generators"], self._config.seed, self.step, devices=devices)

@@ -60,11 +60,14 @@ class Generators:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Generators:
-        """Return the states that `as_json` wrote."""
+        """Return the states that `as_json` wrote. Raises `ValueError` and its like for what it cannot have written."""
         version, words, gauss = saved["python"]
         key, position, has_gauss, next_gauss = saved["numpy"]
+        cpu = torch.from_numpy(_array(saved["torch"], np.uint8))
+        if len(cpu) != len(torch.get_rng_state()):
+            raise ValueError(f"a generator's state of {len(cpu)} bytes")
         return cls(
-            cpu=torch.from_numpy(_array(saved["torch"], np.uint8)),
+            cpu=cpu,
             gpus=tuple(torch.from_numpy(_array(text, np.uint8)) for text in saved["gpus"]),
             python=(version, tuple(_array(words, np.uint32).tolist()), gauss),
             numpy={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -53,7 +54,9 @@ IDENTITY = (
 
 
 _META: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("step", "epochs", "evaluated", "stale", "replicas", "accumulation", "samples"), (int,)),
+    **dict.fromkeys(
+        ("step", "epochs", "within", "evaluated", "stale", "replicas", "accumulation", "samples", "batch"), (int,)
+    ),
     "planned_epochs": (int, NoneType),
     **dict.fromkeys(("partial_s", "best_top1"), (float,)),
     "epoch_s": (list,),
@@ -144,12 +147,14 @@ def _load(config: RunConfig, keys: Collection[str]) -> State | None:
 
 def _check_meta(meta: dict[str, Any], path: Path) -> None:
     """Raise `RequestError` where a checkpoint, whole by its checksums, says of itself what none of ours does."""
-    meta = {"stale": 0} | meta  # which older ones lack
+    meta = {"stale": 0, "within": 0, "batch": 0} | meta  # which older ones lack, and those of lockstep train
     for name, kinds in _META.items():
-        if name not in meta or type(meta[name]) not in kinds or (int in kinds and not 0 <= (meta[name] or 0) < 2**63):
+        found, least = meta.get(name), int(name in ("replicas", "accumulation"))
+        ok = name in meta and type(found) in kinds and (int not in kinds or found is None or least <= found < 2**63)
+        if ok and name == "epoch_s":
+            ok = all(type(each) in (int, float) and 0 <= each < math.inf for each in meta[name])
+        if not ok:
             raise RequestError(f"{path} is no checkpoint of lockstep's: its {name} cannot be; give another one.")
-    if not all(type(each) in (int, float) for each in meta["epoch_s"]):
-        raise RequestError(f"{path} is no checkpoint of lockstep's: its epoch_s cannot be; give another one.")
 
 
 def _check_same_run(meta: dict[str, Any], config: RunConfig, path: Path, keys: Collection[str]) -> None:

@@ -97,7 +97,7 @@ class Saver:
                 self._on_disk = min(meta["step"], self._taken_up_at)
             best = peek(checkpoints.folder / "best")
             if best is not None and best["scores"] is not None and best["step"] <= (self._taken_up_at or 0):
-                self._best_top1 = best["scores"]["top1"]
+                self._best_top1 = float(best["scores"]["top1"])
         return checkpoints
 
     def _warn(self, text: str) -> None:
