@@ -9,17 +9,38 @@ from typing import Any
 
 import pytest
 
-from ..command import Ended, end, gone, losses, processes, sentence, start, until
+from ..command import ROOT, Ended, end, gone, losses, processes, sentence, start, until
 
 CURVE = ("verify", "curve", "digits")
+EXAMPLES = ROOT / "examples"
+COUNTS = """
+import sys
+import torch, lockstep
+session = lockstep.session()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.arange(40.0).view(20, 2) / 40
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=8)
+model, optimizer, loader = session.prepare(model, optimizer, loader)
+for _ in session.epochs(2):
+    for (x,) in loader:
+        loss = model(x).square().mean() * (session.world.size if "--wrong" in sys.argv else 1)
+        session.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def _ended(folder: Path, *words: object) -> Ended:
+def _ended(folder: Path, *words: object, command: tuple[str, ...] = CURVE) -> Ended:
     """Run the proof to its end: ten commands, each of which takes seconds where nobody else keeps the cores busy."""
-    with start(folder, *CURVE, *words, "--output", "out") as process:
+    with start(folder, *command, "--output", "out", *words) as process:
         return end(process, 540)
+
+
+def _verdicts(folder: Path) -> dict[str, str]:
+    return {row["name"]: row["verdict"] for row in _read(folder, "summary.json")["variants"]}
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
@@ -70,6 +91,41 @@ def test_dropout_parts_ranks_from_one_device_and_not_the_launchers(tmp_path: Pat
     assert all(command in ended.out for side in ("single", "ddp-2") for command in rows[side]["commands"])
     assert "ddp-3: --batch 2 does not split into 1 micro-batch on 3 ranks" in ended.out
     assert summary["proof"]["curve"]["outcome"] == "fails"
+
+
+@pytest.mark.parametrize("name", ["convnet", "gan"])
+def test_all_variants_of_a_script_are_one_model(tmp_path: Path, name: str) -> None:
+    ended = _ended(tmp_path, "--max-steps", 6, EXAMPLES / f"{name}.py", "--epochs", 2, command=("verify", "curve"))
+    assert ended.code == 0, ended
+    held = ("ddp-2", "ddp-3", "ddp-2-accum-2", "ddp-2-by-torchrun", "ddp-2-by-hand", "ddp-2-resumed")
+    # Accumulation is a part of a net with batch statistics, and of two optimizers by turns.
+    assert _verdicts(tmp_path) == {
+        **dict.fromkeys(("single", "single-accum-2"), "reference"),
+        **dict.fromkeys((*held, "single-then-ddp-2"), "holds"),
+    }
+    assert _read(tmp_path, "ddp-2/manifest.json")["topology"]["size"] == 2
+
+
+def test_a_script_whose_loss_depends_on_the_ranks_parts(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(COUNTS)
+    ended = _ended(tmp_path, "mine.py", "--wrong", command=("verify", "curve"))
+    assert "ddp-2 parts from single at step 1" in sentence(ended, code=3)
+    verdicts = _verdicts(tmp_path)
+    assert {name for name, verdict in verdicts.items() if verdict == "parts"} == {
+        *("ddp-2", "ddp-3", "ddp-2-accum-2", "single-then-ddp-2"),
+    }
+    assert verdicts["single-accum-2"] == verdicts["ddp-2-by-torchrun"] == "holds"
+
+
+def test_all_variants_of_a_step_of_ones_own_are_one_model(tmp_path: Path) -> None:
+    names = {"model": "Model", "data": "data", "step": "step", "metric": "right"}
+    own = [word for name, value in names.items() for word in (f"--{name}", f"tests.ranks.test_task:{value}")]
+    own += ["--collate", "tests.loops:padded", "--batch", "9", "--epochs", "2"]
+    ended = _ended(tmp_path, *own, command=("verify", "curve"))
+    assert ended.code == 0, ended
+    verdicts = _verdicts(tmp_path)
+    assert verdicts.pop("single") == "reference"
+    assert {*verdicts.values()} == {"holds"}
 
 
 def test_a_stop_ends_the_variant_that_is_trained_and_leaves_nobody(tmp_path: Path) -> None:

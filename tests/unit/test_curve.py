@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -146,6 +147,51 @@ def test_all_variants_share_a_config_without_what_tells_them_apart(tmp_path: Pat
     variants.write_config(_setup(tmp_path, strategy="ddp", micro_batch=20, output=Path("asked")))
     # 64 samples, at most 20 of them at once on one device
     assert read_toml(tmp_path / variants.CONFIG) == override(_setup().config, accumulate=4)
+
+
+def _scripted(**values: Any) -> Setup:
+    script, flags = ("mine.py", "--lr", "1"), ("--precision", "fp64", "--max-steps", "6")
+    return dataclasses.replace(_setup(**values), script=script, flags=flags)
+
+
+def test_a_script_is_run_by_each_process_with_the_flags_given_alone(tmp_path: Path) -> None:
+    # Of how its batch is cut the reference leaves the decision to the script, and the others take over that.
+    for setup, cut in (
+        (_scripted(), ()),
+        (_scripted(micro_batch=9), ("--micro-batch", "9")),
+        (_scripted(accumulate=3), ("--accumulate", "3", "--micro-batch", "none")),
+    ):
+        (only,) = variants.commands(setup, setup.reference, steps=6)[0]
+        shared = ("run", "--precision", "fp64", "--max-steps", "6", "--output", "out/single", "--strategy", "single")
+        assert only[4:] == (*shared, *cut, "mine.py", "--lr", "1")
+        assert {each.way.strategy for each in variants.others(setup, has_statistics=False)} == {"single", "ddp"}
+    for each in variants.others(setup, has_statistics=False):
+        for stage in variants.commands(setup, each, steps=6):
+            assert all(line[-3:] == ("mine.py", "--lr", "1") for line in stage)
+            assert all(str(each.accumulation) == line[line.index("--accumulate") + 1] for line in stage)
+    variants.write_config(dataclasses.replace(setup, folder=tmp_path))
+    assert not list(tmp_path.iterdir())  # a file would beat what the script decides on
+
+
+def test_a_step_of_ones_own_is_trained_by_processes_with_one_device_each() -> None:
+    found = variants.others(_setup(step="mine:step"), has_statistics=False)
+    assert {each.way.strategy for each in found} == {"single", "ddp"}
+    assert all(each.partner for each in found)
+
+
+def test_accumulation_is_a_part_of_loops_with_several_optimizers() -> None:
+    found = {each.name: each for each in variants.others(_scripted(), has_statistics=False, optimizers=2)}
+    assert (found["single-accum-2"].partner, found["ddp-2-accum-2"].partner) == ("", "single-accum-2")
+
+
+def test_what_a_loop_does_not_have_is_not_varied() -> None:
+    setup = _scripted()
+    planned = variants.others(setup, has_statistics=False)
+    for has, names in (
+        ({"has_batches": False}, {"single-accum-2", "ddp-2-accum-2"}),
+        ({"has_epochs": False}, {"ddp-2-resumed", "single-then-ddp-2"}),
+    ):
+        assert {x.name for x in planned if variants.obstacle(setup, x, steps=6, has_statistics=False, **has)} == names
 
 
 # ---- running them

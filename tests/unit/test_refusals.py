@@ -154,12 +154,22 @@ OWN = """
 --resume gone                          | gone | no checkpoint
 """.replace("{own}", "tests.refused")
 
+SCRIPTS = """
+absent.py                    | absent.py cannot be read
+-m no_such_module            | -m no_such_module: there is no such module
+--lr 1 mine.py               | lockstep verify curve takes no --lr: the script decides
+--strategy dp mine.py        | --strategy dp drives several devices | each process of a script has one
+--rank 0 --world-size 2 --init-method file:///x mine.py --rank 1 | no use for --rank 0
+--devices 1 mine.py          | --devices 1 leaves nothing to compare
+"""
+
 TABLES = {
     "": COMMANDS,
     "train digits": TRAIN,
     "train digits --accelerator cpu": STARTS,
     "submit slurm --dry-run": SUBMIT,
     "verify curve digits --accelerator cpu": CURVE,
+    "verify curve --accelerator cpu": SCRIPTS,
     "train --accelerator cpu --model mlp": OWN,
 }
 ROWS = [(begun, *row.split("|", 1)) for begun, rows in TABLES.items() for row in rows.strip().splitlines()]

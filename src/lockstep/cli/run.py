@@ -31,35 +31,49 @@ With --output left out, the run's folder is runs/NAME by the script's name.
 """
 
 _SECTIONS = ("parallel", "checkpoint", "record")
-_KEYS = ("seed", "accumulate", "micro-batch", "precision", "deterministic", "verify-every")
+_KEYS = ("seed", "max-steps", "accumulate", "micro-batch", "precision", "deterministic", "verify-every", "ledger")
 """Options, by section and one by one, that a script leaves to the command; it decides on all others itself."""
 
 
 def main(given: list[str]) -> int:
     """Run the script on every rank, and return the exit code."""
-    known = {leaf.key for leaf in leaves() if leaf.section in _SECTIONS or leaf.key in _KEYS}
-    known -= {flag for kind in KINDS.values() for flag in kind.options}
-    ours, rest = _split(given)
-    if output.helped([word for word in ours if word in ("-h", "--help")], _USAGE.format(flags=_listed(known))):
+    known = sorted(_known())
+    if output.helped(
+        [word for word in split(given)[0] if word in ("-h", "--help")], _USAGE.format(flags=_listed(known))
+    ):
         return 0
+    config, script = asked(given, prog="lockstep run")
+    if launchers.starts_here(config):
+        folders.check(config)
+    return launchers.launch(script, config) or 0
+
+
+def asked(given: list[str], *, prog: str) -> tuple[RunConfig, Script]:
+    """Return what flags, a script and its own flags ask for.
+
+    Raises `RequestError` for a script that is none, and for flags that the script decides on.
+    """
+    ours, rest = split(given)
     is_module = rest[:1] == ["-m"]
     name, arguments = next(iter(rest[is_module:]), ""), tuple(rest[is_module + 1 :])
     names: set[str] = set()
 
     def check(found: Collection[str], config: RunConfig) -> None:
         names.update(found)
-        if idle := [f"--{flag}" for flag in found if flag not in known]:
-            raise RequestError(f"lockstep run takes no {', '.join(idle)}: the script decides on that; leave it out.")
+        if idle := [f"--{flag}" for flag in found if flag not in _known()]:
+            raise RequestError(f"{prog} takes no {', '.join(idle)}: the script decides on that; leave it out.")
 
     # The script decides on model and data; its name is that of the default folder.
     base = RunConfig(model=ModelConfig(name=name if is_module else Path(name).stem), data=DataConfig(name=""))
-    config = flags.parse(ours, prog="lockstep run", base=base, imports=False, check=check)
+    config = flags.parse(ours, prog=prog, base=base, imports=False, check=check)
     _check_strategy(config.parallel.strategy)
     _check_module(name) if is_module else _check_script(name)
-    if launchers.starts_here(config):
-        folders.check(config)
-    script = Script(name, arguments, is_module, frozenset(names))
-    return launchers.launch(script, config) or 0
+    return config, Script(name, arguments, is_module, frozenset(names))
+
+
+def _known() -> set[str]:
+    known = {leaf.key for leaf in leaves() if leaf.section in _SECTIONS or leaf.key in _KEYS}
+    return known - {flag for kind in KINDS.values() for flag in kind.options}
 
 
 def _listed(names: Collection[str]) -> str:
@@ -67,9 +81,19 @@ def _listed(names: Collection[str]) -> str:
     return textwrap.fill(words, 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
-def _split(given: list[str]) -> tuple[list[str], list[str]]:
-    """Return the flags before the script, and the words from the script, or from -m, on."""
-    switches = {f"--{no}{leaf.key}" for leaf in leaves() if leaf.kind is bool for no in ("", "no-")} | {"--help", "-h"}
+def names_script(given: list[str], switches: Collection[str] = ()) -> bool:
+    """Return whether a script (NAME.py, or -m MODULE) comes after the flags, and no recipe does."""
+    after = next(iter(split(given, switches)[1]), "")
+    return after == "-m" or after.endswith(".py")
+
+
+def split(given: list[str], switches: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """Return the flags before the script, and the words from the script, or from -m, on.
+
+    `switches` are flags without a value beside those of a run.
+    """
+    ours = {f"--{no}{leaf.key}" for leaf in leaves() if leaf.kind is bool for no in ("", "no-")} | {"--help", "-h"}
+    switches = {*ours, *switches}
     at = 0
     while at < len(given) and given[at].startswith("-") and given[at] != "-m":
         flag, equals, _ = given[at].partition("=")

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
 from ..files import lines_of, parse_json, understanding
-from ..files import read as read_file
+from ..options import override
 from . import variants
 from .commands import Command
 from .variants import Setup, Variant
@@ -160,10 +161,23 @@ def outcomes(setup: Setup, *, tolerance: float, tell: Callable[[str], None]) -> 
     alone = setup.reference
     tell(f"training {alone.name}")
     yield _trained(setup, alone, tolerance=tolerance, steps=0)
-    statistics = _chosen(setup, alone.name)["batchnorm"] != "none"
-    steps = len(losses_of(setup.folder / alone.name))
-    planned = variants.others(setup, has_statistics=statistics)
-    why = {each.name: variants.obstacle(setup, each, steps=steps, has_statistics=statistics) for each in planned}
+    told = _start(setup, alone.name)
+    chosen, plan = told["chosen"], told["plan"]
+    statistics, steps = chosen["batchnorm"] != "none", len(losses_of(setup.folder / alone.name))
+    if setup.script:
+        known = {"accumulate": chosen["accumulate"], "micro_batch": None}
+        config = override(setup.config, **known, **({"batch": plan["global_size"]} if plan else {}))
+        setup = dataclasses.replace(setup, config=config)
+    possible = functools.partial(
+        variants.obstacle,
+        setup,
+        steps=steps,
+        has_statistics=statistics,
+        has_batches=bool(plan),
+        has_epochs=bool(told["epochs"]),
+    )
+    planned = variants.others(setup, has_statistics=statistics, optimizers=_optimizers(setup, alone.name))
+    why = {each.name: possible(each) for each in planned}
     compared = {each.partner for each in planned if not why[each.name]}
     for number, variant in enumerate(planned, 2):
         idle = "" if variant.partner or variant.name in compared else "nothing is compared with it"
@@ -186,9 +200,16 @@ def _trained(setup: Setup, variant: Variant, *, tolerance: float, steps: int) ->
     return dataclasses.replace(trained, verdict=HOLDS if parting.holds else PARTS, note=variant.note, parting=parting)
 
 
-def _chosen(setup: Setup, name: str) -> dict[str, Any]:
-    """Return what each `auto` came to in a variant's run."""
-    path = setup.folder / name / "manifest.json"
+def _optimizers(setup: Setup, name: str) -> int:
+    """Return how many optimizers a variant's run has."""
+    from .. import checkpoint
+
+    return len(checkpoint.load(setup.folder / name).meta.get("groups", [()]))  # which checkpoints of sessions tell
+
+
+def _start(setup: Setup, name: str) -> dict[str, Any]:
+    """Return what a variant's run has told at its start: what each `auto` came to, the batch plan, the epochs."""
+    path = setup.folder / name / "steps.jsonl"
     with understanding(path):
-        chosen: dict[str, Any] = parse_json(read_file(path))["chosen"]
-        return chosen
+        told: dict[str, Any] = parse_json(next(lines_of(path)))
+        return told

@@ -87,11 +87,17 @@ class Setup:
     folder: Path
     devices: int
     is_cpu: bool
+    script: Command = ()
+    """A script of the user's and its arguments, or -m and a module's; empty where `lockstep train` trains."""
+    flags: Command = ()
+    """Flags of `lockstep run` that all variants of a script have; it decides on whatever they do not name."""
 
     @property
     def accumulation(self) -> int:
         """Global micro-batches of a step, a part of the model: as many as keep one device to --micro-batch."""
         batch = self.config.batch
+        if self.script:  # the batch is its own, and the reference tells how it was cut
+            return batch.accumulate or 1
         plan = BatchPlan.solve(batch.size, 1, micro_size=batch.micro_batch, accumulation=batch.accumulate)
         return plan.accumulation
 
@@ -99,8 +105,15 @@ class Setup:
     def strategies(self) -> tuple[str, ...]:
         """The strategies that are compared with one device: the one that was asked for, or all there are."""
         asked = self.config.parallel.strategy
-        several = (name for name, kind in KINDS.items() if kind.has_ranks or kind.drives_all)
+        several = {name: kind for name, kind in KINDS.items() if kind.has_ranks or kind.drives_all}
+        if self.is_own_loop:  # each process of which has one device
+            several = {name: kind for name, kind in several.items() if kind.process_per_device}
         return tuple(several) if asked == "auto" else (asked,)
+
+    @property
+    def is_own_loop(self) -> bool:
+        """Whether a session trains: in a script, or with a step of the user's own."""
+        return bool(self.script or self.config.optim.step)
 
     @property
     def reference(self) -> Variant:
@@ -110,17 +123,21 @@ class Setup:
 
 
 def check(setup: Setup) -> None:
-    """Raise `RequestError` where the batch cannot be shared out among the devices."""
+    """Raise `RequestError` where the batch cannot be shared out among the devices, as far as that is known."""
     for strategy in setup.strategies:
         way = _way(setup, strategy)
+        if setup.script:
+            continue
         BatchPlan.solve(setup.config.batch.size, way.ranks, accumulation=setup.accumulation, devices=way.each)
 
 
-def others(setup: Setup, *, has_statistics: bool) -> list[Variant]:
+def others(setup: Setup, *, has_statistics: bool, optimizers: int = 1) -> list[Variant]:
     """Return the variants beside the reference, each after its partner.
 
-    `has_statistics` says whether the model has batch statistics, of which accumulation is a part.
+    Accumulation is a part of models with batch statistics, which is what `has_statistics` says, and of loops with
+    several optimizers: what comes after the first one's step sees the step where the batch is whole, and not before.
     """
+    is_cut_apart = has_statistics or optimizers > 1
     alone, once, twice = setup.reference, setup.accumulation, 2 * setup.accumulation
     ways = list(_ways(setup))
     found: list[Variant] = []
@@ -134,7 +151,7 @@ def others(setup: Setup, *, has_statistics: bool) -> list[Variant]:
             name=f"{alone.name}-accum-{twice}",
             way=alone.way,
             accumulation=twice,
-            partner="" if has_statistics else alone.name,
+            partner="" if is_cut_apart else alone.name,
         )
         found += [cut, *(_accumulated(way, cut) for way in ranked)]
     ours = [way for way in ranked if way.ranks > 1]
@@ -211,21 +228,42 @@ def _continued(way: Way, alone: Variant, *, same_bits: bool) -> list[Variant]:
     ]
 
 
-def obstacle(setup: Setup, variant: Variant, *, steps: int, has_statistics: bool) -> str:
-    """Return why a variant of a run of `steps` steps cannot be trained, in words; empty where it can."""
+def obstacle(
+    setup: Setup,
+    variant: Variant,
+    *,
+    steps: int,
+    has_statistics: bool,
+    has_batches: bool = True,
+    has_epochs: bool = True,
+) -> str:
+    """Return why a variant of a run of `steps` steps cannot be trained, in words; empty where it can.
+
+    A loop of the user's own may prepare no DataLoader, which is what `has_batches` says, and `has_epochs` whether it
+    goes over session.epochs.
+    """
     way, batch = variant.way, setup.config.batch.size
-    if way.ranks > most_ranks(batch // variant.accumulation, way.each):
+    if not has_batches and variant.accumulation > setup.accumulation:
+        return "the loop has no DataLoader whose batches could be cut"
+    if has_batches and way.ranks > most_ranks(batch // variant.accumulation, way.each):
         parts = f"{counted(variant.accumulation, 'micro-batch')} on {counted(way.ranks, 'rank')}"
         return f"--batch {batch} does not split into {parts}"
     if variant.begun_as and steps < 2:
         return "one step has no middle"
+    if variant.begun_as and not has_epochs:
+        return "a loop that does not go over session.epochs(…) cannot be continued"
     if variant.begun_as not in (None, variant.way) and has_statistics and setup.config.parallel.batchnorm == "local":
         return "with --batchnorm local another number of replicas is another model"
     return ""
 
 
 def write_config(setup: Setup) -> None:
-    """Write what all variants share to the file that their commands name. Raises OSError."""
+    """Write what all variants share to the file that their commands name. Raises OSError.
+
+    Those of a script have flags alone: what stands in a file would beat what it decides on.
+    """
+    if setup.script:
+        return
     asked = setup.config
     parallel = dataclasses.replace(asked.parallel, strategy=ParallelConfig().strategy, devices=None, gpus="")
     batch = dataclasses.replace(asked.batch, accumulate=setup.accumulation, micro_batch=None)
@@ -250,26 +288,39 @@ def _started_ranks(setup: Setup, variant: Variant, way: Way, *more: str) -> list
     ranks = way.ranks
     if variant.starter == "torchrun":
         per_node = ("--standalone", "--nproc-per-node", str(ranks), "--no-python")
-        return [_python("torch.distributed.run", *per_node, *_python("lockstep", *_train(setup, variant, way), *more))]
+        return [_python("torch.distributed.run", *per_node, *_python("lockstep", *_train(setup, variant, way, *more)))]
     if variant.starter == "hand" or way.has_two_levels:
         place = (setup.folder / f"{variant.name}.meeting").resolve().as_uri()
         meet = (*more, "--launcher", "manual", "--init-method", place, "--world-size", str(ranks))
         return [
-            _python("lockstep", *_train(setup, variant, way, rank), *meet, "--rank", str(rank)) for rank in range(ranks)
+            _python("lockstep", *_train(setup, variant, way, *meet, "--rank", str(rank), rank=rank))
+            for rank in range(ranks)
         ]
-    return [_python("lockstep", *_train(setup, variant, way), *more)]
+    return [_python("lockstep", *_train(setup, variant, way, *more))]
 
 
 def _python(module: str, *words: str) -> Command:
     return (sys.executable, "-P", "-m", module, *words)  # -P: what lies in the current folder is none of ours
 
 
-def _train(setup: Setup, variant: Variant, way: Way, rank: int = 0) -> Command:
-    files = ("--config", str(setup.folder / CONFIG), "--output", str(setup.folder / variant.name))
-    cut = () if variant.accumulation == setup.accumulation else ("--accumulate", str(variant.accumulation))
+def _train(setup: Setup, variant: Variant, way: Way, *more: str, rank: int = 0) -> Command:
+    how = ("--output", str(setup.folder / variant.name), "--strategy", way.strategy, *_devices(setup, way, rank))
     local = ("--batchnorm", "local") if variant.local else ()
+    if setup.script:
+        return ("run", *setup.flags, *how, *_cut(setup, variant), *local, *more, *setup.script)
     named = [word for key, value in code(setup.config).items() for word in (f"--{key}", value)]
-    return ("train", *files, *named, "--strategy", way.strategy, *_devices(setup, way, rank), *cut, *local)
+    cut = () if variant.accumulation == setup.accumulation else ("--accumulate", str(variant.accumulation))
+    return ("train", "--config", str(setup.folder / CONFIG), *named, *how, *cut, *local, *more)
+
+
+def _cut(setup: Setup, variant: Variant) -> Command:
+    """Return how a script's batch is cut: the reference's as it says itself, the others' as the reference's was."""
+    batch = setup.config.batch
+    if batch.micro_batch is not None:
+        return ("--micro-batch", str(batch.micro_batch))
+    if batch.accumulate is None:
+        return ()
+    return ("--accumulate", str(variant.accumulation), "--micro-batch", "none")  # which the script may name
 
 
 def _devices(setup: Setup, way: Way, rank: int) -> Command:

@@ -1,4 +1,4 @@
-"""`lockstep verify curve [RECIPE] [flags]`: short runs of the variants of one config, and where they part."""
+"""`lockstep verify curve [RECIPE | SCRIPT] [flags]`: short runs of the variants of one config, and where they part."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ from ...prove import curve, curve_words, variants
 from ...prove.curve import Outcome
 from ...prove.variants import Setup
 from ...screen import Screen, line
-from .. import flags, output, words
+from .. import flags, output, run, words
 from ..train import preflight
 from . import devices
 
 _USAGE = """\
 usage: lockstep verify curve [RECIPE] [--tolerance T] [flags of lockstep train]
+       lockstep verify curve [--tolerance T] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
 
 Trains the same few steps on one device and in all other ways: under each strategy on --devices devices (default: all
 GPUs, or 2 CPU processes) and on one more, with accumulation, with ranks started by torchrun and by hand, and stopped in
 the middle and continued. Prints how far their losses and weights are from one another, and where that begins.
+
+A script (NAME.py: a loop over lockstep.session()) is run in the same ways, with one device a process; so is --step. In
+float64, tensors that it makes itself have to be of its model's type; --precision fp32 asks for no such thing.
 
 Each run is a command of its own; commands, logs and runs lie in the output folder, with proof.md and summary.json.
 
@@ -43,11 +47,16 @@ Each run is a command of its own; commands, logs and runs lie in the output fold
   --strategy S     compare this strategy alone with one device
   --output FOLDER  default: runs/DATA-MODEL-curve
 
-lockstep train --help lists the other flags. Exit code: 0 all agree, 3 some do not, 2 it cannot be tried.
+lockstep train --help and lockstep run --help list the other flags.
+
+Exit code: 0 all agree, 3 some do not, 2 it cannot be tried.
 """
+_PROG = "lockstep verify curve"
 _STEPS = 20
 _OF_RANKS = ("resume", "rank", "world-size", "init-method", "launcher", "nodes")
 """Options that say how one run starts, which here is what is varied."""
+_VARIED = ("devices", "gpus", "strategy", "accumulate", "micro-batch", "output", "max-steps")
+"""Flags that a variant of a script has of its own, or not at all."""
 _HELD = ("manifest.json", "*/manifest.json", "summary.json", "checkpoints")
 """What shows that a folder holds a run, or the runs of another proof."""
 _WIDE = 200
@@ -58,13 +67,14 @@ def main(given: list[str]) -> int:
     """Train and compare; return 0 where all variants agree, raise `ProofError` where they do not."""
     if output.helped(given, _USAGE):
         return 0
-    asked, rest = words.take(given, {"--tolerance": float})
+    ours, script = run.split(given) if run.names_script(given) else (given, [])
+    asked, rest = words.take(ours, {"--tolerance": float})
     if not any(word.partition("=")[0] == "--precision" for word in rest):
         rest = [*rest, "--precision", "fp64"]  # a recipe's is for training
-    config = flags.parse(rest, prog="lockstep verify curve")
+    config = run.asked([*rest, *script], prog=_PROG)[0] if script else flags.parse(rest, prog=_PROG)
     config = override(config, max_steps=config.max_steps or _STEPS)
     tolerance = asked.get("--tolerance", curve.default_tolerance(config))
-    with _folder(_checked(config)) as setup:
+    with _folder(_checked(config, rest, script)) as setup:
         begun_s = time.monotonic()
         with _telling() as (tell, told):
             found = [told(each) for each in curve.outcomes(setup, tolerance=tolerance, tell=tell)]
@@ -80,19 +90,20 @@ def main(given: list[str]) -> int:
     return 0
 
 
-def _checked(config: RunConfig) -> Setup:
+def _checked(config: RunConfig, given: Sequence[str], script: Sequence[str]) -> Setup:
     """Return what the variants share, with no folder yet; raise `RequestError` for what cannot be tried.
 
-    Nothing is started for it.
+    `given` are the flags, and `script` the user's and its own flags, where there is one. Nothing is started for it.
     """
-    given, usual = flatten(config), flatten(RunConfig())
+    asks, usual = flatten(config), flatten(RunConfig())
     for key in _OF_RANKS:
-        if given[key] != usual[key]:
+        if asks[key] != usual[key]:
             raise RequestError(
-                f"lockstep verify curve has no use for --{key} {given[key]}: it starts the runs of all variants "
+                f"lockstep verify curve has no use for --{key} {asks[key]}: it starts the runs of all variants "
                 "itself, and continues some; leave it out."
             )
-    preflight(config)
+    if not script:
+        preflight(config)
     asked = config.parallel
     if asked.strategy != "auto" and not (KINDS[asked.strategy].has_ranks or KINDS[asked.strategy].drives_all):
         raise RequestError(
@@ -106,7 +117,15 @@ def _checked(config: RunConfig) -> Setup:
         )
     count = devices.several(config)
     launchers.least_ranks(dataclasses.replace(config, parallel=dataclasses.replace(asked, devices=count)))
-    setup = Setup(config=config, folder=Path(), devices=count, is_cpu=devices.gpus(config) == 0)
+    shared = (*flags.without([*given], _VARIED), "--max-steps", str(config.max_steps)) if script else ()
+    setup = Setup(
+        config=config,
+        folder=Path(),
+        devices=count,
+        is_cpu=devices.gpus(config) == 0,
+        script=tuple(script),
+        flags=shared,
+    )
     variants.check(setup)
     return setup
 
