@@ -21,6 +21,7 @@ import pytest
 
 from ..command import GATED, command, end, gone, losses, processes, refusal, sentence, start, until, weights
 from ..ports import free_port
+from .test_script import are_alike, check_failed_once, looped
 
 pytestmark = pytest.mark.long
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -141,6 +142,18 @@ def test_two_nodes_train_the_bits_that_two_processes_train(cluster: Cluster, und
     assert losses(tmp_path / "run") == losses(undisturbed)
     assert weights(tmp_path / "run") == weights(undisturbed)
     until(lambda: not cluster.ranks(), 10)
+
+
+@needs_ray
+def test_a_loop_of_the_users_own_is_one_model_and_tells_its_failure_once(cluster: Cluster, tmp_path: Path) -> None:
+    path, alone = looped(tmp_path)
+    ray = ("run", "--launcher", "ray", "--nodes", 2, "--devices", 1)
+    ended = command(tmp_path, *ray, "train.py", "two", **cluster.env)
+    assert ended.code == 0, ended.err
+    assert are_alike(losses(tmp_path / "two"), alone)
+    failed = command(tmp_path, *ray, "--output", "failed", "train.py", "-", "broken", **cluster.env)
+    assert failed.code == 1
+    check_failed_once(failed.err, path)
 
 
 @needs_ray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import subprocess
@@ -10,9 +11,59 @@ from pathlib import Path
 
 import pytest
 
-from ..command import CODE, Ended, Running, end
+from ..command import CODE, Ended, Running, command, end, losses
 from ..faults.test_script import frames, written
 from ..ports import free_port
+
+LOOP = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import lockstep
+
+def labels():
+    raise ValueError("labels reach 10")
+
+def main(output, *way):
+    session = lockstep.session(precision="fp64", output=output)
+    x = torch.randn(61, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    loader = DataLoader(TensorDataset(x, torch.arange(61) % 4), batch_size=20, shuffle=True)
+    net, optimizer, loader = session.prepare(net, optimizer, loader)
+    for epoch in session.epochs(3):
+        for x, y in loader:
+            if way and session.step == 5 and session.rank == session.world.size - 1:
+                labels()
+            session.backward(nn.functional.cross_entropy(net(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+"""A loop of a user's own: `train.py OUTPUT`, and where a second word follows, its last rank fails at step 5."""
+
+
+def looped(folder: Path) -> tuple[Path, list[tuple[int, float]]]:
+    """Write `LOOP` as train.py; return its path, and the (step, loss) of its steps on one rank."""
+    (path := folder / "train.py").write_text(LOOP)
+    ended = command(folder, "run", "--accelerator", "cpu", "train.py", "alone")
+    assert ended.code == 0, ended
+    return path, losses(folder / "alone")
+
+
+def are_alike(found: list[tuple[int, float]], expected: list[tuple[int, float]]) -> bool:
+    """Whether all steps are there, with losses that agree within 1e-9."""
+    pairs = zip(found, expected, strict=True)
+    return len(found) == 12 and all(a == b and math.isclose(x, y, rel_tol=1e-9) for (a, x), (b, y) in pairs)
+
+
+def check_failed_once(told: str, path: Path) -> None:
+    """Fail unless `told` shows the frames of rank 1's error in `LOOP` once, and no others."""
+    assert frames(told) == [(str(path), name) for name in ("<module>", "main", "labels")], told
+    assert re.search(rf"lockstep: Rank 1 failed at {path}:\d+: ValueError: labels reach 10\n", told), told
 
 
 def _start(folder: Path, *words: str) -> Running:

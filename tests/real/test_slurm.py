@@ -18,6 +18,7 @@ from lockstep.interrupts import STOPPING
 from ..command import GATED, OPEN, command, end, gate, losses, sentence, start, until, weights
 from .conftest import CODE, RUN
 from .slurm import Cluster, running_cluster
+from .test_script import are_alike, check_failed_once, looped
 
 pytestmark = pytest.mark.long
 SLOW = pytest.mark.slow
@@ -74,6 +75,23 @@ srun {_PYTHON} {_TRAIN} --output {tmp_path}/srun
     for name in ("srun", "torchrun"):
         assert _topology(tmp_path / name) == ("environment", 2, 1)
         assert weights(tmp_path / name) == spawned
+
+
+def test_a_loop_of_the_users_own_under_srun_is_one_model_and_tells_its_failure_once(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    path, alone = looped(tmp_path)
+    script = f"""#!/bin/bash
+#SBATCH --nodes=2 --ntasks=2 --output={tmp_path}/log
+srun {sys.executable} train.py two; echo "exit $?"
+srun --error={tmp_path}/told {_PYTHON} run --output failed train.py - broken; echo "exit $?"
+"""
+    job = cluster.submit(script, tmp_path, CUDA_VISIBLE_DEVICES="", **CODE)
+    cluster.ended(job)
+    assert re.findall(r"exit (\d+)", log := (tmp_path / "log").read_text()) == ["0", "1"], log
+    assert _topology(tmp_path / "two")[1:] == (2, 2)
+    assert are_alike(losses(tmp_path / "two"), alone)
+    check_failed_once((tmp_path / "told").read_text(), path)
 
 
 @pytest.mark.parametrize(
