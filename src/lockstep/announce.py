@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
-from . import kinds
+from . import hardware, kinds, precision, start
 from .config import SPANNING_SCHEDULES
 from .errors import counted
 from .files import shown
@@ -79,16 +77,8 @@ def _skipped(job: Job) -> list[str]:
 
 
 def _begun(job: Job) -> list[str]:
-    """Return lines for weights from elsewhere, and for layers that are frozen."""
-    lines = [] if job.taken is None else job.taken.lines()
-    if job.config.model.freeze:
-        held = list(job.model.parameters())
-        frozen = [each for each in held if not each.requires_grad]
-        share = " of ".join(f"{sum(each.numel() for each in those):,}" for those in (frozen, held))
-        kept = sum(isinstance(each, _BatchNorm) and not each.training for each in job.model.modules())
-        statistics = f", and the statistics of {counted(kept, 'BatchNorm layer')}" if kept else ""
-        lines.append(f"frozen: {counted(len(frozen), 'parameter')} ({share} weights){statistics}")
-    return lines
+    """Return lines for weights from elsewhere, and for parameters that are frozen or have a rate of their own."""
+    return [*([] if job.taken is None else job.taken.lines()), *start.reached(job.model, job.config)]
 
 
 def _continued(job: Job, progress: Progress) -> list[str]:
@@ -145,12 +135,26 @@ def _said(job: Job) -> list[str]:
     return [
         f"strategy {job.strategy.name}, launcher {parallel.launcher}, {job.replicas} × {device}, "
         f"precision {job.precision.name}{order}",
+        *_gain(job),
         statistics,
         _judged(job),
         *_exchange(job),
         *_plain(job),
         *_short(job),
         *_inexact(job),
+    ]
+
+
+def _gain(job: Job) -> list[str]:
+    """Return a line where fp32, which is the default, leaves the hardware's bfloat16 units idle."""
+    device = job.world.device
+    if job.precision.name != "fp32" or precision.resolve("auto", device) != "bf16":
+        return []
+    what = "this GPU" if device.type == "cuda" else "this processor"
+    units = "" if device.type == "cuda" else f" ({hardware.bf16_units()})"
+    return [
+        f"{what} has bfloat16 units{units}, which fp32 leaves idle: --precision bf16 may be faster, and is another "
+        "model in its last digits"
     ]
 
 

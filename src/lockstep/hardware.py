@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 _CPUINFO = Path("/proc/cpuinfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
-_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+_BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512"}
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,13 @@ def cpu_name() -> str:
 
 def has_bf16_units() -> bool:
     """Return whether the CPU has bf16 instructions (x86's avx512_bf16 or amx_bf16); False where that is unknown."""
-    flags = next((line for line in _cpuinfo() if line.startswith("flags")), "")
-    return not _BF16_FLAGS.isdisjoint(flags.split())
+    return bool(bf16_units())
+
+
+def bf16_units() -> str:
+    """Return what the CPU multiplies bf16 matrices with, AMX or AVX-512; "" without such, or where that is unknown."""
+    flags = next((line for line in _cpuinfo() if line.startswith("flags")), "").split()
+    return next((name for flag, name in _BF16_UNITS.items() if flag in flags), "")
 
 
 def gpus(visible: str | None) -> tuple[Gpu, ...]:

@@ -82,7 +82,7 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizers:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise RequestError("The model has no parameter that trains (requires_grad); there is nothing to optimize.")
-    scales = _scales(model, config)
+    scales = {each: factor for _, factor, those in scaled(model, config) for each in those}
 
     def grouped(those: list[nn.Parameter]) -> list[dict[str, Any]]:
         by_factor: dict[float, list[nn.Parameter]] = {}
@@ -121,14 +121,25 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizers:
     return Optimizers((muon, *rest), tuple(parameters))
 
 
-def _scales(model: nn.Module, config: OptimConfig) -> dict[nn.Parameter, float]:
-    """Return the factor on the rate of each parameter that a pattern of --lr-scale matches."""
+def scaled(model: nn.Module, config: OptimConfig) -> list[tuple[str, float, list[nn.Parameter]]]:
+    """Return (pattern, factor, parameters) of each --lr-scale: the first pattern that matches a parameter has it.
+
+    Raises `RequestError` for a pattern that matches nothing, or nothing that earlier ones have left.
+    """
     named = {name: each for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
-    scales: dict[nn.Parameter, float] = {}
+    found: list[tuple[str, float, list[nn.Parameter]]] = []
+    taken: set[nn.Parameter] = set()
     for pattern, factor in config.lr_scales:
-        for parameter in matching("--lr-scale", pattern, named):
-            scales.setdefault(parameter, factor)
-    return scales
+        # A parameter that is shared has several names.
+        left = [each for each in dict.fromkeys(matching("--lr-scale", pattern, named)) if each not in taken]
+        if not left:
+            raise RequestError(
+                f"--lr-scale {pattern}={factor:g} reaches no parameter: the patterns before it have all that it "
+                "matches, and the first one counts; give it before them."
+            )
+        taken.update(left)
+        found.append((pattern, factor, left))
+    return found
 
 
 def peak_lr(config: OptimConfig, batch: int) -> float:

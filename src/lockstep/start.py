@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .config import ModelConfig
+from .config import ModelConfig, RunConfig
 from .errors import RequestError, counted
 from .models import table as models_table
+from .optim import scaled
 from .state import few, matching, misfits
 from .verify import tensors as files_of_tensors
 from .verify.digest import digest
@@ -96,6 +97,25 @@ def _read(config: ModelConfig) -> tuple[str, dict[str, Tensor]]:
         if part := {name.removeprefix(group): each for name, each in found.items() if name.startswith(group)}:
             return f"{config.init_from}{what}", part
     raise RequestError(f"--init-from {config.init_from} holds no model's weights, but {few(list(found))}.")
+
+
+def reached(model: nn.Module, config: RunConfig) -> list[str]:
+    """Return a line for each pattern of --freeze and --lr-scale: how many tensors and weights of `model` it reached."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    lines = [f"frozen by {each}: {_size(matching('--freeze', each, named))}" for each in config.model.freeze]
+    if lines:
+        every = list(named.values())
+        held = _size(each for each in every if not each.requires_grad)
+        kept = sum(isinstance(each, _BatchNorm) and not each.training for each in model.modules())
+        statistics = f", and the statistics of {counted(kept, 'BatchNorm layer')}" if kept else ""
+        lines.append(f"frozen in all: {held}, of {_size(every)}{statistics}")
+    rates = scaled(model, config.optim)
+    return lines + [f"learning rate × {factor:g} by {each}: {_size(those)}" for each, factor, those in rates]
+
+
+def _size(parameters: Iterable[nn.Parameter]) -> str:
+    held = set(parameters)  # one that is shared has several names
+    return f"{counted(len(held), 'tensor')} with {counted(sum(each.numel() for each in held), 'weight')}"
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:

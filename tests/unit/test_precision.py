@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lockstep import hardware, optim
+from lockstep.cli.main import main
 from lockstep.config import OptimConfig, PrecisionConfig
 from lockstep.precision import Precision
 from lockstep.state import model_tensors, optimizer_state
@@ -52,6 +54,20 @@ def test_weights_products_and_memory_are_as_asked(
     for asked, expected in channels_last.items():
         weight = _precision(name, asked).place(net(), CPU).get_parameter("0.weight")
         assert weight.is_contiguous(memory_format=torch.channels_last) is expected
+
+
+@pytest.mark.parametrize(("flag", "units"), [("avx512_bf16 amx_bf16", "AMX"), ("avx512_bf16", "AVX-512"), ("", "")])
+def test_units_that_the_default_precision_leaves_idle_are_told(
+    flag: str, units: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu avx2 {flag}\n")
+    monkeypatch.setattr(hardware, "_CPUINFO", tmp_path / "cpuinfo")
+    train = ("train", "digits", "--accelerator", "cpu", "--batch", "512", "--max-steps", "1")
+    for precision in ("fp32", "fp64"):
+        assert main([*train, "--precision", precision]) == 0
+        told = f"this processor has bfloat16 units ({units}), which fp32 leaves idle: --precision bf16 may be faster"
+        assert (told in capsys.readouterr().out.replace("\n", " ")) == (bool(units) and precision == "fp32")
 
 
 def test_torch_still_knows_whether_tf32_is_on() -> None:

@@ -189,9 +189,26 @@ def test_patterns_that_cannot_be_meant_are_refused() -> None:
     start.freeze(frozen, ["stem.*"])
     with pytest.raises(RequestError, match="--lr-scale pattern 'stem"):
         optim.build(frozen, override(RunConfig(), lr_scale=["stem.*=2"]).optim)
+    with pytest.raises(RequestError, match=r"--lr-scale classifier.\*=2 reaches no parameter: the patterns before it"):
+        optim.build(net(), override(RunConfig(), lr_scale=["*=3", "classifier.*=2"]).optim)
     for word in ("fc", "fc=", "=3", "fc=0", "fc=-1", "fc=inf", "fc=nan", "fc=x"):
         with pytest.raises(RequestError, match=f"--lr-scale {word}: give PATTERN=FACTOR"):
             override(RunConfig(), lr_scale=[word])
+
+
+def test_how_much_each_pattern_reached_is_told() -> None:
+    model = net()
+    wanted = override(RunConfig(), freeze=["stem.*", "stages.0.*"], lr_scale=["classifier.bias=10", "classifier.*=3"])
+    assert start.reached(model, RunConfig()) == []
+    start.freeze(model, wanted.model.freeze)
+    assert start.reached(model, wanted) == [
+        "frozen by stem.*: 3 tensors with 176 weights",
+        "frozen by stages.0.*: 6 tensors with 4,672 weights",
+        "frozen in all: 9 tensors with 4,848 weights, of 29 tensors with 77,754 weights, and the statistics of 3 "
+        "BatchNorm layers",
+        "learning rate × 10 by classifier.bias: 1 tensor with 10 weights",
+        "learning rate × 3 by classifier.*: 1 tensor with 640 weights",
+    ]
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
@@ -223,7 +240,9 @@ def test_a_new_rate_for_an_old_run_is_a_new_run_from_its_weights(
     assert sorted(first["init"]["taken"]) == sorted(old)
     words = ("--freeze", "*.weight", "--lr-scale", "*.bias=10", "--init-from", "old/checkpoints/best")
     assert main([*train, "--output", "frozen", *words]) == 0
-    assert "frozen: " in "".join(capsys.readouterr())
+    told = "".join(capsys.readouterr())
+    assert "frozen by *.weight: " in told
+    assert "learning rate × 10 by *.bias: " in told
     frozen = checkpoint.load(Path("frozen")).part("model")
     best = checkpoint.load(Path("old/checkpoints/best")).part("model")
     parameters = [name for name in frozen if name.endswith((".weight", ".bias"))]
