@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import runpy
 import signal
 import sysconfig
 import time
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 
 from .config import RunConfig
 from .errors import AbsentError, LockstepError, ProofError, RequestError, RunError, Stopped
@@ -29,6 +31,8 @@ _LONGEST_REASON = 400
 _RESUME = "continue with --resume auto"
 _ECHO_MARK = "(an echo: this rank ended only because it had lost another one)"
 _PACKAGE = str(Path(__file__).parent)
+_RUNNERS = (_PACKAGE, runpy.__file__, "<frozen runpy>")
+"""Whose frames may come before the first one of a script, or of a function of the user's."""
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 # Classes by name, since this module runs where torch is not imported. gloo raises plain RuntimeErrors, whose text
@@ -85,7 +89,9 @@ def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
     lockstep's own errors keep their sentence. Of any other, the sentence names the deepest frame that is the user's
     code or lockstep's: the frames below it belong to libraries, and seldom to the cause.
     """
-    trace = "".join(traceback.format_exception(error))
+    entered = below_runners(error.__traceback__)
+    is_own = entered is not None and not is_library(entered.tb_frame.f_code.co_filename)
+    trace = "".join(traceback.format_exception(type(error), error, entered if is_own else error.__traceback__))
     if isinstance(error, LockstepError):
         trace = getattr(error, "trace", "") or trace
         return Failure(rank, type(error).__name__, str(error), trace, is_echo=isinstance(error, RankLostError))
@@ -202,6 +208,13 @@ def place(error: BaseException) -> str:
             frames.append((found["file"], int(found["line"])))
     own = [frame for frame in frames if not is_library(frame[0])] or frames
     return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
+
+
+def below_runners(trace: TracebackType | None) -> TracebackType | None:
+    """Return `trace` from the first frame that is neither ours nor runpy's; None where there is no such frame."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_RUNNERS):
+        trace = trace.tb_next
+    return trace
 
 
 def is_library(file: str) -> bool:

@@ -31,9 +31,6 @@ from .printable import told
 if TYPE_CHECKING:
     from .world import World  # which imports torch; the command that starts a script does not
 
-_RUNNERS = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>")
-"""Whose frames may come before a script's first one."""
-
 
 class ScriptError(RunError):
     """The script raised; `trace` begins at its first frame."""
@@ -201,9 +198,7 @@ def _told(error: BaseException, rank: int) -> BaseException:
     """
     if isinstance(error, LockstepError) or not isinstance(error, Exception | SystemExit):
         return error
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_RUNNERS):
-        trace = trace.tb_next
+    trace = failures.below_runners(error.__traceback__)
     error.__traceback__ = trace or error.__traceback__
     failure = failures.describe(error, rank)
     if failure.is_echo or failure.kind == RunError.__name__:

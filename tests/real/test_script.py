@@ -145,6 +145,14 @@ def test_ranks_of_torchruns_are_one_world_and_the_root_cause_is_shown_once(tmp_p
     assert re.search(r"exitcode +: 3 ", exits.err[exits.err.index("Root Cause") :])
 
 
+def test_a_trace_in_the_runs_folder_begins_in_the_script(tmp_path: Path) -> None:
+    (path := tmp_path / "train.py").write_text(LOOP)
+    ended = command(tmp_path, "run", "--accelerator", "cpu", "--devices", 2, "train.py", "run", "broken")
+    assert ended.code == 1
+    kept = (tmp_path / "run" / "failures" / "rank_1.txt").read_text()
+    assert frames(kept) == [(str(path), name) for name in ("<module>", "main", "labels")], kept
+
+
 def test_scripts_started_by_hand_meet_and_one_that_is_lost_is_one_sentence_on_the_other(tmp_path: Path) -> None:
     written(tmp_path)
     places = (f"init_method=tcp://127.0.0.1:{free_port()}", "world_size=2")
