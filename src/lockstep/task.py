@@ -59,8 +59,10 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
         shuffle = not isinstance(trained, IterableDataset)
         loader = _loader(config, trained, collate, shuffle=shuffle)
         model, *_, batches = session.prepare(model, *built.each, loader)
-        if session.is_new and (taken := start.load(config.model, model, world)):
-            session.print(*taken.lines(), sep="\n")
+        taken = start.load(config.model, model, world) if session.is_new else None
+        shown = [] if config.record.quiet else [*(taken.lines() if taken else []), *start.reached(model, config)]
+        for line in shown:
+            session.print(line)
         parts = [session.moved(collate(part)) for part in (first, first[:1], first[1:]) if part]
         _probe(config.optim.step, step, model, parts)
         lr = _rate(config, batches)
@@ -82,8 +84,9 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
             scores = _evaluate(session, step, metric, model, tested)
             session.log(**scores)
             session.score(scores.get("test_metric", -scores["test_loss"]))
-            told = "  ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in scores.items())
-            session.print(f"epoch {epoch + 1}/{config.epochs}  step {session.step:,}  {told}")
+            if not config.record.quiet:
+                told = "  ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in scores.items())
+                session.print(f"epoch {epoch + 1}/{config.epochs}  step {session.step:,}  {told}")
     return scores
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,18 @@ def test_a_step_of_ones_own_learns_the_same_on_any_number_of_ranks(
         assert theirs == pytest.approx(losses, rel=1e-9)
         for name, held in state.tensors.items():
             torch.testing.assert_close(learned.tensors[name], held, rtol=1e-9, atol=1e-12)
+
+
+def test_what_patterns_reached_and_each_epoch_is_shown_unless_asked_to_be_quiet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = {}
+    for quiet in (False, True):
+        train(World.alone(), tmp_path / str(quiet), {"freeze": ["embed.*"], "lr_scale": ["out.*=2"], "quiet": quiet})
+        shown[quiet] = capsys.readouterr().out
+    for line in ("frozen by embed.*: 1 tensor", "learning rate × 2 by out.*: 2 tensors", "epoch 1/2", "epoch 2/2"):
+        assert line in shown[False]
+    assert not re.search("frozen|rate|epoch", shown[True])
 
 
 def test_a_step_that_is_no_sum_is_refused_in_its_own_numbers(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import lockstep
+from lockstep import sessions
 from lockstep.errors import LockstepError, RequestError, RunError
 from lockstep.sessions import Session
 from lockstep.world import World
@@ -217,3 +218,10 @@ def test_a_copy_of_a_model_in_half_precision_is_its_own() -> None:
     assert not other(torch.ones(1, 2)).any()
     assert model(torch.ones(1, 2)).dtype == torch.float32
     assert isinstance(model, nn.Linear)
+
+
+@pytest.mark.parametrize("name", sessions._TAKEN)
+def test_a_value_of_a_name_that_records_have_is_refused_by_that_name(name: str) -> None:
+    ours, *_ = loop()
+    with pytest.raises(RequestError, match=f"session.log was given '{name}', which records have"):
+        ours.log(**{"accuracy": 1.0, name: 1.0})

@@ -79,11 +79,12 @@ def main(given: list[str]) -> int:
     launchers.least_ranks(config)  # devices that this machine lacks are refused before anything starts
     scores = launchers.launch(partial(_entry, split=split, folder=folder, predictions=predictions), config)
     if scores is not None:
+        # Of five classes or fewer it is 100 % whatever the model does.
+        top5 = f"  top-5 {scores['top5']:.2%}" if len(scores["classes"]) > 5 else ""
         with output.written():
             Screen().say(
-                f"{split} accuracy {scores['top1']:.2%}  top-5 {scores['top5']:.2%}  loss {scores['loss']:.4f}  "
-                f"{scores['samples']:,} images  "
-                f"step {scores['step']:,}",
+                f"{split} accuracy {scores['top1']:.2%}{top5}  loss {scores['loss']:.4f}  "
+                f"{scores['samples']:,} samples  step {scores['step']:,}",
             )
     return 0
 
