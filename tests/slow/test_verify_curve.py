@@ -29,6 +29,11 @@ for _ in session.epochs(2):
         optimizer.step()
         optimizer.zero_grad()
 """
+_OWN = {"model": "Model", "data": "data", "step": "step"}
+STEP = (
+    *(word for name, value in _OWN.items() for word in (f"--{name}", f"tests.ranks.test_task:{value}")),
+    *("--collate", "tests.loops:padded", "--batch", "9", "--epochs", "2"),
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -118,14 +123,26 @@ def test_a_script_whose_loss_depends_on_the_ranks_parts(tmp_path: Path) -> None:
 
 
 def test_all_variants_of_a_step_of_ones_own_are_one_model(tmp_path: Path) -> None:
-    names = {"model": "Model", "data": "data", "step": "step", "metric": "right"}
-    own = [word for name, value in names.items() for word in (f"--{name}", f"tests.ranks.test_task:{value}")]
-    own += ["--collate", "tests.loops:padded", "--batch", "9", "--epochs", "2"]
-    ended = _ended(tmp_path, *own, command=("verify", "curve"))
+    ended = _ended(tmp_path, *STEP, command=("verify", "curve"))
     assert ended.code == 0, ended
     verdicts = _verdicts(tmp_path)
     assert verdicts.pop("single") == "reference"
     assert {*verdicts.values()} == {"holds"}
+
+
+def test_the_first_gradients_of_scripts_and_steps_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(COUNTS)
+    command = ("verify", "gradients")
+    assert _ended(tmp_path, "mine.py", command=command).code == 0
+    names = ("ddp-2", "ddp-3", "single-accum-2", "ddp-2-accum-2")
+    assert _verdicts(tmp_path) == {"single": "reference", **dict.fromkeys(names, "holds")}
+    assert _read(tmp_path, "summary.json")["proof"]["gradients"]["outcome"] == "holds"
+    (tmp_path / "out").rename(tmp_path / "right")
+    told = sentence(_ended(tmp_path, "mine.py", "--wrong", command=command), code=3)
+    assert "ddp-2 parts from single at step 1, losses by 5.0e-01, gradients by 5.0e-01, most in " in told
+    (tmp_path / "out").rename(tmp_path / "wrong")
+    assert _ended(tmp_path, *STEP, command=command).code == 0
+    assert set(_verdicts(tmp_path).values()) == {"reference", "holds"}
 
 
 def test_a_stop_ends_the_variant_that_is_trained_and_leaves_nobody(tmp_path: Path) -> None:

@@ -163,6 +163,14 @@ absent.py                    | absent.py cannot be read
 --devices 1 mine.py          | --devices 1 leaves nothing to compare
 """
 
+FIRST_STEP = """
+absent.py                    | absent.py cannot be read
+--max-steps 3 mine.py        | --max-steps has no use
+--all mine.py                | --all lists the tensors
+--lr 1 mine.py               | lockstep verify gradients takes no --lr
+--world-size 2 --rank 0 --init-method file:///x mine.py | lockstep verify gradients has no use for --rank 0
+"""
+
 TABLES = {
     "": COMMANDS,
     "train digits": TRAIN,
@@ -170,6 +178,7 @@ TABLES = {
     "submit slurm --dry-run": SUBMIT,
     "verify curve digits --accelerator cpu": CURVE,
     "verify curve --accelerator cpu": SCRIPTS,
+    "verify gradients --accelerator cpu": FIRST_STEP,
     "train --accelerator cpu --model mlp": OWN,
 }
 ROWS = [(begun, *row.split("|", 1)) for begun, rows in TABLES.items() for row in rows.strip().splitlines()]

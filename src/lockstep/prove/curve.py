@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import RunConfig
 from ..files import lines_of, parse_json, understanding
 from ..options import override
-from . import variants
+from . import first_step, variants
 from .commands import Command
 from .variants import Setup, Variant
 
@@ -106,6 +106,11 @@ def read(folder: Path) -> Curve:
     from .. import checkpoint
 
     return Curve(losses_of(folder), checkpoint.load(folder).tensors)
+
+
+def _compared(setup: Setup, name: str) -> Curve:
+    folder = setup.folder / name
+    return Curve(losses_of(folder), first_step.read(folder)) if setup.first_step else read(folder)
 
 
 def losses_of(folder: Path) -> dict[int, float]:
@@ -195,7 +200,7 @@ def _trained(setup: Setup, variant: Variant, *, tolerance: float, steps: int) ->
     trained = Outcome(variant=variant, verdict=REFERENCE, commands=tuple(given), seconds=seconds)
     if not variant.partner:
         return trained
-    ours, theirs = (read(setup.folder / name) for name in (variant.name, variant.partner))
+    ours, theirs = (_compared(setup, name) for name in (variant.name, variant.partner))
     parting = compare(ours, theirs, tolerance=0 if variant.same_bits else tolerance)
     return dataclasses.replace(trained, verdict=HOLDS if parting.holds else PARTS, note=variant.note, parting=parting)
 

@@ -91,6 +91,13 @@ class Setup:
     """A script of the user's and its arguments, or -m and a module's; empty where `lockstep train` trains."""
     flags: Command = ()
     """Flags of `lockstep run` that all variants of a script have; it decides on whatever they do not name."""
+    first_step: bool = False
+    """Whether the gradients of the first step are compared, and not the whole of short runs."""
+
+    @property
+    def name(self) -> str:
+        """What is proved: the name of its check."""
+        return "gradients" if self.first_step else "curve"
 
     @property
     def accumulation(self) -> int:
@@ -161,6 +168,8 @@ def others(setup: Setup, *, has_statistics: bool, optimizers: int = 1) -> list[V
         found += _continued(way, alone, same_bits=_is_exact(setup))
     for way in (way for way in ways if way.has_two_levels):
         found += _continued(way, alone, same_bits=_is_exact(setup))[: 1 if has_statistics else None]
+    if setup.first_step:  # launchers and continuations share out no other gradients
+        found = [each for each in found if not each.starter and not each.begun_as]
     return found
 
 
@@ -306,11 +315,12 @@ def _python(module: str, *words: str) -> Command:
 def _train(setup: Setup, variant: Variant, way: Way, *more: str, rank: int = 0) -> Command:
     how = ("--output", str(setup.folder / variant.name), "--strategy", way.strategy, *_devices(setup, way, rank))
     local = ("--batchnorm", "local") if variant.local else ()
+    watched = ("verify", "first_step") if setup.first_step else ()
     if setup.script:
-        return ("run", *setup.flags, *how, *_cut(setup, variant), *local, *more, *setup.script)
+        return (*watched, "run", *setup.flags, *how, *_cut(setup, variant), *local, *more, *setup.script)
     named = [word for key, value in code(setup.config).items() for word in (f"--{key}", value)]
     cut = () if variant.accumulation == setup.accumulation else ("--accumulate", str(variant.accumulation))
-    return ("train", "--config", str(setup.folder / CONFIG), *named, *how, *cut, *local, *more)
+    return (*watched, "train", "--config", str(setup.folder / CONFIG), *named, *how, *cut, *local, *more)
 
 
 def _cut(setup: Setup, variant: Variant) -> Command:

@@ -13,11 +13,13 @@ from ...errors import RequestError, unknown
 from .. import output
 
 PROOFS = {
-    "gradients": "N ranks' gradients against one process's, under each strategy: lockstep verify gradients RECIPE",
-    "curve": "short runs of all variants, and where they part: lockstep verify curve RECIPE",
+    "gradients": "N ranks' gradients against one process's: lockstep verify gradients RECIPE|SCRIPT",
+    "curve": "short runs of all variants, and where they part: lockstep verify curve RECIPE|SCRIPT",
     "run": "judge a run from its records alone: lockstep verify run RUN",
 }
 
+_OURS = "first_step"
+"""What `gradients` starts for each variant of a loop of the user's own."""
 _USAGE = """\
 usage: lockstep verify WHAT …
 
@@ -39,7 +41,7 @@ def main(given: list[str]) -> int:
         return 0
     if what.startswith("-"):
         raise RequestError(f"lockstep verify lacks what to verify, found {what}; give {', '.join(PROOFS)}.")
-    if what not in PROOFS:
+    if what not in (*PROOFS, _OURS):
         raise unknown("proof", what, PROOFS)
     code: int = import_module(f".{what}", __package__).main(given[1:])
     return code

@@ -59,6 +59,7 @@ _VARIED = ("devices", "gpus", "strategy", "accumulate", "micro-batch", "output",
 """Flags that a variant of a script has of its own, or not at all."""
 _HELD = ("manifest.json", "*/manifest.json", "summary.json", "checkpoints")
 """What shows that a folder holds a run, or the runs of another proof."""
+_SAME = {"curve": "model", "gradients": "gradient"}
 _WIDE = 200
 """Columns where the output is no terminal."""
 
@@ -73,33 +74,40 @@ def main(given: list[str]) -> int:
         rest = [*rest, "--precision", "fp64"]  # a recipe's is for training
     config = run.asked([*rest, *script], prog=_PROG)[0] if script else flags.parse(rest, prog=_PROG)
     config = override(config, max_steps=config.max_steps or _STEPS)
-    tolerance = asked.get("--tolerance", curve.default_tolerance(config))
-    with _folder(_checked(config, rest, script)) as setup:
+    return judge(checked(config, rest, script), asked.get("--tolerance", curve.default_tolerance(config)))
+
+
+def judge(shared: Setup, tolerance: float) -> int:
+    """Run all variants and compare them; return 0 where they agree, raise `ProofError` where they do not."""
+    with _folder(shared) as setup:
         begun_s = time.monotonic()
-        with _telling() as (tell, told):
+        with _telling(setup.name) as (tell, told):
             found = [told(each) for each in curve.outcomes(setup, tolerance=tolerance, tell=tell)]
-        check = curve_words.check(found, tolerance, setup.config.precision.name, time.monotonic() - begun_s)
+        check = curve_words.check(setup.name, found, tolerance, setup.config.precision.name, time.monotonic() - begun_s)
         _keep(setup.folder, check, found)
     with output.written():
         screen = Screen()
         _print(screen, found, setup, tolerance)
         if not check.fails:
-            screen.say(f"The same model: {check.found}.")
+            screen.say(f"The same {_SAME[setup.name]}: {check.found}.")
     if check.fails:
-        raise ProofError(f"The variants are not the same model: {check.found}; the runs are in {setup.folder}.")
+        raise ProofError(
+            f"The variants have not the same {_SAME[setup.name]}: {check.found}; the runs are in {setup.folder}."
+        )
     return 0
 
 
-def _checked(config: RunConfig, given: Sequence[str], script: Sequence[str]) -> Setup:
+def checked(config: RunConfig, given: Sequence[str], script: Sequence[str], *, first_step: bool = False) -> Setup:
     """Return what the variants share, with no folder yet; raise `RequestError` for what cannot be tried.
 
     `given` are the flags, and `script` the user's and its own flags, where there is one. Nothing is started for it.
     """
+    what = "gradients" if first_step else "curve"
     asks, usual = flatten(config), flatten(RunConfig())
     for key in _OF_RANKS:
         if asks[key] != usual[key]:
             raise RequestError(
-                f"lockstep verify curve has no use for --{key} {asks[key]}: it starts the runs of all variants "
+                f"lockstep verify {what} has no use for --{key} {asks[key]}: it starts the runs of all variants "
                 "itself, and continues some; leave it out."
             )
     if not script:
@@ -112,7 +120,7 @@ def _checked(config: RunConfig, given: Sequence[str], script: Sequence[str]) -> 
     alone = dataclasses.replace(config, parallel=ParallelConfig(accelerator=asked.accelerator))
     if not launchers.starts_here(alone):
         raise RequestError(
-            "lockstep verify curve starts all ranks itself, and this process is a rank by its environment; start the "
+            f"lockstep verify {what} starts all ranks itself, and this process is a rank by its environment; start the "
             "command once, without torchrun, or, if the variables are left over: unset RANK WORLD_SIZE LOCAL_RANK."
         )
     count = devices.several(config)
@@ -125,6 +133,7 @@ def _checked(config: RunConfig, given: Sequence[str], script: Sequence[str]) -> 
         is_cpu=devices.gpus(config) == 0,
         script=tuple(script),
         flags=shared,
+        first_step=first_step,
     )
     variants.check(setup)
     return setup
@@ -134,7 +143,7 @@ def _checked(config: RunConfig, given: Sequence[str], script: Sequence[str]) -> 
 def _folder(setup: Setup) -> Iterator[Setup]:
     """Give the runs a folder, with the config that they share; it goes again where the first of them is refused."""
     asked = setup.config.record.output
-    path = folders.fresh(f"{folders.default_name(setup.config)}-curve") if asked is None else _asked(asked)
+    path = folders.fresh(f"{folders.default_name(setup.config)}-{setup.name}") if asked is None else _asked(asked)
     try:
         variants.write_config(setup := dataclasses.replace(setup, folder=path))
     except OSError as error:
@@ -166,7 +175,7 @@ def _asked(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _telling() -> Iterator[tuple[Callable[[str], None], Callable[[Outcome], Outcome]]]:
+def _telling(name: str) -> Iterator[tuple[Callable[[str], None], Callable[[Outcome], Outcome]]]:
     """Tell on stderr how it goes: on a terminal the variant that is trained now, elsewhere a line for each."""
     screen = Screen(stderr=True)
     if screen.is_terminal:
@@ -177,7 +186,8 @@ def _telling() -> Iterator[tuple[Callable[[str], None], Callable[[Outcome], Outc
     def told(each: Outcome) -> Outcome:
         said = f", {each.note}" if each.note else ""
         if each.parting:
-            said += f", losses {curve_words.size(each.parting.loss)}, weights {curve_words.size(each.parting.weight)}"
+            said += f", losses {curve_words.size(each.parting.loss)}"
+            said += f", {curve_words.TENSORS[name]} {curve_words.size(each.parting.weight)}"
         screen.say(f"{each.variant.name}: {each.verdict}{said} ({each.seconds:.1f} s)")
         return each
 
@@ -208,7 +218,7 @@ def _keep(folder: Path, check: Check, found: Sequence[Outcome]) -> None:
 def _print(screen: Screen, found: Sequence[Outcome], setup: Setup, tolerance: float) -> None:
     if not screen.is_terminal:
         screen.width = _WIDE
-    screen.print(_table(found))
+    screen.print(_table(setup.name, found))
     config = setup.config
     notes = [f"{', '.join(names)}: {note}" for note, names in _notes(found).items()]
     notes.append(
@@ -221,7 +231,7 @@ def _print(screen: Screen, found: Sequence[Outcome], setup: Setup, tolerance: fl
     for each in found:
         if each.verdict == curve.PARTS:
             screen.print()
-            screen.say(curve_words.sentence(each))
+            screen.say(curve_words.sentence(setup.name, each))
             for side in (by_name[each.variant.partner], each):
                 for command in side.commands:
                     screen.say(f"  {shlex.join(command)}")
@@ -235,11 +245,11 @@ def _notes(found: Sequence[Outcome]) -> dict[str, list[str]]:
     return names
 
 
-def _table(found: Sequence[Outcome]) -> Table:
+def _table(name: str, found: Sequence[Outcome]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("variant", "compared with"):
         table.add_column(title, overflow="fold")
-    for title in ("losses", "weights", "begins"):
+    for title in ("losses", curve_words.TENSORS[name], "begins"):
         table.add_column(title, justify="right")
     table.add_column("")
     partners = Counter(each.variant.partner for each in found)

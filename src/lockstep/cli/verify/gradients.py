@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.padding import Padding
 from rich.table import Table
 
 from ... import folders, own, proof
 from ...config import RunConfig
-from ...errors import ProofError, counted, ranks_named
+from ...errors import ProofError, RequestError, counted, ranks_named
 from ...kinds import KINDS
 from ...launchers import table as launchers
+from ...options import override
 from ...screen import Part, Screen, line
-from .. import flags, output, words
+from .. import flags, output, run, words
 from ..train import preflight
-from . import devices, kept
+from . import curve, devices, kept
 
 if TYPE_CHECKING:
     from ...prove.answer import Answer, Report
@@ -27,11 +29,16 @@ if TYPE_CHECKING:
 
 _USAGE = """\
 usage: lockstep verify gradients [RECIPE] [--tolerance T] [--step MODULE:ATTRIBUTE] [--all] [flags of lockstep train]
+       lockstep verify gradients [--tolerance T] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
 
 Computes the gradient of the same global batches (the first of an epoch, an uneven one, one in micro-batches) in one
 process and with --devices N under each strategy, or the one that --strategy names, in float64. Where they are not the
 same, everything that can be is switched off on both sides and let back in one by one, so that each cause is measured.
 (hybrid is measured where --strategy names it; its ranks are started by torchrun or by hand.)
+
+A script (NAME.py: a loop over lockstep.session()) is run up to its first optimizer step in one process, on --devices N
+ranks, and in micro-batches, and the gradients that its optimizers get are compared, by parameter. A --step that is
+called as step(model, batch), with data of any kind, is judged so too. Causes are then not looked for.
 
   --tolerance T   largest relative difference (default: 1e-9 in float64, 1e-4 in other precisions)
   --step M:A      a training step of your own instead of ours: called as step(model, x, y), it runs forward and
@@ -43,6 +50,7 @@ same, everything that can be is switched off on both sides and let back in one b
 lockstep train --help lists the other flags, of which --model, --data, --batch, --devices, --batchnorm and --precision
 matter most. Exit code: 0 the same gradient, 3 another one, 2 where it cannot be measured.
 """
+_SWITCHES = ("--all",)
 _OWN = {"--tolerance": float, "--step": str, "--all": bool}
 _ROWS = 5
 _WIDE = 160
@@ -60,13 +68,15 @@ def main(given: list[str]) -> int:
     """Measure, print the answer, and return 0; raise `ProofError` where the gradients are not the same."""
     if output.helped(given, _USAGE):
         return 0
-    own_flags, rest = words.take(given, _OWN)
+    ours, script = run.split(given, _SWITCHES) if run.names_script(given, _SWITCHES) else (given, [])
+    own_flags, rest = words.take(ours, _OWN)
+    step = own_flags.get("--step", "")
+    if script or (step and _takes_batch(step)):
+        return _of_loop(own_flags, [*rest, *(("--step", step) if step else ())], script)
     config = flags.parse(rest, prog="lockstep verify gradients")
     # A recipe's precision is for training.
     config = _prepared(config, keeps_precision=any(word.partition("=")[0] == "--precision" for word in rest))
     preflight(config)
-    if step := own_flags.get("--step", ""):
-        own.check("--step", step)
     from ...prove import float64  # late: it imports torch
 
     name = config.precision.name
@@ -83,6 +93,35 @@ def main(given: list[str]) -> int:
     if failing := [each for each in report.answers if each.fails]:
         raise ProofError(_sentence(failing, folder))
     return 0
+
+
+def _takes_batch(step: str) -> bool:
+    """Whether a step of the user's own is one of `lockstep train`: step(model, batch), and not step(model, x, y)."""
+    try:
+        return len(inspect.signature(own.load("--step", step)).parameters) == 2
+    except ValueError:  # of what is not written in Python
+        return False
+
+
+def _of_loop(own_flags: Mapping[str, Any], rest: list[str], script: list[str]) -> int:
+    """Compare the first gradients of a loop over a session; return 0, or raise `ProofError`."""
+    if "--all" in own_flags:
+        raise RequestError(
+            "--all lists the tensors of a recipe's strategies; of a loop's, the one that differs most is told."
+        )
+    names = [word.partition("=")[0] for word in rest]
+    if "--precision" not in names:
+        rest = [*rest, "--precision", "fp64"]
+    if "--max-steps" in names:
+        raise RequestError("--max-steps has no use here: the first step's gradients are compared; leave it out.")
+    prog = "lockstep verify gradients"
+    config = run.asked([*rest, *script], prog=prog)[0] if script else flags.parse(rest, prog=prog)
+    config = override(config, max_steps=1)
+    from ...prove import float64  # late: it imports torch
+
+    name = config.precision.name
+    tolerance = own_flags.get("--tolerance", float64.TOLERANCES.get(name, float64.TOLERANCE))
+    return curve.judge(curve.checked(config, rest, script, first_step=True), tolerance)
 
 
 def _prepared(config: RunConfig, *, keeps_precision: bool) -> RunConfig:
