@@ -136,6 +136,20 @@ def check(config: RunConfig) -> None:
     _check_no_other_run(path, config.checkpoint.resume)
 
 
+def check_meant(config: RunConfig, file: Path) -> None:
+    """Raise `RequestError` where --resume auto continues another run than that whose config.toml is `file`."""
+    own = file.absolute().parent
+    if config.checkpoint.resume != "auto" or config.record.output is not None or run_of(own) != own:
+        return
+    found = _latest(config)
+    if found is None or found.resolve() != own.resolve():
+        would = f"begin a new run in {RUNS}" if found is None else f"continue {found}"
+        raise RequestError(
+            f"--config {file} is of the run in {file.parent}, and --resume auto without --output would {would}; "
+            f"continue that one with --resume {file.parent}, or name another by --output."
+        )
+
+
 def _check_own(path: Path) -> None:
     """Raise `RequestError` where a name that a run writes is a link, or a pipe, that somebody has put there."""
     names = (*_WRITTEN, *_FOLDERS, "slurm-*.out")

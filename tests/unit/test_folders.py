@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from lockstep import folders, runs
+from lockstep.config import RunConfig
 from lockstep.errors import RequestError, RunError
+from lockstep.options import override
 
+from ..command import refusal
 from ..starting import config
 
 _HOLDER = """
@@ -87,3 +91,20 @@ def test_a_restart_goes_on_in_no_folder_but_one_of_the_commands_own(
         with pytest.raises(RequestError, match="is said to have written to"):
             runs.taken_up(asked, told)
     assert runs.taken_up(config(output="here"), theirs) == tmp_path / "here"
+
+
+def test_auto_is_no_other_run_than_the_one_whose_config_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in ("mine", "runs/digits-resnet8", "runs/digits-resnet8-2"):
+        would = "begin a new run in runs" if run == "mine" else "continue runs/digits-resnet8"
+        Path(run).mkdir(parents=True)
+        Path(run, "steps.jsonl").touch()
+        Path(run, "config.toml").write_text('data = "digits"\nmodel = "resnet8"\n')
+        asked = ("train", "--config", "mine/config.toml", "--resume", "auto")
+        assert re.search(rf"would {would}.*; continue that one with --resume mine", refusal(capsys, *asked))
+    config = override(RunConfig(), data="digits", model="resnet8", resume="auto")
+    folders.check_meant(config, Path("runs/digits-resnet8-2/config.toml"))
+    folders.check_meant(override(config, output="mine"), Path("mine/config.toml"))
+    folders.check_meant(config, Path("elsewhere.toml"))

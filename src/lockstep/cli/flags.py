@@ -14,6 +14,7 @@ from typing import Annotated, get_args
 
 import tyro
 
+from .. import folders
 from ..config import RunConfig
 from ..errors import RequestError, unknown
 from ..files import shown
@@ -89,6 +90,8 @@ def parse(
     if imports:
         _check_code(code(base), names, source)
     check(names, arguments.run)
+    if "config" in names and source is not None:
+        folders.check_meant(arguments.run, source)
     return arguments.run
 
 

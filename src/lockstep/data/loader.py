@@ -134,9 +134,9 @@ class Streamed:
                 _Tasks(fetch),  # type: ignore[arg-type]
                 batch_size=None,
                 sampler=self._queue,
-                collate_fn=_as_it_is,
+                collate_fn=as_it_is,
                 num_workers=workers,
-                worker_init_fn=_begin_worker,
+                worker_init_fn=begin_worker,
                 prefetch_factor=PREFETCH if workers else None,
                 persistent_workers=stay and workers > 0,
                 pin_memory=device.type == "cuda",
@@ -195,11 +195,16 @@ class Streamed:
         self._running = self._loader._iterator = None
 
 
-def _as_it_is(answer: Any) -> Any:
+def as_it_is(answer: Any) -> Any:
+    """Return what a worker has made: the collate function of a DataLoader whose samples are batches already."""
     return answer
 
 
-def _begin_worker(worker: int) -> None:
+def begin_worker(worker: int) -> None:
+    """Prepare a data worker: signals are its rank's to answer, its stacks can be asked for, and it ends with its rank.
+
+    A DataLoader calls it as its `worker_init_fn`, with the worker's number, while signals are held back.
+    """
     # Ctrl-C reaches every process of the terminal, and SIGTERM every process of a group where torchrun or a scheduler
     # sends it; the rank needs its workers to finish the step and save.
     for number in SIGNALS:

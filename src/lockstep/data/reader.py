@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 from ..batching import BatchPlan
 from ..randomness import Generators, kept
 from . import counter
-from .loader import _begin_worker
+from .loader import as_it_is, begin_worker
 from .seeding import seed_generators
 from .source import Indices
 
@@ -88,7 +88,7 @@ class Reader:
         }
         if isinstance(dataset, IterableDataset):
             dataset = _Stream(dataset, user.collate_fn, user.drop_last, self._plan, self._rank)
-            options |= {"num_workers": min(user.num_workers, 1), "collate_fn": _as_it_is}
+            options |= {"num_workers": min(user.num_workers, 1), "collate_fn": as_it_is}
             return DataLoader(dataset, batch_size=None, sampler=self._queue, **options)
         if not self._is_plain and _reads_batches(dataset):
             dataset = _Batched(dataset)
@@ -251,10 +251,6 @@ def _reads_batches(dataset: Any) -> bool:
 
 
 def _begin(own: Callable[[int], None] | None, worker: int) -> None:
-    _begin_worker(worker)
+    begin_worker(worker)
     if own is not None:
         own(worker)
-
-
-def _as_it_is(answer: Any) -> Any:
-    return answer
