@@ -27,25 +27,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .batching import BatchPlan
     from .config import RunConfig
     from .engine import train
     from .errors import LockstepError, ProofError, RequestError, RunError, Stopped
-    from .evaluation import evaluate
     from .options import override, recipe
-    from .precision import Precision
     from .result import RunResult, Scores
     from .runs import run
     from .script import launch
     from .sessions import Session, session
-    from .strategies.table import build as build_strategy
     from .topology import Topology
     from .world import World
 
 _HOMES = {
-    "BatchPlan": "batching",
     "LockstepError": "errors",
-    "Precision": "precision",
     "ProofError": "errors",
     "RequestError": "errors",
     "RunConfig": "config",
@@ -56,8 +50,6 @@ _HOMES = {
     "Stopped": "errors",
     "Topology": "topology",
     "World": "world",
-    "build_strategy": "strategies.table:build",
-    "evaluate": "evaluation",
     "launch": "script",
     "override": "options",
     "recipe": "options",
@@ -67,9 +59,7 @@ _HOMES = {
 }
 
 __all__ = [
-    "BatchPlan",
     "LockstepError",
-    "Precision",
     "ProofError",
     "RequestError",
     "RunConfig",
@@ -80,8 +70,6 @@ __all__ = [
     "Stopped",
     "Topology",
     "World",
-    "build_strategy",
-    "evaluate",
     "launch",
     "override",
     "recipe",

@@ -126,8 +126,9 @@ def test_a_step_that_is_no_sum_is_refused_in_its_own_numbers(tmp_path: Path) -> 
 
 
 def test_what_a_step_would_leave_without_effect_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="--ema, --loss"):
-        options(tmp_path / "run", ema=0.9)
+    for name, value in (("ema", 0.9), ("label_smoothing", 0.1), ("holdout", 0.1), ("patience", 2), ("eval_every", 2)):
+        with pytest.raises(RequestError, match=f"--{name.replace('_', '-')}.* have no effect with --step"):
+            options(tmp_path / "run", **{name: value})
     with pytest.raises(RequestError, match="--strategy dp drives several devices"):
         train(World.alone(), tmp_path / "run", {"strategy": "dp"})
 
