@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import random
@@ -89,6 +90,15 @@ def beyond_the_classes() -> tuple[Dataset[Pair], TensorDataset]:
 def evaluated_slowly() -> Splits:
     """Return data whose evaluation takes four seconds and more, and a batch of it little."""
     return _Samples(), _Samples(2_500, partial(_pause, 0.001))
+
+
+def built_slowly() -> Splits:
+    """Return data that the first process to ask takes long to build: the seconds that the file `builds` says."""
+    with contextlib.suppress(FileExistsError), Path("builder").open("x") as file:
+        file.write(str(os.getpid()))
+        file.close()
+        time.sleep(float(Path("builds").read_text()))
+    return _Samples(), _Samples(8)
 
 
 def _wait_at_gate(_: int) -> None:

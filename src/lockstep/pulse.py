@@ -6,6 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+SETUP = "setup"
+"""The phase of a rank that prepares: reads data, makes the model. It may take its time, and others wait for it."""
+
 
 class Pulse:
     """The phase that a rank is in, and how many it has entered.

@@ -27,6 +27,7 @@ from .errors import LockstepError, RequestError, RunError, Stopped
 from .launchers import joining, table
 from .options import override
 from .printable import told
+from .pulse import SETUP
 
 if TYPE_CHECKING:
     from .world import World  # which imports torch; the command that starts a script does not
@@ -92,6 +93,17 @@ def own_process(config: RunConfig, env: Mapping[str, str] | None = None) -> Star
         )
     assert _own is not None, "take() comes first"
     return _own.join(config, env)
+
+
+def closed() -> None:
+    """Leave the world that `own_process` has joined, once its session is closed; the process is its own from then on.
+
+    A script that `lockstep run` has started leaves the world when it ends.
+    """
+    global _own
+    if _own is not None:
+        own, _own = _own, None
+        own.leave()
 
 
 @dataclass(frozen=True)
@@ -162,8 +174,9 @@ def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options
 def _ranked(name: str, run: Callable[[], Any], started: Started) -> Any:
     """Return what `run()` returns, as a rank; raises what it is to be told as, and SystemExit of a rank alone."""
     global _started, _taken
-    _started, _taken = started, False
+    before, (_started, _taken) = (_started, _taken), (started, False)
     size = started.world.size
+    started.world.pulse.enter(SETUP)  # until the script's loop has begun
     error: BaseException | None = None
     found = None
     try:
@@ -177,6 +190,7 @@ def _ranked(name: str, run: Callable[[], Any], started: Started) -> Any:
     except BaseException as raised:
         error = raised
     error = started.close(error)
+    _started, _taken = before
     if error is None:
         return found
     if isinstance(error, SystemExit) and size == 1:
@@ -221,7 +235,7 @@ class _OwnProcess:
     def join(self, config: RunConfig, env: Mapping[str, str] | None) -> Started:
         """Join the world, which is left when the process ends."""
         self._started = Started(*self._kept.enter_context(joining.joined(config, env)))
-        sys.excepthook = self._fail  # once more: torch's own, which a process group brings, drops what ours says
+        self._started.world.pulse.enter(SETUP)  # until the script's loop has begun
         atexit.register(self._end)
         leave = sys.exit
 
@@ -229,8 +243,18 @@ class _OwnProcess:
             self._exit = SystemExit(code)  # Python tells nobody what a process is about to end with
             leave(code)
 
-        sys.exit = note
+        sys.exit = self._note = note
+        self._leave_by = leave
         return self._started
+
+    def leave(self) -> None:
+        """Leave the world before the process ends; what the process does from then on is told by Python."""
+        atexit.unregister(self._end)
+        if sys.excepthook == self._fail:
+            sys.excepthook = self._hook
+        if sys.exit is self._note:
+            sys.exit = self._leave_by
+        self._kept.close()
 
     def _fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Take the place of `sys.excepthook`."""
@@ -251,6 +275,8 @@ class _OwnProcess:
 
     def _leave(self, error: BaseException | None) -> int:
         """Close what the session has opened, leave the world, tell the error; return the exit code."""
+        global _own
+        _own = None
         atexit.unregister(self._end)
         rank, size = 0, 1
         if self._started is not None:

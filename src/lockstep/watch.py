@@ -3,7 +3,8 @@
 Two threads in each rank. One exchanges *beats* (see `beats`): what the rank's `Pulse` says, and where its main thread
 is. The other waits for neither network nor disk: it looks whether its own rank moves. A rank that has not entered a
 new phase for --stall-timeout looks at all beats, finds out for whom the others wait, and leaves one sentence at the
-store, with which all of them end:
+store, with which all of them end. Nobody is judged while all live and one of them prepares or compiles, however long
+that takes; nor is a rank alone that computes, since nobody waits for it.
 
     Rank 3 (node b) stopped 41 s ago in data loading at folder.py:88 (step 512); ranks 0–2 wait in all-reduce at step
     512.
@@ -21,13 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from . import bounded, stacks
 from .beats import Beat, Beats, Seen
 from .errors import RunError, ranks_in_short
 from .failures import Failure, is_library
-from .pulse import Pulse
+from .pulse import SETUP, Pulse
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -36,6 +38,12 @@ _BELOW = tuple(
     str(Path(__file__).with_name(name))
     for name in ("watch.py", "beats.py", "pulse.py", "world.py", "shared_memory.py", "nn")
 )
+_COMPILATION = "compilation"
+_AT_WORK = (SETUP, _COMPILATION)
+_WAITS = "a collective"  # of the user's own, of which no phase tells
+_WAITS_ALONE = ("data", "save")  # for data workers, or for a disk
+_COMPILERS = {"torch._dynamo.convert_frame", "torch._inductor.compile_fx"}
+"""Modules that have a frame on the stack while torch compiles, and none while it runs what it has compiled."""
 _WORDS = {"": "its own code", "data": "data loading", "step": "the optimizer step", "save": "saving"}
 MISSED_BEATS = 3
 """So many of a living rank's beats may come late."""
@@ -119,18 +127,34 @@ class Watch:
 
     def _look(self) -> None:
         count, looked_s = self._pulse.count, time.monotonic()
+        stalled_s = 0.0  # as `_idle_s`, less the time for which it was right to wait
         while not self._closed.wait(min(self.beat_s, _LOOK_S) / 2):
             self._switch.put_off(self._pulse.folder)
             now_s = time.monotonic()
             # Time for which this process was stopped, or its machine asleep, is none for which nothing moved.
             passed_s, looked_s = min(now_s - looked_s, self._stall_s / 2), now_s
             if count != self._pulse.count:
-                count, self._idle_s = self._pulse.count, 0.0
+                count, self._idle_s, stalled_s = self._pulse.count, 0.0, 0.0
                 continue
             self._idle_s += passed_s
-            if self._pulse.phase and self._idle_s > self._stall_s and not _in_debugger(self._main):
-                self._end(self._beats.agree(explain(self.seen(), self._nodes, self._silence_s)))
+            stalled_s += passed_s
+            if self._idle_s <= self._stall_s / 4:  # well before it is judged: beats of a busy machine come late
+                continue
+            if self._may_last(seen := self.seen()):
+                stalled_s = 0.0
+            elif stalled_s > self._stall_s:
+                self._end(self._beats.agree(explain(seen, self._nodes, self._silence_s)))
                 return
+
+    def _may_last(self, seen: dict[int, Seen]) -> bool:
+        """Whether this rank's phase may last: of an idle one, nobody waits in vain."""
+        phase = seen[self._rank].beat.phase
+        if not phase or _in_debugger(self._main):
+            return True
+        if len(seen) == 1:
+            return phase not in _WAITS_ALONE
+        all_live = all(each.silent_s <= MISSED_BEATS * self.beat_s for each in seen.values())
+        return all_live and any(each.beat.phase in _AT_WORK for each in seen.values())
 
     def _end(self, sentence: str) -> None:
         if self._speaks.acquire(blocking=False):
@@ -139,7 +163,18 @@ class Watch:
 
     def _own(self, number: int) -> Beat:
         pulse = self._pulse
-        return Beat(number, pulse.count, pulse.step, pulse.phase, self._place(), round(self._idle_s, 1))
+        return Beat(number, pulse.count, pulse.step, self._phase(), self._place(), round(self._idle_s, 1))
+
+    def _phase(self) -> str:
+        """Return the phase of this rank, or, where the stacks tell more of it, what they tell."""
+        phase, frames = self._pulse.phase, sys._current_frames()
+        if any(_COMPILERS & _modules(frame) for frame in frames.values()):
+            return _COMPILATION
+        if phase in ("", SETUP) and "torch.distributed.distributed_c10d" in _modules(frames.get(self._main or 0)):
+            return _WAITS
+        if phase == "eval" and "torch.utils.data.dataloader" in _modules(frames.get(self._main or 0)):
+            return "data"
+        return phase
 
     def _place(self) -> str:
         """Return where the main thread is, or the data worker that it waits for."""
@@ -157,9 +192,9 @@ def explain(seen: dict[int, Seen], nodes: Sequence[str], silence_s: float) -> st
     which does not live or cannot be reached; its idle time goes on from there.
     """
     silent = {rank: each for rank, each in seen.items() if each.silent_s > silence_s}
-    fewest = min(each.beat.count for each in seen.values())
-    behind = silent or {rank: each for rank, each in seen.items() if each.beat.count == fewest}
-    waiting = {rank: each for rank, each in seen.items() if rank not in behind}
+    fewest = min(map(_entered, seen.values()))
+    behind = silent or {rank: each for rank, each in seen.items() if _entered(each) == fewest}
+    waiting = {rank: each for rank, each in seen.items() if rank not in behind and each.beat.phase not in _AT_WORK}
     who = ranks_in_short(behind)
     where = whereabouts(next(iter(behind.values())))
     at = f" ({_hosts(behind, nodes)})" if len(set(nodes)) > 1 else ""
@@ -172,6 +207,11 @@ def explain(seen: dict[int, Seen], nodes: Sequence[str], silence_s: float) -> st
         waits = f"; {ranks_in_short(waiting)} {verb} in {waits_in(next(iter(waiting.values())))}{waits}"
     heard = ", last heard of" if silent else ""
     return f"{who[0].upper()}{who[1:]}{at} {how} {idle_s:.0f} s ago{heard} in {where}{waits}"
+
+
+def _entered(seen: Seen) -> tuple[int, bool]:
+    """Return by what ranks are compared: who waits in a collective of the user's own is no further back for it."""
+    return seen.beat.count, seen.beat.phase == _WAITS
 
 
 def obituary(dead: Mapping[int, str], seen: dict[int, Seen]) -> str:
@@ -198,7 +238,7 @@ def waits_in(seen: Seen) -> str:
     # These compute, or wait for an all-reduce that is part of them or, on a GPU, for the numbers that one before them
     # brings; with the others stopped, it is that.
     phase = "all-reduce" if beat.phase in ("forward", "backward", "step", "eval") else beat.phase
-    return f"{phase or 'a collective'} at step {beat.step}"
+    return f"{phase or _WAITS} at step {beat.step}"
 
 
 def _hosts(ranks: dict[int, Seen], nodes: Sequence[str]) -> str:
@@ -224,10 +264,16 @@ def _innermost(stack: str) -> str:
 
 def _in_debugger(thread: int | None) -> bool:
     """Whether a person looks at this process: it stands in pdb's prompt, or under a debugger that may hold it."""
-    frame = sys._current_frames().get(thread or 0)
-    while frame is not None and frame.f_globals.get("__name__") != "bdb":
+    return "bdb" in _modules(sys._current_frames().get(thread or 0)) or "pydevd" in sys.modules
+
+
+def _modules(frame: FrameType | None) -> set[str]:
+    """Return the names of the modules that have a frame on the stack which ends with `frame`."""
+    found = set()
+    while frame is not None:
+        found.add(str(frame.f_globals.get("__name__")))
         frame = frame.f_back
-    return frame is not None or "pydevd" in sys.modules
+    return found
 
 
 def _is_machinery(file: str) -> bool:

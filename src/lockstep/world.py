@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -77,6 +78,7 @@ class World:
         ranks ask for different `collectives`.
         """
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        hook = sys.excepthook
         dist.init_process_group(
             backend,
             store=store,
@@ -85,6 +87,7 @@ class World:
             timeout=timedelta(seconds=timeout_s if form_s is None else form_s),
             device_id=device if device.type == "cuda" else None,
         )
+        sys.excepthook = hook  # torch's own drops what another one says, and stays
         if form_s is not None:
             # Public from torch 2.15 on; before, the same function has a private name alone.
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout

@@ -23,10 +23,9 @@ from lockstep.cli.main import main
 from lockstep.config import RunConfig
 from lockstep.errors import RequestError
 from lockstep.failures import Failure
-from lockstep.launchers.rank import take_device
+from lockstep.launchers.rank import variables
 from lockstep.options import override
 from lockstep.prove import commands
-from lockstep.topology import Topology
 
 from ..command import Ended, refusal, sentence, until
 
@@ -264,25 +263,19 @@ def test_the_folder_that_the_user_names_may_be_a_link(left: Path, tmp_path: Path
 
 def test_compiled_code_is_kept_where_nobody_else_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = override(RunConfig(), compile=True, accelerator="cpu")
-    threads = torch.get_num_threads()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # and so set back
     own = tmp_path / f"lockstep-{os.geteuid()}"
-    try:
-        for named in ("", "/a/folder"):  # the second is the user's own choice
-            monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-            if named:
-                monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", named)
-            take_device(config, os.environ, Topology())
-            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == (named or f"{own}/compiled")
-        assert own.stat().st_mode & 0o777 == 0o700
-        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-        own.chmod(0o755)
-        with pytest.raises(RequestError, match=rf"^--compile keeps its code in {own}, .*TORCHINDUCTOR_CACHE_DIR"):
-            take_device(config, os.environ, Topology())
-        own.rmdir()
-        own.symlink_to(tmp_path)
-        with pytest.raises(RequestError, match=r"^--compile keeps its code in "):
-            take_device(config, os.environ, Topology())
-    finally:
-        torch.set_num_threads(threads)
+    for named in ("", "/a/folder"):  # the second is the user's own choice
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        if named:
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", named)
+        assert (os.environ | variables(config))["TORCHINDUCTOR_CACHE_DIR"] == (named or f"{own}/compiled")
+    assert own.stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    own.chmod(0o755)
+    with pytest.raises(RequestError, match=rf"^--compile keeps its code in {own}, .*TORCHINDUCTOR_CACHE_DIR"):
+        variables(config)
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    with pytest.raises(RequestError, match=r"^--compile keeps its code in "):
+        variables(config)

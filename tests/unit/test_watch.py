@@ -48,7 +48,7 @@ def _store() -> TCPStore:
 
 
 @contextmanager
-def _watched(store: Store, *pulses: Pulse, stalls_s: tuple[float, float], **options: Any) -> Iterator[list[Failure]]:
+def _watched(store: Store, *pulses: Pulse, stalls_s: tuple[float, ...], **options: Any) -> Iterator[list[Failure]]:
     """Watch over two ranks; yield what they end with, in the order of their ends."""
     told: list[Failure] = []
 
@@ -98,6 +98,58 @@ def test_who_reports_nothing_is_not_judged(tmp_path: Path) -> None:
         time.sleep(0.8)
     assert told == []
     assert not any(thread.name.startswith("watch-") for thread in threading.enumerate())
+
+
+def _build(kind: str) -> Any:
+    """Return a function that stands for a second where torch compiles, or where a user's own collective waits."""
+    name = {"compilation": "torch._dynamo.convert_frame", "a collective": "torch.distributed.distributed_c10d"}[kind]
+    space: dict[str, Any] = {"__name__": name, "sleep": time.sleep}
+    exec("def stand(): sleep(1.2)", space)
+    return space["stand"]
+
+
+@pytest.mark.parametrize("work", ["setup", "compilation"])
+def test_while_one_rank_prepares_or_compiles_nobody_is_judged(work: str) -> None:
+    first, second = Pulse(), Pulse()
+    with _watched(_store(), first, second, stalls_s=(3600.0, 0.4)) as told:
+        for phase in ("setup", "data", "all-gather"):  # where it waits
+            second.enter(phase)
+        first.enter("setup" if work == "setup" else "forward")
+        time.sleep(1.2) if work == "setup" else _build(work)()
+        assert told == []
+        first.enter("data")  # at once it has as long as any phase
+        time.sleep(0.2)
+        assert told == []
+        until(lambda: len(told) == 2, 20)
+    assert told[0].sentence.startswith("Rank 0 (node a) stopped ")
+
+
+def test_a_rank_that_is_lost_while_another_one_prepares_is_told() -> None:
+    pulses = [Pulse(), Pulse(), Pulse()]
+    with _watched(_store(), *pulses[:2], stalls_s=(0.5, 0.5), nodes=["a", "b", "c"]) as told:
+        pulses[0].enter("all-gather")
+        pulses[1].enter("setup")
+        until(lambda: len(told) == 2, 5)  # the third has never sent a beat
+    assert told[0].sentence.startswith("Rank 2 (node c) was stopped, died or was cut off ")
+    assert told[0].sentence.endswith("; rank 0 waits in all-gather at step 0")
+
+
+@pytest.mark.parametrize(
+    ("phase", "is_judged"), [("backward", False), ("setup", False), ("eval", False), ("data", True)]
+)
+def test_a_rank_alone_is_judged_only_where_it_waits(phase: str, is_judged: bool) -> None:
+    pulse = Pulse()
+    with _watched(_store(), pulse, stalls_s=(0.2,), nodes=["a"]) as told:
+        pulse.enter(phase)
+        time.sleep(0.8)
+    assert len(told) == is_judged
+
+
+def test_a_collective_of_the_users_own_is_waited_in_no_longer_than_others() -> None:
+    first, second = Pulse(), Pulse()  # both in code of the user's, which reports nothing
+    with _watched(_store(), first, second, stalls_s=(0.4, 3600.0)) as told:
+        _build("a collective")()
+    assert told[0].sentence.startswith("Ranks 0–1 ")  # which are one process here
 
 
 def test_time_for_which_this_process_was_stopped_does_not_count(

@@ -7,7 +7,6 @@ others, who wait for latecomers, begin anew.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +40,8 @@ from .members import COUNTED_OUT_S, KEEP_ALIVE_S, MISSED, Members
 from .memory import MemoryNotes
 from .plain_state import PlainState
 from .reports import value_of
-from .stores import Meeting, StoredNotes
+from .stores import QUIET_TORCH, Meeting, StoredNotes
+from .variables import having, unset
 
 _UNBEGUN = "Stopped before training began."
 _LAST_CALL_S = 5
@@ -96,21 +96,24 @@ _FOR_TORCHS_AGENT = {
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have these environment variables within the block; what it starts inherits them, what comes after does not."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+def _quiet_torch() -> Iterator[None]:
+    """Keep torch from telling what is told in our words: its agent here, its C++ code in the ranks."""
+    # Each of the agent's modules sets a level of its own.
+    theirs = ("torch.distributed.elastic", "torch.multiprocessing")
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith(theirs)]
+    before = [(logger, logger.level) for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with having(unset(QUIET_TORCH)):
+            yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for logger, level in before:
+            logger.setLevel(level)
 
 
-@_environment(_FOR_TORCHS_AGENT)
+@having(_FOR_TORCHS_AGENT)
+@_quiet_torch()
 def run(
     meeting: Meeting,
     config: RunConfig,
@@ -132,7 +135,6 @@ def run(
     if meeting.hosted and parallel.nodes < parallel.most_nodes and meeting.caution:
         _say(f"{where}: nobody comes there from another host{meeting.caution}.")
     address = hosts.own_address(meeting.host) or meeting.host  # this host's, among the agents
-    _quieten_torchs_agent()
     store = meeting.store if meeting.hosted else BoundedStore(meeting.store, COUNTED_OUT_S)
     store.set_timeout(_WORD_OF_ALL)
     handler = _handler(store, job, address, config)
@@ -227,13 +229,6 @@ def _stopped(agent: Agent) -> Exception | None:
 
 def _value(values: Mapping[int, bytes]) -> Any | None:
     return value_of(values[0]) if 0 in values else None
-
-
-def _quieten_torchs_agent() -> None:
-    """Keep torch's agent from logging what is told in our words; each of its modules sets a level of its own."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _cause(agent: Agent, otherwise: Exception) -> Exception:

@@ -11,6 +11,7 @@ from ..errors import RequestError, counted
 from . import rank
 from .base import Entry
 from .devices import processes
+from .variables import having
 
 
 class InlineLauncher:
@@ -40,5 +41,5 @@ class InlineLauncher:
                 f"--launcher inline is one process, but --strategy {config.parallel.strategy} needs {wanted} on each "
                 f"of {counted(config.parallel.nodes, 'node')}; take --launcher auto, or --devices 1."
             )
-        with rank.teller() as tell, rank.accounted(0, config):
+        with rank.teller() as tell, rank.accounted(0, config), having(rank.variables(config)):
             yield rank.alone(config, env, tell=tell)

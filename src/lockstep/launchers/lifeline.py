@@ -46,12 +46,14 @@ def starting_children() -> Iterator[None]:
     Nor do they take a `pickle.py` of the current folder for Python's, as `python -c` does, which multiprocessing calls.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    method = multiprocessing.get_start_method(allow_none=True)  # which a spawned child would have settled for good
     kept = os.environ.setdefault(_SAFE_PATH, _OURS)
     try:
         yield
     finally:
         if kept == _OURS:
             os.environ.pop(_SAFE_PATH)
+        multiprocessing.set_start_method(method, force=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

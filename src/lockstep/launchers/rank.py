@@ -29,6 +29,7 @@ from .base import Entry, FormsWorld
 from .devices import drives_all, gpu_ids, gpu_index
 from .peers import Peers
 from .rendezvous import RollCall, StartMovedError
+from .variables import having, unset
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from ..world import World
 
-_BACKSTOP_S = 10.0  # that a collective waits on, so that it is the watch which says who stopped where
+_PATIENCE_S = 30 * 24 * 3600.0  # of a collective: the watch, which knows who is at work, ends a wait in vain
 _DIALS = 5  # gloo tries so often to reach a peer, each time for the whole time-out (seen: 50 s where 10 were given)
 _BEAT_S = 30.0  # for a last beat to come back over a slow network
 _CLOSE_S = 1.0  # for leaving a world that failed, before the failure is told without having left
@@ -52,15 +53,6 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
     # torchrun sets OMP_NUM_THREADS=1 and others leave it to the machine: the number of threads decides the order of
     # sums on a CPU, so every launcher takes the same, and the same world gives the same bits.
     torch.set_num_threads(max(1, hardware.cpus() // sharing))
-    if config.precision.deterministic:
-        # cuBLAS reads it at its first use, and without it some of its algorithms differ from run to run.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if config.precision.compile:
-        # torch names its own folder there as soon as torchvision is imported.
-        if "torchinductor_" in os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_"):
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled()
-        # Headers go to torch's own folder in /tmp all the same; without, a first compilation took as long (25 s).
-        os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     if config.parallel.accelerator != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -72,6 +64,21 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
     device = torch.device("cuda", gpu_index(config.parallel, env, topology.local_rank))
     torch.cuda.set_device(device)
     return device
+
+
+def variables(config: RunConfig) -> dict[str, str]:
+    """Return the environment variables that torch is to find while this process is a rank."""
+    wanted: dict[str, str] = {}
+    if config.precision.deterministic:
+        # cuBLAS reads it at its first use, and without it some of its algorithms differ from run to run.
+        wanted |= unset({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+    if config.precision.compile:
+        # torch names its own folder there as soon as torchvision is imported.
+        if "torchinductor_" in os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_"):
+            wanted["TORCHINDUCTOR_CACHE_DIR"] = _compiled()
+        # Headers go to torch's own folder in /tmp all the same; without, a first compilation took as long (25 s).
+        wanted |= unset({"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"})
+    return wanted
 
 
 def _compiled() -> str:
@@ -165,7 +172,7 @@ def met(
     with contextlib.ExitStack() as kept:
         try:
             _check_node(config, topology)
-            kept.enter_context(bound_to(claims.interface(came, peers.mine)))
+            kept.enter_context(having(bound_to(claims.interface(came, peers.mine)) | variables(config)))
             device = take_device(config, env, topology, sharing=claims.sharing(came, peers.mine))
             call.stand_by(peers, parallel.timeout)
             pulse = Pulse()
@@ -266,13 +273,12 @@ def _join(
 
     parallel = config.parallel
     try:
-        patience_s = parallel.stall_timeout + _BACKSTOP_S
         form_s = parallel.timeout / _DIALS
         return World.join(
             topology,
             device,
             store,
-            timeout_s=patience_s,
+            timeout_s=_PATIENCE_S,
             form_s=form_s,
             pulse=pulse,
             notes=notes,
@@ -288,21 +294,10 @@ def _join(
         ) from error
 
 
-@contextlib.contextmanager
-def bound_to(interface: str | None) -> Iterator[None]:
-    """Keep gloo's and NCCL's traffic on one network interface, unless the user chose another, or none is known.
-
-    After the block the environment, which may be that of a program of the user's, is as it was.
-    """
+def bound_to(interface: str | None) -> dict[str, str]:
+    """Return the variables that keep gloo's and NCCL's traffic on one interface, unless the user chose another."""
     # NCCL takes every interface whose name begins so, eth10 for eth1, unless told that the name is whole.
-    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
-    ours = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            os.environ.pop(name, None)
+    return unset({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {})
 
 
 def bound() -> str:

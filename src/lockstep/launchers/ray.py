@@ -25,6 +25,7 @@ from ..kinds import auto, kind, with_ranks
 from ..printable import told
 from ..topology import Topology
 from .base import Entry
+from .variables import having, unset
 
 _SEVERAL_HOSTS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
@@ -90,12 +91,12 @@ def _cluster(env: Mapping[str, str]) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    # Ray would tell its makers of a cluster that is started here.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     how: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     address = env.get("RAY_ADDRESS", "")
     _check_address(address)
     with contextlib.ExitStack() as left:
+        # Ray would tell its makers of a cluster that is started here.
+        left.enter_context(having(unset({"RAY_USAGE_STATS_ENABLED": "0"})))
         try:
             try:
                 ray.init(address="auto", **how)
@@ -123,15 +124,12 @@ def _on_loopback() -> Iterator[None]:
     """
     from ray._private import ray_constants
 
-    before = os.environ.get(_SEVERAL_HOSTS), ray_constants.ENABLE_RAY_CLUSTER
-    os.environ[_SEVERAL_HOSTS], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
-        yield
+        with having({_SEVERAL_HOSTS: "0"}):
+            yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before[1]
-        os.environ.pop(_SEVERAL_HOSTS)
-        if before[0] is not None:
-            os.environ[_SEVERAL_HOSTS] = before[0]
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _check_address(address: str) -> None:

@@ -13,7 +13,6 @@ of 16 lines for each whose words make no sense. See `adopt` for what keeps them 
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -28,10 +27,13 @@ from . import meeting_files, names
 from .names import Address
 from .names import address_of as address_of  # where others look for it
 from .starts import Starts
+from .variables import having, unset
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
+QUIET_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""What torch reads when it is imported: its warnings, about strangers and lost peers, are told in our words."""
 _PREFIX = "lockstep"  # parts our keys from those of others who may use the same store
 _RETRY_S = 0.2
 _PROBE_S = 5.0
@@ -106,7 +108,7 @@ def open_memory(path: Path, notes: Notes | None = None) -> Meeting:
     A rank that is stopped while it writes there keeps the others waiting, so that no request takes longer than some
     seconds.
     """
-    _quieten_torch()
+    _import_torch()
     from torch._C._distributed_c10d import FileStore, PrefixStore
 
     store = _bounded(PrefixStore(_PREFIX, FileStore(str(path), -1)), _PROBE_S)
@@ -152,7 +154,7 @@ def join(host: str, port: int, timeout_s: float, *, secret: bytes = b"") -> Meet
 
 def adopt(listener: socket.socket, where: str, caution: str = "", *, secret: bytes = b"") -> Meeting:
     """Open a store on a socket that listens already."""
-    _quieten_torch()
+    _import_torch()
     from torch._C._distributed_c10d import TCPStore
 
     if hasattr(socket, "TCP_DEFER_ACCEPT"):
@@ -164,12 +166,10 @@ def adopt(listener: socket.socket, where: str, caution: str = "", *, secret: byt
     return Meeting(_sealed(store, secret)(_PREFIX), where, hosted=True, host=host, port=port, caution=caution)
 
 
-def _quieten_torch() -> None:
-    """Leave to torch's C++ code its errors; its warnings, about strangers and lost peers, are told in our words.
-
-    torch reads the variable when it is imported: a program that has done so before keeps its warnings.
-    """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+def _import_torch() -> None:
+    """Import torch with its C++ code left its errors alone: a program that has imported it keeps its warnings."""
+    with having(unset(QUIET_TORCH)):
+        import torch  # noqa: F401
 
 
 def connect(
@@ -189,7 +189,7 @@ def connect(
     same `job`; where nobody tells it, whoever has this `place` (rank, size) finds out (see `starts`). `apart` says that
     it is served on another host.
     """
-    _quieten_torch()
+    _import_torch()
     from torch._C._distributed_c10d import TCPStore
 
     where = address_of(host, port)
@@ -233,7 +233,7 @@ def open_file(path: Path, *, clears: bool = False) -> Meeting:
     this start `clears` it, one that a killed rank has left half written.
     """
     meeting_files.check(path, clears=clears)
-    _quieten_torch()
+    _import_torch()
     from torch._C._distributed_c10d import FileStore, PrefixStore
 
     # A world size of -1 keeps torch from removing the file: the roll call does, when it knows that all have left.
