@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep import RunConfig, World, override, train
 from lockstep.engine import train_step
-from lockstep.job import Batch, Job
+from lockstep.job import Job
 from lockstep.record.jsonl import JsonLines
 
 
@@ -59,26 +59,33 @@ def configured(**values: Any) -> RunConfig:
     return override(RunConfig(), **{"strategy": "single", "epochs": 1000} | values)
 
 
+Batch = list[tuple[Tensor, Tensor]]
+"""This rank's share (x, y) of each global micro-batch of a global batch."""
+
+
 def fed(job: Job) -> Iterator[Batch]:
     """Yield batches for ever, as the run would get them; an epoch's last, smaller one is left out."""
     for epoch in count():
-        for batch in job.batches(epoch):
-            if batch.count == job.plan.global_size:
-                yield batch
+        batch: Batch = []
+        for micro in job.micros(epoch):
+            batch.append(micro.batch)
+            if micro.last:
+                if micro.total == job.plan.global_size:
+                    yield batch
+                batch = []
 
 
 def first_samples(job: Job) -> tuple[Tensor, Tensor]:
     """Return x and y of this rank's share of the first batch."""
-    x, y, last = next(next(fed(job)).micros)
-    assert last, "one micro-batch"
+    ((x, y),) = next(fed(job))  # one micro-batch
     return x, y
 
 
 def repeated(job: Job) -> Iterator[Batch]:
     """Yield the first batch for ever: what a step costs without any work for its images."""
-    x, y = first_samples(job)
+    share = first_samples(job)
     while True:
-        yield Batch(job.plan.global_size, iter([(x, y, True)]))
+        yield [share]
 
 
 def stepper(job: Job, batches: Iterator[Batch], *, steps: int) -> Callable[[], float]:
@@ -86,18 +93,15 @@ def stepper(job: Job, batches: Iterator[Batch], *, steps: int) -> Callable[[], f
 
     These are the engine's own steps without its metrics; on a GPU its caller waits for the device.
     """
-    job.strategy.settle(job.model, lambda: _exchange(job, next(batches)))
+    size = job.plan.global_size
+    job.strategy.settle(job.model, lambda: train_step(job, size, next(batches)))
 
     def run() -> float:
         begin_s = time.perf_counter()
         for _ in range(steps):
-            _exchange(job, next(batches))
+            train_step(job, size, next(batches))
             job.precision.step(job.optimizer.each, clip=None)
             job.optimizer.zero_grad()
         return time.perf_counter() - begin_s
 
     return run
-
-
-def _exchange(job: Job, batch: Batch) -> None:
-    train_step(job, batch)

@@ -28,11 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import RunConfig
-    from .engine import train
+    from .engine import run, train
     from .errors import LockstepError, ProofError, RequestError, RunError, Stopped
     from .options import override, recipe
     from .result import RunResult, Scores
-    from .runs import run
     from .script import launch
     from .sessions import Session, session
     from .topology import Topology
@@ -53,7 +52,7 @@ _HOMES = {
     "launch": "script",
     "override": "options",
     "recipe": "options",
-    "run": "runs",
+    "run": "engine",
     "session": "sessions:session",
     "train": "engine",
 }

@@ -9,44 +9,22 @@ from . import hardware, kinds, precision, start
 from .config import SPANNING_SCHEDULES
 from .errors import counted
 from .files import shown
-from .folders import unwritable
 from .job import Job
-from .meter import COVERS
 from .nn.sync_batchnorm import is_folded
-from .record.base import Recorder
-from .saving import Progress
+from .progress import Progress
 
 
-def announce(job: Job, progress: Progress, recorder: Recorder) -> None:
-    """Record the start of the run, or of its next part from `progress` on.
-
-    Raises `RequestError` where the record cannot be begun.
-    """
-    try:
-        _record(job, progress, recorder)
-    except OSError as error:
-        raise unwritable(job.config.record.output, error) from error
-
-
-def _record(job: Job, progress: Progress, recorder: Recorder) -> None:
-    recorder.record(
-        "start",
-        lines=[str(job.plan), *_said(job), *_skipped(job), *_begun(job), *_continued(job, progress)],
-        plan=dataclasses.asdict(job.plan),
-        chosen=_chosen(job),
-        output=shown(job.config.record.output),
-        first_step=progress.step,
-        epoch_s=list(progress.epoch_s),
-        total_steps=job.total_steps,
-        steps_per_epoch=job.steps_per_epoch,
-        epochs=job.config.epochs,
-        eval_every=job.config.eval_every,
-        best_on=job.data.best_on,
-        shape=list(job.data.train.shape),
-        classes=job.config.model.classes or job.data.train.classes,
-        covers=COVERS,
+def told(job: Job, progress: Progress) -> dict[str, Any]:
+    """Return what the record says of the job when its run begins, or the next part of it from `progress` on."""
+    return {
+        "lines": [str(job.plan), *_said(job), *_skipped(job), *_begun(job), *_continued(job, progress)],
+        "chosen": _chosen(job),
+        "eval_every": job.config.eval_every,
+        "best_on": job.data.best_on,
+        "shape": list(job.data.train.shape),
+        "classes": job.config.model.classes or job.data.train.classes,
         **({} if job.taken is None else {"init": dataclasses.asdict(job.taken)}),
-    )
+    }
 
 
 def _chosen(job: Job) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from .batching import BatchPlan, most_ranks
 from .config import BatchConfig, ParallelConfig, RunConfig
 from .data import sets
 from .data.order import Order
+from .data.share import Micro
 from .errors import RequestError, counted
 from .losses import LossFunction
 from .models import table as models_table
@@ -35,18 +35,6 @@ from .world import World
 
 if TYPE_CHECKING:
     from .data.source import Splits
-
-Note = Callable[[int, np.ndarray], None]
-"""Hears of (step, counted from 0, and sample indices) of each micro-batch that is computed."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One optimizer step's work on this rank: its share (x, y) of each global micro-batch of `count` samples in all."""
-
-    count: int
-    micros: Iterator[tuple[Tensor, Tensor, bool]]
-    """(x, y, last): x of shape (n, *sample shape), y of shape (n,); n can be 0."""
 
 
 @dataclass(frozen=True)
@@ -133,47 +121,22 @@ class Job:
         shares = self.plan.split(*self.plan.batch(within, self.samples), self.world.rank)
         return [order.indices(share.start, share.stop) for share in shares]
 
-    def batches(self, epoch: int, *, first: int = 0, note: Note = lambda step, indices: None) -> Batches:
-        """Return this rank's work for each step of `epoch`, from its step `first` on."""
-        return Batches(self, epoch, first, note)
-
-
-class Batches:
-    """This rank's work, step by step; `wait_s` is the time that `next` spent waiting for data so far."""
-
-    def __init__(self, job: Job, epoch: int, first: int, note: Note) -> None:
-        self.wait_s = 0.0
-        self._note = note
-        self._before = epoch * job.steps_per_epoch
-        self._plan, self._rank, self._pulse = job.plan, job.world.rank, job.world.pulse
-        self._samples = job.samples
-        self._steps = range(first, job.steps_per_epoch)
-        order = job.order(epoch)
+    def micros(self, epoch: int, *, first: int = 0) -> Generator[Micro, None, None]:
+        """Yield this rank's share, (x, y), of each global micro-batch of `epoch`, from its step `first` on."""
+        plan, order, rank = self.plan, self.order(epoch), self.world.rank
+        steps = range(first, self.steps_per_epoch)
         # One at a time: an epoch of 10⁹ samples has millions of steps.
-        shares = (share for span in self._spans() for share in self._plan.split(*span, self._rank))
-        indices = (order.indices(share.start, share.stop) for share in shares)
-        self._stream = job.data.train.stream(indices, epoch=epoch)
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield a `Batch` for each step; its micro-batches are fetched as they are asked for."""
-        for step, (start, stop) in zip(self._steps, self._spans(), strict=True):
-            yield Batch(stop - start, self._micros(self._before + step, self._plan.micros(stop - start)))
-
-    def close(self) -> None:
-        """End the stream before its end."""
-        self._stream.close()
-
-    def _spans(self) -> Iterator[tuple[int, int]]:
-        return (self._plan.batch(step, self._samples) for step in self._steps)
-
-    def _micros(self, step: int, count: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        for number in range(count):
-            self._pulse.enter("data")
-            begun_s = time.perf_counter()
-            x, y, indices = next(self._stream)
-            self.wait_s += time.perf_counter() - begun_s
-            self._note(step, indices)
-            yield x, y, number == count - 1
+        shares = (share for step in steps for share in plan.split(*plan.batch(step, self.samples), rank))
+        stream = self.data.train.stream((order.indices(each.start, each.stop) for each in shares), epoch=epoch)
+        try:
+            for step in steps:
+                start, stop = plan.batch(step, self.samples)
+                count = plan.micros(stop - start)
+                for number in range(1, count + 1):
+                    x, y, indices = next(stream)
+                    yield Micro((x, y), len(indices), stop - start, number == count, indices)
+        finally:
+            stream.close()
 
 
 def assemble(

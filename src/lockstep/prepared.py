@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import RequestError
+from .batching import BatchPlan
+from .config import RunConfig
+from .errors import RequestError, counted
+from .files import shown
+from .meter import NonFiniteLossError
 from .nn import sync_batchnorm
+from .precision import Precision
+from .progress import Progress
 from .state import State, load_model, load_optimizer, model_tensors, optimizer_state
+from .world import World
+
+if TYPE_CHECKING:
+    from .loop import Loop
 
 _OWN = "own"
 """The group of the tensors in the states of schedules and of the user's own objects."""
@@ -21,7 +31,14 @@ _OWN = "own"
 class Prepared:
     """Models, optimizers, and other objects with `state_dict` and `load_state_dict`, in the order of their coming."""
 
-    def __init__(self) -> None:
+    takes_sums = is_scored = False
+
+    def __init__(self, config: RunConfig, world: World, precision: Precision) -> None:
+        self.batchnorm = "none"
+        self.devices = [world.device]
+        self._config, self._world, self._precision = config, world, precision
+        self._plan: BatchPlan | None = None
+        self._samples = 0
         self.models: dict[str, nn.Module] = {}
         """By the name of their group of tensors: model, model_2, …"""
         self.optimizers: list[Optimizer] = []
@@ -37,11 +54,12 @@ class Prepared:
         """One module of all: a single model is itself, so that its parameters have the names that the user knows."""
         return next(iter(self.models.values())) if len(self.models) == 1 else nn.ModuleDict(self.models)
 
-    def settle(self) -> None:
+    def begin(self, plan: BatchPlan | None, samples: int | None) -> None:
         """Have what optimizers hold already lie beside the parameters, which may have moved since.
 
         Raises `RequestError` where an optimizer has parameters of no prepared model.
         """
+        self._plan, self._samples = plan, samples or 0
         known = {parameter for model in self.models.values() for parameter in model.parameters()}
         for number, optimizer in enumerate(self.optimizers, start=1):
             strange = [each for group in optimizer.param_groups for each in group["params"] if each not in known]
@@ -71,7 +89,11 @@ class Prepared:
             if key not in _synchronised(model)
         }
 
-    def state(self) -> State:
+    def copies(self) -> list[Mapping[str, Tensor]]:
+        """A session computes on one device."""
+        return []
+
+    def state(self, progress: Progress) -> State:
         """Return this rank's own state: every rank's, but for buffers and what the user's own objects hold."""
         held = optimizer_state(self._all, self.optimizers)
         tensors = dict(held.tensors)
@@ -82,10 +104,35 @@ class Prepared:
             for each in (optimizer.param_groups for optimizer in self.optimizers)
         ]
         others = [_packed(each.state_dict(), tensors) for each in self.others]
-        return State(tensors, held.meta | {"groups": groups, "others": others})
+        facts = {
+            "batchnorm": self.batchnorm,
+            "replicas": self._world.size,
+            "accumulation": 1 if self._plan is None else self._plan.accumulation,
+            "batch": self._batch,
+            "samples": self._samples,
+        }
+        return State(tensors, held.meta | facts | {"groups": groups, "others": others})
+
+    @property
+    def _batch(self) -> int:
+        return 0 if self._plan is None else self._plan.global_size
 
     def load(self, state: State) -> None:
-        """Continue from `state`, in place. Raises `RequestError` where it is of other models, optimizers or objects."""
+        """Continue from `state`, in place.
+
+        Raises `RequestError` where it is of other models, optimizers or objects, or of other data.
+        """
+        if "groups" not in state.meta:
+            raise RequestError(f"{shown(state.origin)} is no checkpoint of a session's loop, but of lockstep train.")
+        for what, before, now in (
+            ("samples in the training set", state.meta["samples"], self._samples),
+            ("samples in a global batch", state.meta["batch"], self._batch),
+        ):
+            if before != now:
+                raise RequestError(
+                    f"{shown(state.origin)} was trained with {before} {what}, and here are {now}: its order would be "
+                    "another; give it the same data, or start a new run in another output."
+                )
         for what, ours, theirs in (
             ("optimizers", len(self.optimizers), len(state.meta["groups"])),
             ("schedules and objects of your own", len(self.others), len(state.meta["others"])),
@@ -108,6 +155,46 @@ class Prepared:
                 group.update({key: _unpacked(value, own) for key, value in saved.items()})
         for each, saved in zip(self.others, state.meta["others"], strict=True):
             each.load_state_dict(_unpacked(saved, own))
+
+    def told(self, progress: Progress) -> dict[str, Any]:
+        """Return what the record says of the session when its loop begins."""
+        parallel, world = self._config.parallel, self._world
+        lines = [counted(world.size, "rank") if self._plan is None else str(self._plan)]
+        if self.batchnorm == "local" and world.size > 1:
+            lines.append("batch statistics are each rank's own (batchnorm local): the model depends on their number")
+        if progress.origin is not None:
+            lines.append(f"continuing at step {progress.step:,}, from {shown(progress.origin)}")
+        chosen = {
+            "loop": "own",
+            "launcher": parallel.launcher,
+            "accelerator": world.device.type,
+            "devices": world.size,
+            "precision": self._precision.name,
+            "collectives": "none" if world.size == 1 else "gloo" if world.memory is None else "shared-memory",
+            "batchnorm": self.batchnorm,
+            "accumulate": 1 if self._plan is None else self._plan.accumulation,
+        }
+        return {"lines": lines, "chosen": chosen}
+
+    def result(self, loop: Loop) -> dict[str, Any]:
+        """Return what the loop has come to."""
+        meter, progress = loop.meter, loop.progress
+        return {
+            "steps": progress.step,
+            "epoch_s": list(progress.epoch_s),
+            "samples_per_s": meter.images / meter.train_s if meter.images else None,
+            "data_wait_s": meter.wait_s,
+            "output": shown(self._config.record.output),
+            "exit": 0,
+        }
+
+    def remedy(self) -> str:
+        """Return what to do about numbers that are not finite."""
+        return "Lower the learning rate, clip the gradients, or compute in fp32."
+
+    def note_bad(self, bad: NonFiniteLossError) -> str:
+        """Which samples they are, the loop's own data know."""
+        return ""
 
 
 def _synchronised(model: nn.Module) -> dict[str, Tensor]:

@@ -10,66 +10,70 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from . import folders, proof, resume
 from .config import RunConfig
 from .errors import ProofError, RequestError, counted
-from .job import Job, Note
-from .meter import Meter
+from .parts import Parts
 from .proof import Check
-from .record.base import Recorder
-from .saving import remedy
 from .verify import pages
 from .verify.ledger import Ledger
+from .verify.pages import Indices
 from .verify.replicas import ReplicaCheck
 from .world import World
 
 
 class Proofs:
-    """The proofs of one run. A context: on leaving it, what was proved so far is recorded."""
+    """The proofs of one run."""
 
-    def __init__(self, job: Job, meter: Meter, recorder: Recorder, *, step: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        parts: Parts,
+        remedy: Callable[[], str],
+        *,
+        step: int,
+        ledger: dict[str, int] | None,
+    ) -> None:
         """`step` is the one that the run goes on from (*collective*).
 
+        `remedy` is that of a `ReplicaCheck`, and `ledger` what a `Ledger` has to know, None where nobody knows it.
         Raises `RequestError` where the ledger that was asked for cannot be kept.
         """
-        self.note: Note = _nothing
-        """Hears of (step, counted from 0, sample indices) of each micro-batch that this rank trains on."""
-        self.note_evaluated: Callable[[np.ndarray], None] = _nothing
-        """Hears of the sample indices of each batch that this rank evaluates."""
-        self._job = job
-        self._meter = meter
-        self._recorder = recorder
         self._replicas = ReplicaCheck(
-            job.world,
-            job.replicated,
-            job.config.proof.verify_every,
-            local=job.local_buffers,
-            copies=lambda: job.strategy.copies(job.model),
-            remedy=self._remedy,
-            replicas=len(job.strategy.devices),
+            world,
+            parts.replicated,
+            config.proof.verify_every,
+            local=parts.local_buffers,
+            copies=parts.copies,
+            remedy=remedy,
+            replicas=len(parts.devices),
             begun=step,
         )
-        self._ledger = _ledger(job, step)
+        if ledger is None and config.proof.ledger:
+            raise RequestError("--ledger counts the samples of an epoch, and nobody tells how many these data have.")
+        self._ledger = None if ledger is None else _open_ledger(config, world, step, **ledger)
         self._evaluations, self._short = 0, ""
+
+    def note(self, step: int, indices: Indices) -> None:
+        """Note the samples (n,) that this rank computes in optimizer step `step`, counted from 1."""
         if self._ledger is not None:
-            add = self._ledger.add
-            self.note = lambda step, indices: add(step + 1, indices)
-            self.note_evaluated = self._ledger.add_evaluated
+            self._ledger.add(step, indices)
 
-    def __enter__(self) -> Proofs:
-        return self
+    def note_evaluated(self, indices: Indices) -> None:
+        """Note the samples (n,) that this rank evaluates."""
+        if self._ledger is not None:
+            self._ledger.add_evaluated(indices)
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Let go of the ledger."""
         if self._ledger is not None:
             self._ledger.close()
-        self._recorder.record("proof", checks=self.checks())
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, step_s: float) -> None:
         """Compare the replicas after `step` if that is due (*collective*). Raises as `ReplicaCheck.check` does."""
         if self._replicas.due(step):
-            self._replicas.check(step, self._meter.step_s)
+            self._replicas.check(step, step_s)
 
     def keep(self, epoch: int) -> None:
         """Write down what was noted of `epoch` (*collective*)."""
@@ -80,17 +84,17 @@ class Proofs:
         """Return what replicas may have to do with a loss that is not finite, as `ReplicaCheck` does (*collective*)."""
         return self._replicas.explain_loss(step, bad_step)
 
-    def before_save(self, step: int) -> None:
+    def before_save(self, step: int, step_s: float) -> None:
         """Compare the replicas unless that was done after `step`: what is saved is what all hold (*collective*)."""
-        self._replicas.confirm(step, self._meter.step_s)
+        self._replicas.confirm(step, step_s)
 
-    def end_epoch(self, epoch: int) -> None:
-        """Ask whether the epoch held each sample exactly once (*collective*). Raises `ProofError` where it did not."""
-        if self._ledger is None:
-            return
-        plan, drop_last = self._job.plan, self._job.config.batch.drop_last
-        expected = self._job.steps_per_epoch * plan.global_size if drop_last else self._job.samples
-        self._ask(self._ledger.close_epoch(epoch, expected), "Not each sample was trained on exactly once")
+    def end_epoch(self, epoch: int, expected: int) -> None:
+        """Ask whether the epoch held each of `expected` samples exactly once (*collective*).
+
+        Raises `ProofError` where it did not.
+        """
+        if self._ledger is not None:
+            self._ask(self._ledger.close_epoch(epoch, expected), "Not each sample was trained on exactly once")
 
     def end_evaluation(self, epoch: int, step: int, samples: int) -> None:
         """Write down which of `samples` samples the evaluation after `step` took (*collective*).
@@ -115,51 +119,30 @@ class Proofs:
         return proof.by_name([*self._replicas.proof(), *self._of_ledger()])
 
     def _of_ledger(self) -> list[Check]:
-        return [] if self._ledger is None else of_ledger(self._ledger, self._evaluations, self._short)
-
-    def _remedy(self) -> str:
-        self._meter.settle()  # raises where the loss itself was not finite, which is then the better explanation
-        return remedy(self._job)
-
-
-def of_ledger(ledger: Ledger, evaluations: int, short: str) -> list[Check]:
-    """Return what a ledger has proved: of its whole epochs, and of so many evaluations; `short` is what it misses."""
-    epochs = ledger.whole_epochs
-    asked = f"{counted(epochs, 'whole epoch')} and {counted(evaluations, 'evaluation')} were asked"
-    found = short or asked
-    if ledger.waiting:
-        found += f"; {ledger.waiting} pages could not be written ({ledger.trouble})"
-    judged = epochs + evaluations
-    return [
-        Check(
-            name="ledger",
-            claim="Each epoch and each evaluation held each sample exactly once",
-            outcome=Check.FAILS if short else Check.HOLDS if judged else Check.OPEN,
-            times=judged,
-            tolerance="exactly",
-            found=found,
-            cost_s=ledger.cost_s,
-        )
-    ]
+        """Return what the ledger has proved: of its whole epochs, and of the evaluations."""
+        ledger = self._ledger
+        if ledger is None:
+            return []
+        epochs = ledger.whole_epochs
+        asked = f"{counted(epochs, 'whole epoch')} and {counted(self._evaluations, 'evaluation')} were asked"
+        found = self._short or asked
+        if ledger.waiting:
+            found += f"; {ledger.waiting} pages could not be written ({ledger.trouble})"
+        judged = epochs + self._evaluations
+        return [
+            Check(
+                name="ledger",
+                claim="Each epoch and each evaluation held each sample exactly once",
+                outcome=Check.FAILS if self._short else Check.HOLDS if judged else Check.OPEN,
+                times=judged,
+                tolerance="exactly",
+                found=found,
+                cost_s=ledger.cost_s,
+            )
+        ]
 
 
-def _nothing(*_: Any) -> None:
-    """Hear of it, and do nothing."""
-
-
-def _ledger(job: Job, step: int) -> Ledger | None:
-    return open_ledger(
-        job.config,
-        job.world,
-        step,
-        samples=job.samples,
-        accumulation=job.plan.accumulation,
-        steps_per_epoch=job.steps_per_epoch,
-        devices=job.plan.devices,
-    )
-
-
-def open_ledger(config: RunConfig, world: World, step: int, **known: int) -> Ledger | None:
+def _open_ledger(config: RunConfig, world: World, step: int, **known: int) -> Ledger | None:
     """Return the run's ledger, cut back to `step`; None where there is to be none (*collective*).
 
     A run that has begun one keeps it, whether or not that is asked for again: a gap would be no proof. `known` is what

@@ -1,4 +1,4 @@
-"""One run, from its folder to its summary: what a launcher starts on every rank.
+"""One run's folder, held from its start to its summary.
 
 Rank 0 alone decides on the folder and writes, and all hear of it.
 """
@@ -16,14 +16,13 @@ from pathlib import Path
 from . import failures, folders, hardware, locks, resume, said, stacks
 from .checkpoint import find
 from .config import RunConfig
-from .engine import train
 from .errors import RequestError
 from .launchers.table import visible_gpus
 from .notes import FOLDER
 from .options import flatten_common
+from .pulse import SETUP
 from .record.base import Nothing, Recorder
 from .record.table import build as build_recorder
-from .result import RunResult
 from .state import State
 from .world import World
 
@@ -41,12 +40,6 @@ class Opened:
     state: State | None
 
 
-def run(config: RunConfig, world: World) -> RunResult:
-    """Train in a folder of its own: claim it, record, and leave a summary (*collective*)."""
-    with opened(config, world) as ours:
-        return train(ours.config, world, ours.recorder, state=ours.state)
-
-
 @contextlib.contextmanager
 def opened(
     config: RunConfig, world: World, *, keys: Collection[str] = resume.IDENTITY, console: Recorder | None = None
@@ -56,6 +49,7 @@ def opened(
     `keys` are the options that a continued run has to share with the one before, and `console` replaces what a run
     shows to a person.
     """
+    world.pulse.enter(SETUP)  # what rank 0 does with files, the others wait for
     _check_alike(config, world)
     asked = config
     config, before = _after(config, world)

@@ -17,11 +17,12 @@ from .evaluation import Predictions, evaluate
 from .files import check_own, own_folder, shown, write_json, write_whole
 from .folders import unwritable
 from .job import Job, assemble
-from .proofs import Proofs
+from .loop import Loop
+from .progress import Progress
 from .record.base import Recorder
 from .result import Scores
-from .saving import Progress, restore_model
 from .state import State
+from .trained import restore_model
 from .world import World
 
 if TYPE_CHECKING:
@@ -57,13 +58,12 @@ def scored(
     )
 
 
-def tested(
-    job: Job, progress: Progress, recorder: Recorder, proofs: Proofs, *, stop: Callable[[], bool]
-) -> Tests | None:
+def tested(job: Job, loop: Loop, recorder: Recorder, *, stop: Callable[[], bool]) -> Tests | None:
     """Return the scores of the last weights on the test set, beside a validation set of the best too (*collective*).
 
     The best ones are in the run's folder; the job's model has those afterwards. None once `stop()` holds.
     """
+    progress, proofs = loop.progress, loop.proofs
     assert progress.scores is not None
     if job.data.validation is None:
         return {"test": {"step": progress.step} | dataclasses.asdict(progress.scores)}

@@ -21,7 +21,7 @@ import functools
 import time
 import types
 from collections.abc import Collection, Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ from .record.base import Nothing, Recorder
 from .record.console import Notices
 from .runs import Opened, opened
 from .world import World
+
+if TYPE_CHECKING:
+    from .trained import Trained
 
 OPTIONS = (
     *("output", "resume", "checkpoint-every", "log-every", "verify-every", "ledger", "seed", "max-steps"),
@@ -97,11 +100,14 @@ class Session:
         has_folder: bool,
         console: Recorder | None = None,
         keys: Collection[str] = _IDENTITY,
+        run: Opened | None = None,
+        trained: Trained | None = None,
     ) -> None:
         """Join in (*collective*). Where the session `has_folder`, the run is recorded and saved there.
 
         `console` shows the run to a person; by default only what the script does not say itself. `keys` are the options
-        that a run which is continued has to share with the one before.
+        that a run which is continued has to share with the one before. `run` is one whose folder is held already, and
+        `trained` what `lockstep train` has made ready, in place of what `prepare` is given.
         """
         self.world = world
         self.device = world.device
@@ -109,24 +115,26 @@ class Session:
         self._precision = Precision.of(config.precision, world.device)
         self._scaled = None if self._precision.scaler is None else Scaled(self._precision.scaler)
         self._held = contextlib.ExitStack()
-        ours = Opened(config, Nothing(), None)
-        if has_folder:
+        ours = run or Opened(config, Nothing(), None)
+        if has_folder and run is None:
             ours = self._held.enter_context(opened(config, world, keys=keys, console=console or Notices()))
         self._state = ours.state
-        stop = self._held.enter_context(StopRequest(quiet=not world.is_main))
-        self._prepared = Prepared()
+        self._stop = self._held.enter_context(StopRequest(quiet=not world.is_main))
+        self._prepared = Prepared(config, world, self._precision)
         self._gradients = Gradients(world)
-        self._loop = Loop(
-            *(ours.config, world, self._prepared, self._precision, ours.recorder, stop),
+        self.loop = Loop(
+            *(ours.config, world, trained or self._prepared, self._precision, ours.recorder, self._stop),
             state=ours.state,
             folder=has_folder,
         )
-        self._loop.before_save = self._update_scale
-        self._held.callback(self._loop.close)
-        self._loaders: list[SharedLoader] = []
+        self.loop.before_save = self._update_scale
+        self._held.callback(self.loop.close)
+        self._loaders: list[SharedLoader | Trained] = [] if trained is None else [trained]
+        self._strategy = None if trained is None else trained.job.strategy
         self._evaluated: dict[DataLoader[Any], SharedLoader] = {}
         self._micro: Micro | None = None
         """The share under way; None outside of a loader's loop."""
+        self._replica: Any = None if trained is None else trained.job.replica
         self._in_epochs = self._has_stepped = self._has_gradients = False
         self._is_stepping = False
         self._losses: list[Tensor] = []
@@ -138,7 +146,9 @@ class Session:
         self._calls = 0
         self._is_alone = world.group is None and self._scaled is None
         self._lr = 0.0
-        seed_weights(config.seed)
+        self._norm: Tensor | None = None
+        if trained is None:
+            seed_weights(config.seed)
 
     @property
     def rank(self) -> int:
@@ -153,7 +163,12 @@ class Session:
     @property
     def step(self) -> int:
         """Optimizer steps made: global batches trained on."""
-        return self._loop.step
+        return self.loop.progress.step
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the global batch is whole with the share under way, so that optimizers and schedules act."""
+        return self._micro is None or self._micro.last
 
     @property
     def is_new(self) -> bool:
@@ -164,6 +179,10 @@ class Session:
     def samples(self) -> int:
         """Samples of this rank's share under way; 0 where it is empty, and a sample that does not count stands in."""
         return 0 if self._micro is None else self._micro.count
+
+    def asked_to_stop(self) -> bool:
+        """Whether this rank was asked to stop, by Ctrl-C or SIGTERM: the loop does so by itself, at the same step."""
+        return self._stop.asked
 
     def moved(self, batch: Any) -> Any:
         """Return tensors, at any depth of lists, tuples and dicts, on this rank's device and in its precision."""
@@ -178,7 +197,7 @@ class Session:
         one that yields this rank's share of it. Whatever else has `state_dict` and `load_state_dict` is saved with the
         rest. Raises `RequestError` for what cannot be prepared, and once the loop has begun.
         """
-        if self._loop.has_begun:
+        if self.loop.has_begun:
             raise RequestError("session.prepare was called after the loop had begun; prepare everything before it.")
         ready = tuple([self._ready(part) for part in parts])
         return ready[0] if len(ready) == 1 else ready
@@ -197,8 +216,9 @@ class Session:
             part.step = types.MethodType(functools.update_wrapper(step, before), part)  # type: ignore[method-assign]
             return part
         if isinstance(part, DataLoader):
-            self._loaders.append(self._shared(part))
-            return Loader(self, self._loaders[-1])
+            shared = self._shared(part)
+            self._loaders.append(shared)
+            return Loader(self, shared)
         if isinstance(part, Loader):
             raise RequestError("session.prepare was given a loader that it had returned; give it each one once.")
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
@@ -208,13 +228,13 @@ class Session:
             )
         self._prepared.others.append(part)
         if isinstance(part, LRScheduler):
-            self._refine(part, "step", lambda step, *given, **named: step(*given, **named) if self._at_end() else None)
+            self._refine(part, "step", lambda step, *given, **named: step(*given, **named) if self.is_last else None)
         return part
 
     def _model(self, model: nn.Module) -> nn.Module:
         if sync_batchnorm.has_batchnorm(model):
             local = self._config.parallel.batchnorm == "local"
-            self._loop.batchnorm = "local" if local else "sync"
+            self._prepared.batchnorm = "local" if local else "sync"
             model = model if local else sync_batchnorm.convert(model, self.world)
         dtype = torch.float64 if self._precision.dtype == torch.float64 else None
         model = model.to(self.device, dtype)
@@ -256,35 +276,37 @@ class Session:
 
         At the end of each one the session is saved; after the last, what was proved is written down.
         """
-        self._begin(count)
+        self.begin(count)
         self._in_epochs = True
-        while self._loop.epoch < count and not self._loop.is_done:
-            yield self._loop.epoch
-            self._loop.end_epoch()
+        while self.loop.goes_on(count):
+            yield self.loop.progress.epochs
+            self.loop.end_epoch()
         self._in_epochs = False
         self._finish()
 
-    def _begin(self, epochs: int | None) -> None:
-        if self._loop.has_begun:
+    def begin(self, epochs: int | None) -> None:
+        """Go on from the checkpoint that there is, and record the start, unless that was done (*collective*)."""
+        if self.loop.has_begun:
             return
-        first = self._loaders[0] if self._loaders else None
-        samples, steps = (first.samples, first.steps()) if first else (None, None)
-        self._loop.begin(epochs, first.plan if first else None, samples, steps)
-        if epochs is None and self._loop.step:
+        self.loop.begin(epochs, self._loaders[0] if self._loaders else None)
+        if epochs is None and self.step:
             raise RequestError(
                 "A run can be continued where its loop goes over session.epochs(…), and this one does not."
             )
 
-    def _batches(self, loader: SharedLoader) -> Generator[Any, None, None]:
+    def batches(self, loader: SharedLoader | Trained) -> Generator[Any, None, None]:
         """Yield this rank's shares of an epoch's batches; count a step after each whole batch of the first loader."""
-        self._begin(None)
-        loop, pulse, counts = self._loop, self.world.pulse, loader is self._loaders[0]
+        self.begin(None)
+        loop, pulse, counts = self.loop, self.world.pulse, loader is self._loaders[0]
+        progress = loop.progress
         # Others begin where the first one does only where a resumed run takes them up together, as in a zip.
-        micros = loader.micros(loop.epoch, first=loop.within if counts else loop.resumed_at)
+        micros = loader.micros(progress.epochs, first=progress.within if counts else loop.resumed_at)
+        strategy = self._strategy
         if counts:
-            loop.start_clock()
+            loop.meter.start()
+        micro: Micro | None = None
         try:
-            while True:
+            while not (counts and loop.is_done):  # --max-steps
                 pulse.enter("data")
                 begun_s = time.perf_counter()
                 micro = next(micros, None)
@@ -292,19 +314,22 @@ class Session:
                 pulse.enter("")  # what follows is the caller's own code
                 if micro is None:
                     break
-                if counts:
-                    self._micro = micro
-                    self._calls = 0
-                    SyncBatchNorm.stand_in = micro.count == 0
-                    loop.note_samples(micro.indices)
-                yield micro.batch
-                if counts and micro.last:
+                if not counts:
+                    yield micro.batch
+                    continue
+                self._micro = micro
+                self._calls = 0
+                SyncBatchNorm.stand_in = micro.count == 0 and loader.stands_in
+                loop.note_samples(micro.indices)
+                if strategy is None:
+                    yield micro.batch
+                else:
+                    with strategy.sync_on(self._replica, last=micro.last):
+                        yield micro.batch
+                if micro.last:
                     self._end_step(micro.total)
-                    if loop.is_done:  # --max-steps
-                        return
             if counts:
-                loop.resumed_at = 0
-                loop.settle()
+                loop.end_data()
                 if not self._in_epochs:
                     loop.end_epoch()
         finally:
@@ -322,12 +347,12 @@ class Session:
         losses, self._losses = self._losses, []
         if stepped:
             loss = sum(losses[1:], losses[0]) if losses else torch.zeros((), device=self.device)
-            self._loop.count_step(loss, samples, self._lr)
+            self.loop.count_step(loss, samples, self._lr, self._norm)
         return stepped
 
     def _end_step(self, samples: int) -> None:
         if self._count_step(samples):
-            self._loop.end_step()
+            self.loop.end_step()
 
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, reduction: str = "mean") -> None:
         """Add the gradients of `loss` (0-dim), this rank's, to those of the global batch (*collective*).
@@ -340,6 +365,13 @@ class Session:
         if loss.dim() or not loss.requires_grad:
             check_loss(loss)
         micro, pulse = self._micro, self.world.pulse
+        if self._strategy is not None and micro is not None:
+            pulse.enter("backward")
+            # Normalised once, by the global count: the sum over micro-batches and ranks is then the mean's gradient.
+            self._precision.backward(loss, self._strategy.averages_over / micro.total)
+            pulse.enter("")
+            self._losses.append(loss.detach())
+            return
         last = micro is None or micro.last
         self._has_gradients = True
         factor: float | Tensor = 1.0
@@ -375,7 +407,7 @@ class Session:
         gradients, number, divisor = self._gradients, self._calls, None
         there = gradients.set_aside()
         # Nothing is asked of a share that does not count, but that it takes part in BatchNorm's exchanges.
-        if isinstance(factor, Tensor) or factor or self._loop.batchnorm == "sync":
+        if isinstance(factor, Tensor) or factor or self._prepared.batchnorm == "sync":
             self._precision.backward(loss, factor)
         # The same loss of the batch's earlier micro-batches: by its number, since gradients may be dropped in between.
         if number < len(self._partial):
@@ -408,16 +440,12 @@ class Session:
             )
         return total
 
-    def _at_end(self) -> bool:
-        """Return whether the global batch is whole, so that optimizers and schedules act."""
-        return self._micro is None or self._micro.last
-
     def _step(self, optimizer: Optimizer, step: Any, closure: Any = None) -> Any:
         if self._is_stepping:
             return step()
         if closure is not None:
             raise RequestError("optimizer.step(closure) computes gradients that no rank could sum; give it none.")
-        if not self._at_end():
+        if not self.is_last:
             return None
         if not self._has_gradients:
             raise RequestError(
@@ -438,9 +466,17 @@ class Session:
         self._has_stepped = True
         self.world.pulse.enter("")
         if not self._loaders and optimizer is self._prepared.optimizers[0]:
-            self._begin(None)
+            self.begin(None)
             self._end_step(0)
         return found
+
+    def stepped(self, lr: float, norm: Tensor | None, *, last: tuple[Tensor, Tensor]) -> None:
+        """Take note of an optimizer step that the caller has made.
+
+        It was at this learning rate and this `norm` of the gradients; `last` is the last micro-batch's (logits, labels)
+        on this rank, for the training accuracy.
+        """
+        self._has_stepped, self._lr, self._norm, self.loop.last = True, lr, norm, last
 
     def _update_scale(self) -> None:
         if self._scaled is not None:
@@ -455,12 +491,13 @@ class Session:
         if raw not in self._evaluated:
             self._evaluated[raw] = self._shared(raw)
         before, was, evaluated = self._micro, SyncBatchNorm.stand_in, 0
-        if self._loop.has_begun:
-            self._loop.settle()
+        if self.loop.has_begun:
+            self.loop.settle()
+            self.loop.confirm()
         with contextlib.ExitStack() as modes, self.world.pulse.during("eval"):
             for model in self._prepared.models.values():
                 modes.enter_context(evaluating(model))
-                if self._loop.batchnorm == "local":
+                if self._prepared.batchnorm == "local":
                     self.world.broadcast(list(model.buffers()))
             modes.enter_context(torch.no_grad())
             try:
@@ -471,7 +508,7 @@ class Session:
                     yield micro.batch
             finally:
                 self._micro, SyncBatchNorm.stand_in = before, was
-        self._loop.end_evaluation(evaluated, self._evaluated[raw].samples)
+        self.loop.end_evaluation(evaluated, self._evaluated[raw].samples)
 
     def sum(self, value: Any) -> Any:
         """Return the sum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
@@ -529,23 +566,23 @@ class Session:
             )
         micro = self._micro
         if micro is None:
-            self._loop.tell(**{name: float(value) for name, value in values.items()})
+            self.loop.tell(**{name: float(value) for name, value in values.items()})
             return
         for name, value in values.items():
             held = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
-            self._loop.note(name, held * (micro.count / micro.total) if micro.count else torch.zeros_like(held))
+            self.loop.note(name, held * (micro.count / micro.total) if micro.count else torch.zeros_like(held))
 
     def score(self, value: float) -> None:
         """Tell how good the weights are as they are now, the same on every rank: more is better.
 
         The next checkpoint, at the end of the epoch as a rule, becomes `best` where none before had a higher score.
         """
-        self._loop.score = float(value)
+        self.loop.score = float(value)
 
     def _finish(self) -> None:
-        if self._loop.has_begun and not self._is_finished:
+        if self.loop.has_begun and not self._is_finished:
             self._is_finished = True
-            self._loop.finish()
+            self.loop.finish()
 
     _is_finished = _is_closed = False
 
@@ -583,7 +620,7 @@ class Loader:
         self._shared = shared
 
     def __iter__(self) -> Iterator[Any]:
-        return self._session._batches(self._shared)
+        return self._session.batches(self._shared)
 
     def __len__(self) -> int:
         """Return the number of optimizer steps in an epoch, which is what a schedule counts."""

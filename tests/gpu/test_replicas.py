@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 
 from lockstep.config import RunConfig
-from lockstep.engine import advance
 from lockstep.errors import ProofError
 from lockstep.job import Job, assemble
-from lockstep.meter import Meter
 from lockstep.options import override
-from lockstep.record.base import Nothing
 from lockstep.verify import finite
 from lockstep.verify.digest import differing, digest, digests
 from lockstep.verify.replicas import ReplicaCheck, facts
 from lockstep.world import World
 
 from ..reading import NoReading
+from ..stepping import steps
 from ..unit.test_digest import DTYPES, some
 from .conftest import doubled, joined, never_waits, several
 
@@ -56,9 +54,7 @@ def test_a_gpu_digests_to_the_number_that_a_cpu_does_and_finds_those_that_are_no
 def test_nothing_is_waited_for_before_the_exchange(options: dict[str, object]) -> None:
     with joined() as alone:
         job = _on_gpu(alone, "ddp", max_steps=1, **options)
-        meter = Meter(alone, Nothing(), log_every=1, total_steps=1)
-        meter.start()
-        advance(job, 0, next(iter(job.batches(0))), meter)  # an optimizer has a state after its first step
+        next(steps(job))  # an optimizer has a state after its first step
         tensors = job.replicated()
         assert any(name.startswith("optimizer/") for name in tensors)
         for turn in (0, 1):

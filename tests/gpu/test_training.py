@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +16,17 @@ from lockstep import checkpoint, optim
 from lockstep.config import OptimConfig, PrecisionConfig, RunConfig
 from lockstep.data import sets
 from lockstep.data.source import Fetched
-from lockstep.engine import advance, train
+from lockstep.engine import train
 from lockstep.job import assemble
 from lockstep.kinds import KINDS
 from lockstep.meter import Meter
 from lockstep.options import override
 from lockstep.precision import Precision
-from lockstep.record.base import Nothing
 from lockstep.world import World
 
 from ..command import COLD, end, start
 from ..curves import Curve, Losses, apart, same_bits
+from ..stepping import steps
 from .conftest import joined, never_waits
 
 LAW = 1e-9
@@ -200,13 +201,13 @@ def test_a_run_moves_between_gpu_and_cpu(cuda: World, tmp_path: Path, gpu_first:
 def test_a_step_never_makes_the_host_wait(cuda: World, options: dict[str, Any]) -> None:
     options = options | {"accumulate": 2, "augment": ["crop", "flip", "cutout"], "clip": 1.0, "ema": 0.9}
     job = assemble(override(RunConfig(), **NET | options), cuda)
-    batches = iter(job.batches(0))
-    meter = Meter(cuda, Nothing(), log_every=100, total_steps=job.total_steps)
-    for step in range(3):  # the first steps may allocate and choose algorithms
-        advance(job, step, next(batches), meter)
-    with never_waits():
-        for step in range(3, 8):
-            advance(job, step, next(batches), meter)
+    with contextlib.closing(steps(job)) as each, pytest.MonkeyPatch.context() as patch:
+        for _ in range(3):  # the first steps may allocate and choose algorithms
+            next(each)
+        patch.setattr(Meter, "due", lambda meter, stop: False)
+        with never_waits():
+            for _ in range(5):
+                next(each)
 
 
 @pytest.mark.parametrize("strategy", KINDS)

@@ -6,6 +6,7 @@ That the curves are those of one process, and of as many ranks with batch statis
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def _exchanged(world: World) -> tuple[int, bool]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "sum_", counted)
-        train_step(job, next(iter(job.batches(0))))
+        train_step(job, job.plan.global_size, [micro.batch for micro in islice(job.micros(0), 3)])
     gradients = world.stack(
         torch.cat([item.grad.flatten() for item in job.model.parameters() if item.grad is not None])
     )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import RunConfig
+from lockstep.engine import run
 from lockstep.options import override
-from lockstep.runs import run
 from lockstep.world import World
 
 from .. import own_data

@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 
 from lockstep.config import RunConfig
-from lockstep.engine import advance
+from lockstep.engine import run
 from lockstep.errors import ProofError, RunError
 from lockstep.job import assemble
-from lockstep.meter import Meter
 from lockstep.options import override
 from lockstep.proof import Check
-from lockstep.record.base import Nothing
-from lockstep.runs import run
 from lockstep.verify.replicas import SHARE, ReplicaCheck
 from lockstep.world import World
 
 from ..pool import RankPool
+from ..stepping import steps
 
 
 def _paid(world: World) -> tuple[float, list[int]]:
@@ -83,12 +81,10 @@ def _ruin(tensor: Tensor, flips: bool) -> None:
 def _ruined(world: World, name: str, ranks: tuple[int, ...], every: int, flips: bool, options: dict[str, Any]) -> str:
     """Train six steps; ruin a tensor on some ranks after the fourth; return what a check says of it."""
     torch.set_num_threads(1)
-    job = assemble(override(RunConfig(), **TRAINED | options), world)
-    meter = Meter(world, Nothing(), log_every=100, total_steps=job.total_steps)
-    check, batches = ReplicaCheck(world, job.replicated, every), iter(job.batches(0))
+    job = assemble(override(RunConfig(), **TRAINED | {"verify_every": 0} | options), world)
+    check = ReplicaCheck(world, job.replicated, every)
     try:
-        for step in range(1, 7):
-            advance(job, step - 1, next(batches), meter)
+        for step, _ in zip(range(1, 7), steps(job), strict=False):
             if step == 4 and world.rank in ranks:
                 _ruin(job.replicated()[name], flips)
             if check.due(step):

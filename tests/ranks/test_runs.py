@@ -14,11 +14,10 @@ import pytest
 from lockstep import checkpoint, engine, resume
 from lockstep.cli.main import main
 from lockstep.config import RunConfig
-from lockstep.engine import train
+from lockstep.engine import run, train
 from lockstep.errors import RequestError
 from lockstep.options import leaves, override
 from lockstep.record.base import Nothing
-from lockstep.runs import run
 from lockstep.world import World
 
 from ..command import events
@@ -72,15 +71,15 @@ def test_a_run_that_is_taken_up_has_no_end_until_it_ends_again(tmp_path: Path, m
     summary = tmp_path / "summary.json"
     assert main(_flags(tmp_path, "--max-steps", 2)) == 0
     seen: list[Any] = []
-    trained = engine._train_epoch
+    trained = engine.train_share
 
     def look(*given: Any) -> None:
         seen.append(json.loads(summary.read_text()))
         trained(*given)
 
-    monkeypatch.setattr(engine, "_train_epoch", look)
+    monkeypatch.setattr(engine, "train_share", look)
     assert main(_flags(tmp_path, "--max-steps", 4, "--resume", "auto")) == 0
-    assert [(each["exit"], each["steps"]) for each in seen] == [(None, 2)]
+    assert [(each["exit"], each["steps"]) for each in seen] == [(None, 2)] * 2
     assert json.loads(summary.read_text())["exit"] == 0
 
 

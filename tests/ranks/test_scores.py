@@ -21,12 +21,11 @@ from lockstep.config import DataConfig, RunConfig
 from lockstep.data.resident import ResidentImages
 from lockstep.data.sets import build
 from lockstep.data.source import Indices, Part, Splits, is_held_out
-from lockstep.engine import train
+from lockstep.engine import run, train
 from lockstep.errors import ProofError, RequestError
 from lockstep.options import override
 from lockstep.proof import Check
 from lockstep.record.base import Nothing
-from lockstep.runs import run
 from lockstep.scoring import evaluate_checkpoint
 from lockstep.verify.exactly_once import check
 from lockstep.verify.pages import NAME

@@ -16,10 +16,10 @@ import torch
 from lockstep import proof
 from lockstep.cli import flags
 from lockstep.cli.main import main
+from lockstep.engine import run
 from lockstep.errors import Stopped
 from lockstep.proof import Check
 from lockstep.prove import records
-from lockstep.runs import run
 from lockstep.verify import pages
 from lockstep.world import World
 

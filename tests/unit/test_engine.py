@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from lockstep import checkpoint
 from lockstep.config import RunConfig
 from lockstep.data.order import Order
-from lockstep.engine import advance, train
+from lockstep.engine import train
 from lockstep.errors import Stopped
 from lockstep.job import assemble
 from lockstep.meter import Meter
@@ -25,6 +25,7 @@ from lockstep.world import World
 
 from ..curves import Losses
 from ..reading import NoReading
+from ..stepping import steps
 
 VARIANTS: list[dict[str, Any]] = [
     {"model": "resnet8", "ema": 0.9, "clip": 1.0, "accumulate": 3, "precision": "fp32"},
@@ -41,12 +42,12 @@ def test_no_step_reads_a_value(strategy: str, options: dict[str, Any]) -> None:
     with contextlib.closing(world):
         job = assemble(override(RunConfig(), data="digits", batch=20, strategy=strategy, **options), world)
         assert (job.replica is job.model) == alone
-        meter = Meter(job.world, Nothing(), log_every=100, total_steps=job.total_steps)
-        batches = iter(job.batches(0))
-        with NoReading():
-            for step in range(3):
-                advance(job, step, next(batches), meter)
-        meter.flush(stop=False)
+        with contextlib.closing(steps(job)) as each, pytest.MonkeyPatch.context() as patch:
+            next(each)
+            patch.setattr(Meter, "due", lambda meter, stop: False)
+            with NoReading():
+                for _ in range(3):
+                    next(each)
 
 
 def test_one_process_trains_as_a_loop_by_hand_does() -> None:

@@ -55,6 +55,6 @@ def _entry(config: RunConfig, world: World) -> RunResult | dict[str, float]:
         from .. import task
 
         return task.train(config, world)
-    from ..runs import run
+    from ..engine import run
 
     return run(config, world)

@@ -24,7 +24,7 @@ from ..batching import BatchPlan
 from ..config import RunConfig
 from ..engine import train_step
 from ..errors import RequestError
-from ..job import Batch, Job, assemble
+from ..job import Job, assemble
 from ..kinds import KINDS
 from ..randomness import seed_all
 from ..verify.digest import digest
@@ -217,7 +217,7 @@ class Workbench:
             if seed is not None:
                 seed_all(seed)
             if self.step is None and exchanges:
-                train_step(dataclasses.replace(job, loss_fn=loss_fn), Batch(case.size, iter(parts)))
+                train_step(dataclasses.replace(job, loss_fn=loss_fn), case.size, micros)
             else:
                 for x, y, _ in parts:
                     (self._own_step or _plain_step)(job.replica, x, y)
