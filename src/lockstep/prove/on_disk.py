@@ -84,7 +84,11 @@ class Part:
 
 def is_own_loop(run: Records) -> bool:
     """Whether the run is one of a loop of the user's own, in a session."""
-    chosen = run.parts[0].start.fields.get("chosen") if run.parts else None
+    return bool(run.parts) and _begins_own_loop(run.parts[0].start.fields)
+
+
+def _begins_own_loop(start: Mapping[str, Any]) -> bool:
+    chosen = start.get("chosen")
     return isinstance(chosen, dict) and chosen.get("loop") == "own"
 
 
@@ -137,7 +141,8 @@ class Records:
         """Why the run has no end yet, as a clause; "" for one that is complete."""
         if not self.parts or self.exit == 0:
             return ""
-        whole = f"step {self.last_step:,} of {self.parts[-1].start['total_steps']:,}"
+        total = self.parts[-1].start["total_steps"]  # 0 where nobody knows, as of a stream
+        whole = f"step {self.last_step:,}" + (f" of {total:,}" if total else "")
         if self.exit is None:
             return f"it was killed after {whole}, or still runs"
         if self.exit == _STOPPED:
@@ -245,8 +250,12 @@ def _row(number: int, line: bytes) -> Row | str:
     bad = [name for name, kinds in wanted if type(fields[name]) not in kinds]
     if event == "start" and not bad:
         plan = {name: fields["plan"].get(name) for name in ("global_size", "ranks", "accumulation")}
-        positive = {"steps_per_epoch": fields["steps_per_epoch"], "epochs": fields["epochs"], **plan}
-        bad = [name for name, value in positive.items() if (whole(value) or 0) < 1]
+        counts = {"steps_per_epoch": fields["steps_per_epoch"], "epochs": fields["epochs"]}
+        positive = counts | plan
+        if _begins_own_loop(fields):  # which may have no DataLoader, a stream, or no epochs
+            positive = plan if fields["plan"] else {}
+            bad = [name for name, value in counts.items() if value < 0]
+        bad += [name for name, value in positive.items() if (whole(value) or 0) < 1]
     return f"is an event {event} whose {' and '.join(bad)} cannot be" if bad else Row(number, event, fields)
 
 

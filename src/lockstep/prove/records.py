@@ -16,8 +16,9 @@ from ..errors import ProofError, RequestError, counted
 from ..files import understanding
 from ..proof import Check, from_json
 from ..verify import exactly_once
-from ..verify.pages import NAME, read
-from ..verify.planned import Planned
+from ..verify.exactly_once import Pages
+from ..verify.pages import NAME, TRAIN, of_kind, read
+from ..verify.planned import OF_A_SAMPLER, Planned, order_of
 from . import on_disk
 from .claim import Claim
 from .on_disk import CONFIG, MANIFEST, STEPS, SUMMARY, Records
@@ -55,12 +56,11 @@ def judge(folder: Path) -> Judgement:
     run = on_disk.read(folder)
     held = _held(run)
     claims: tuple[Callable[[Records], Check], ...] = (files, steps, losses, rates, evaluations, summary, checkpoints)
-    if is_own := on_disk.is_own_loop(run):  # of its order, rates and scores the records do not say what they should be
+    if on_disk.is_own_loop(run):  # of its rates and scores the records do not say what they should be
         claims = (files, sequence, losses)
     checks = [_timed(claim, run) for claim in claims]
     checks += [_judged(_REPLICAS.name, lambda: replicas(run, held.get(_REPLICAS.name)))]
-    if not is_own:
-        checks += [_judged(_LEDGER.name, lambda: ledger(run, held.get(_LEDGER.name)))]
+    checks += [_judged(_LEDGER.name, lambda: ledger(run, held.get(_LEDGER.name)))]
     names = {check.name for check in checks}
     others = [check for name, check in held.items() if name not in names]
     return Judgement((*checks, *others), run.unfinished)
@@ -107,7 +107,7 @@ def replicas(run: Records, held: Check | None) -> Check:
         why = run.lacking(STEPS) or run.unfinished or f"{SUMMARY} cannot be read"
         return _REPLICAS.open(f"nothing tells how often they were compared: {why}")
     if held is None:
-        ranks = run.parts[-1].start["plan"]["ranks"]
+        ranks = run.parts[-1].start["plan"].get("ranks", 1)
         return _REPLICAS.open("one process only" if ranks == 1 else f"{SUMMARY} has no comparison of {ranks} ranks")
     # What is wrong with replicas ends a run; in the summary of any other, only an earlier judgement can say that.
     if held.outcome == Check.OPEN or run.exit not in _COMPLETE or held.at_step is None:
@@ -141,10 +141,25 @@ def ledger(run: Records, held: Check | None) -> Check:
             steps=made,
             evaluations=[] if begun is None else [row["step"] for row in run.rows("eval") if row["step"] > begun],
         )
+        if on_disk.is_own_loop(run):
+            planned = _of_own_loop(run, path, planned)
         check = exactly_once.check(path, planned)
+        if planned.order == OF_A_SAMPLER:
+            check = dataclasses.replace(
+                check, claim=f"{check.claim}, in an order of a sampler's own that is not judged"
+            )
     except RequestError as error:
         check = _LEDGER.judged([str(error).partition(";")[0]], times=0)
     return dataclasses.replace(check, cost_s=held.cost_s) if held is not None and held.cost_s is not None else check
+
+
+def _of_own_loop(run: Records, path: Path, planned: Planned) -> Planned:
+    """Return what a loop of the user's own was to do: batch and epochs are its own, and it tells them at its start."""
+    start, pages = run.parts[-1].start, Pages(path, torn_ok=True)
+    planned = dataclasses.replace(planned, global_batch=start["plan"]["global_size"], drop_last=False)
+    if (page := next(of_kind(TRAIN, pages), None)) is not None:
+        planned = dataclasses.replace(planned, drop_last=planned.steps_per_epoch(page) > start["steps_per_epoch"])
+    return dataclasses.replace(planned, order=order_of(pages, planned))
 
 
 def refusal(folder: Path, judged: Judgement) -> ProofError:

@@ -58,7 +58,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _File:
+class Pages:
     """The pages of a file, read anew each time that they are gone through."""
 
     path: Path
@@ -76,10 +76,10 @@ def check(path: Path, planned: Planned) -> Check:
     begun_s = time.perf_counter()
     torn = ""
     try:
-        verdict = judge(_File(path, False), planned)
+        verdict = judge(Pages(path, False), planned)
     except TornError:
         torn = "; a last page that a kill cut short is left out"
-        verdict = judge(_File(path, True), planned)
+        verdict = judge(Pages(path, True), planned)
     said = "; ".join(verdict.findings[:_PLACES]) or verdict.covers
     if (more := len(verdict.findings) - _PLACES) > 0:
         said += f"; and {counted(more, 'more finding')}"

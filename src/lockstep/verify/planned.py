@@ -7,7 +7,7 @@ and a rank with a seed of its own are found, and the rank is named.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -20,6 +20,8 @@ from .pages import TRAIN, Indices, Page, of_kind
 
 _RANKS = 4
 """Ranks that a sentence names."""
+SHUFFLED, ASCENDING, OF_A_SAMPLER = "shuffled by the seed", "ascending", "a sampler's own"
+"""Orders of an epoch; of the last one nothing is known but that each sample comes once."""
 _MOST = 1000
 """Planned samples of a step for each that a page holds of it."""
 
@@ -33,6 +35,7 @@ class Planned:
     drop_last: bool = False
     first: int | None = None
     """The step from which on it kept a ledger."""
+    order: str = SHUFFLED
     steps: int | None = None
     """The optimizer steps that it made."""
     evaluations: Collection[int] = ()
@@ -51,8 +54,30 @@ class Planned:
         return min(page.samples, self.steps_per_epoch(page) * self.global_batch)
 
 
+def order_of(pages: Iterable[Page], planned: Planned) -> str:
+    """Return in which order a loop of the user's own goes over its samples, which its records do not tell.
+
+    That is the order which any rank's share of the first recorded step has: from there on, whatever deviates from it is
+    found. What is in no order of ours is taken for a sampler's.
+    """
+    page = next(of_kind(TRAIN, pages), None)
+    for order in (SHUFFLED, ASCENDING):
+        shares = _Shares(replace(planned, order=order))
+        if page is None or (share := shares.of(page, page.first_step, int(page.counts[0].sum()))) is None:
+            break
+        counts, indices = share
+        for rank, own in enumerate(np.split(indices, np.cumsum(counts)[:-1])):
+            if len(own) and np.array_equal(page.share(page.first_step, rank), own):
+                return order
+    return OF_A_SAMPLER
+
+
 def trained(pages: Iterable[Page], planned: Planned) -> Iterator[str]:
-    """Yield the first share of a step that is not the planned one, and how many are not; and steps of other epochs."""
+    """Yield the first share of a step that is not the planned one, and how many are not; and steps of other epochs.
+
+    In the order of a user's sampler, how many samples a share has is all that is planned.
+    """
+    is_known = planned.order != OF_A_SAMPLER
     deviations, strange = Deviations(), []
     shares = _Shares(planned)
     for page in of_kind(TRAIN, pages):
@@ -65,9 +90,11 @@ def trained(pages: Iterable[Page], planned: Planned) -> Iterator[str]:
                 strange.append((step, page.epoch))
                 continue
             counts, indices = share
-            if not (np.array_equal(page.counts[number], counts) and np.array_equal(page.indices[begin:end], indices)):
+            same = np.array_equal(page.counts[number], counts)
+            if not (same and (not is_known or np.array_equal(page.indices[begin:end], indices))):
                 for rank, own in enumerate(np.split(indices, np.cumsum(counts)[:-1])):
-                    deviations.compare(page, step, rank, own)
+                    if is_known or len(own) != len(page.share(step, rank)):
+                        deviations.compare(page, step, rank, own)
     if strange:
         step, epoch = strange[0]
         more = f", and so are {counted(len(strange) - 1, 'more step')}" if len(strange) > 1 else ""
@@ -144,7 +171,7 @@ class _Shares:
         within = step - 1 - page.epoch * per_epoch
         if not 0 <= within < per_epoch:
             return None
-        if (self._order.samples, self._epoch) != (page.samples, page.epoch):
+        if self._planned.order == SHUFFLED and (self._order.samples, self._epoch) != (page.samples, page.epoch):
             self._order, self._epoch = Order(page.samples, seed=self._planned.seed, epoch=page.epoch), page.epoch
         start, stop = plan.batch(within, page.samples)
         if stop - start > _MOST * held:  # a page that claims so much costs a few bytes, and to plan it would not
@@ -152,7 +179,8 @@ class _Shares:
                 f"step {step} of the ledger has {counted(held, 'sample')}, and by the plan {stop - start:,}."
             )
         counts, places = _layout(plan, stop - start)
-        return counts, self._order.indices(start, stop)[places]
+        ordered = self._order.indices(start, stop) if self._planned.order == SHUFFLED else np.arange(start, stop)
+        return counts, ordered[places]
 
 
 @lru_cache(maxsize=16)

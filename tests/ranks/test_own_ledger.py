@@ -1,0 +1,110 @@
+"""`verify run` judges the ledger of a loop of one's own: its order, and each sample exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
+
+from lockstep.cli.main import main
+from lockstep.proof import Check
+from lockstep.prove import records
+from lockstep.verify import pages
+from lockstep.verify.pages import Page
+from lockstep.world import World
+
+from .. import loops
+from ..loops import images, session
+from ..pool import RankPool
+
+
+class Backwards(Sampler[int]):
+    """Yields the last sample first."""
+
+    def __len__(self) -> int:
+        return 61
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(60, -1, -1))
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "shuffled": {"shuffle": True},
+    "ascending": {},
+    "dropped": {"shuffle": True, "drop_last": True},
+    "sampled": {"sampler": Backwards()},
+}
+
+
+def train(world: World, folder: Path, how: str) -> None:
+    with session(world, output=str(folder), ledger=True, accumulate=2, seed=3) as ours:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(images(), batch_size=20, **HOW[how])
+        model, optimizer, loader = ours.prepare(model, optimizer, loader)
+        for _ in ours.epochs(2):
+            for x, y in loader:
+                ours.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def judged(folder: Path) -> Check:
+    (check,) = [each for each in records.judge(folder).checks if each.name == "ledger"]
+    return check
+
+
+def spoiled(folder: Path, change: Callable[[Page], Page]) -> Check:
+    """Return what is found where the second page is changed."""
+    path = folder / pages.NAME
+    kept = path.read_bytes()
+    first, second, *others = list(pages.read(path))
+    path.write_bytes(b"".join(page.encode() for page in (first, change(second), *others)))
+    try:
+        return judged(folder)
+    finally:
+        path.write_bytes(kept)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_ledger_of_a_loop_is_judged(pool: RankPool, tmp_path: Path, how: str, size: int) -> None:
+    folder = tmp_path / "run"
+    pool.run(size, train, folder, how)
+    check = judged(folder)
+    steps = 6 if how == "dropped" else 8
+    assert (check.outcome, check.times) == (Check.HOLDS, 2), check
+    assert f"steps 1 to {steps}" in check.found
+    assert ("a sampler's own" in check.claim) == (how == "sampled")
+    twice = spoiled(folder, lambda page: with_indices(page, [*page.indices[:-1], page.indices[0]]))
+    assert twice.outcome == Check.FAILS
+    assert "came twice" in twice.found
+    swapped = spoiled(folder, lambda page: with_indices(page, [page.indices[1], page.indices[0], *page.indices[2:]]))
+    assert swapped.outcome == (Check.HOLDS if how == "sampled" else Check.FAILS)
+    assert how == "sampled" or "in another order" in swapped.found
+
+
+@pytest.mark.parametrize("name", ["gan", "streamed"])
+def test_loops_of_any_kind_are_judged_and_compared(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stream has no number of steps, and several models have names of their own."""
+    loop = getattr(loops, name)
+    for folder, options in (("a", {}), ("b", {}), ("c", {"seed": 7})):
+        loop(World.alone(), output=str(tmp_path / folder), **options)
+    assert main(["verify", "run", str(tmp_path / "a")]) == 0
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert main(["diff", "--all", str(tmp_path / "a"), str(tmp_path / "c")]) == 3
+    told = capsys.readouterr().out
+    assert all(each in told for each in ("model/0.weight", *(["model_2/0.weight"] if name == "gan" else [])))
+
+
+def with_indices(page: Page, indices: list[Any]) -> Page:
+    return dataclasses.replace(page, indices=np.array(indices, page.indices.dtype))
