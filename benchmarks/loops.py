@@ -17,10 +17,10 @@ from lockstep.record.jsonl import JsonLines
 
 
 class Marks:
-    """A recorder that writes `steps.jsonl` and notes when the first interval and the last one had been recorded.
+    """A recorder that writes `steps.jsonl` and notes when the second interval and the last one had been recorded.
 
-    The first interval is a single step. The time between the two holds all that the loop does for the steps after it,
-    writing them down included.
+    The first two hold what happens once. The time between the second and the last holds all that the loop does for the
+    steps after it, writing them down included.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class Marks:
     @property
     def step_s(self) -> float:
         """Mean seconds of a step."""
-        (first, begin_s), (last, end_s) = self._logged[0], self._logged[-1]
+        (first, begin_s), (last, end_s) = self._logged[1], self._logged[-1]
         return (end_s - begin_s) / (last - first)
 
 

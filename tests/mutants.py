@@ -86,11 +86,11 @@ the loss that is told is rank 0's: meter.py
 = ranks/test_laws.py::test_strategy_and_accumulation_are_no_part_of_the_model[ddp-3-1-fake]
 a share is weighed by its own size: sessions.py
 - self._strategy.averages_over / micro.total)
-+ 1 / max(1, micro.count))
++ 1 / max(1, micro.size))
 = unit/test_engine.py::test_one_process_trains_as_a_loop_by_hand_does
 the last batch of an epoch is weighed as a whole one: job.py
-- len(indices), stop - start,
-+ len(indices), plan.global_size,
+- len(indices), total,
++ len(indices), self.plan.global_size,
 the last batch of an epoch is dropped by default: config.py
 - drop_last: bool = False
 + drop_last: bool = True
@@ -112,9 +112,9 @@ the average moves at every micro-batch: engine.py
 = unit/test_precision.py::test_the_norm_is_the_whole_models_unscaled
 only the first optimizer's gradients are clipped: precision.py
 - parameters = [item for each in optimizers for group in each.param_groups for item in group["params"]]
--     return nn.utils
+-     if clip
 + parameters = [item for group in optimizers[0].param_groups for item in group["params"]]
-+     return nn.utils
++     if clip
 scaled gradients are clipped: precision.py
 - self.scaler.unscale_(together)
 + pass

@@ -15,6 +15,7 @@ micro-batch size of the others; ranks that get no sample of it still take part i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -114,6 +115,22 @@ class BatchPlan:
         """
         micros = self.micros(stop - start)
         return [self._share(*_cut(start, stop, micros, micro), rank) for micro in range(micros)]
+
+    def shares(
+        self, samples: int, rank: int, *, first: int = 0, drop_last: bool = False
+    ) -> Iterator[tuple[int, int, int, bool]]:
+        """Yield (start, stop, total, last) of the rank's shares of an epoch of `samples`, from step `first` on.
+
+        [start, stop) are positions of the epoch's order, `total` is the samples of the whole batch, of all ranks and
+        micro-batches, and `last` says whether it is the batch's last micro-batch.
+        """
+        whole = self.split(0, self.global_size, rank)  # the same for each batch but the last: cut once
+        for step in range(first, self.steps(samples, drop_last=drop_last)):
+            begin, end = self.batch(step, samples)
+            total = end - begin
+            parts = whole if total == self.global_size else self.split(0, total, rank)
+            for part in parts:
+                yield begin + part.start, begin + part.stop, total, part is parts[-1]
 
     def _share(self, start: int, stop: int, rank: int) -> Share:
         """Return the rank's share of the global micro-batch [start, stop): the parts of its devices."""

@@ -50,8 +50,6 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     are not the same bits or an epoch that did not hold each sample once, and `Stopped` after Ctrl-C or SIGTERM, once
     saved.
     """
-    # A download may take its time where nobody waits for it.
-    world.pulse.enter("setup" if world.size > 1 else "")
     loaded = state or resume.load(config, world)
     job = assemble(config, world, accumulation=None if loaded is None else resume.accumulation(loaded.meta, config))
     results: list[RunResult] = []
@@ -93,11 +91,12 @@ def train_share(job: Job, session: Session, x: Tensor, y: Tensor) -> None:
     lr = job.lr(session.step)
     job.optimizer.set_lr(lr)
     pulse.enter("step")
-    norm = job.precision.step(job.optimizer.each, clip=job.config.optim.clip)
+    measure = session.loop.meter.ends_interval  # a norm costs more than some tiny steps
+    norm = job.precision.step(job.optimizer.each, clip=job.config.optim.clip, measure=measure)
     job.optimizer.zero_grad()
     if job.average is not None:
         job.average.update()
-    session.stepped(lr, norm, last=(logits.detach(), y))
+    session.stepped(lr, norm, last=(logits, y))
 
 
 def train_step(job: Job, count: int, shares: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -25,6 +25,7 @@ from .models.weights import seed_weights
 from .nn import sync_batchnorm
 from .optim import Average, Optimizers
 from .precision import Precision
+from .pulse import SETUP
 from .randomness import seed_all
 from .start import Taken, freeze
 from .start import load as load_weights
@@ -123,18 +124,15 @@ class Job:
 
     def micros(self, epoch: int, *, first: int = 0) -> Generator[Micro, None, None]:
         """Yield this rank's share, (x, y), of each global micro-batch of `epoch`, from its step `first` on."""
-        plan, order, rank = self.plan, self.order(epoch), self.world.rank
-        steps = range(first, self.steps_per_epoch)
-        # One at a time: an epoch of 10⁹ samples has millions of steps.
-        shares = (share for step in steps for share in plan.split(*plan.batch(step, self.samples), rank))
-        stream = self.data.train.stream((order.indices(each.start, each.stop) for each in shares), epoch=epoch)
+        order, drop_last = self.order(epoch), self.config.batch.drop_last
+        # One at a time, here and where they are read ahead: an epoch of 10⁹ samples has millions of steps.
+        shares, ahead = (
+            self.plan.shares(self.samples, self.world.rank, first=first, drop_last=drop_last) for _ in range(2)
+        )
+        stream = self.data.train.stream((order.indices(start, stop) for start, stop, *_ in ahead), epoch=epoch)
         try:
-            for step in steps:
-                start, stop = plan.batch(step, self.samples)
-                count = plan.micros(stop - start)
-                for number in range(1, count + 1):
-                    x, y, indices = next(stream)
-                    yield Micro((x, y), len(indices), stop - start, number == count, indices)
+            for (_, _, total, last), (x, y, indices) in zip(shares, stream, strict=False):
+                yield Micro((x, y), len(indices), total, last, indices)
         finally:
             stream.close()
 
@@ -157,6 +155,7 @@ def assemble(
     changes the model before anything rests on it; `weights` are those that it will get, and it is only built where they
     fit. Raises `RequestError` for what cannot be honoured.
     """
+    world.pulse.enter(SETUP)
     asked = config.batch
     strategy = strategies.build(config.parallel, world)
     _check_alike(world, strategy)

@@ -100,7 +100,7 @@ class Loop:
         whole = epochs * steps if epochs and steps else 0
         self.total_steps = min(whole or config.max_steps, config.max_steps) if config.max_steps is not None else whole
         """Of the whole run; 0 where nobody knows."""
-        self._parts.begin(plan, samples)
+        self._parts.begin(source)
         if self._state is None:
             # From here on the generators serve the model's own randomness, which each rank draws for itself.
             seed_all(config.seed, world.rank, devices=self._parts.devices)

@@ -49,7 +49,7 @@ class _Pending:
 
     rows: list[tuple[int, int, float, int]] = field(default_factory=list)  # step, epoch, lr, samples
     losses: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
+    norms: list[tuple[int, Tensor]] = field(default_factory=list)  # index of the row, of the gradients
     values: list[tuple[int, str, Tensor]] = field(default_factory=list)  # index of the row, name, this rank's part
 
 
@@ -99,11 +99,16 @@ class Meter:
         pending.rows.append((step, epoch, lr, samples))
         pending.losses.append(loss)
         if norm is not None:
-            pending.norms.append(norm)
+            pending.norms.append((len(pending.rows) - 1, norm))
 
     def note(self, name: str, value: Tensor) -> None:
         """Note a value of the step under way: `value` (0-dim) is this rank's part of it, and the parts add up."""
         self._pending.values.append((len(self._pending.rows), name, value))
+
+    @property
+    def ends_interval(self) -> bool:
+        """Whether the step under way is the last of its interval."""
+        return len(self._pending.rows) + 1 >= self._interval
 
     def due(self, stop: bool) -> bool:
         """Whether the interval is over: true on all ranks at the same step."""
@@ -133,7 +138,7 @@ class Meter:
         hits, seen, wants_stop, interval = summed[len(own) : len(own) + len(extras)]
         self._interval = int(interval)
         self._account(pending, elapsed_s, wait_s)
-        norms = torch.stack(pending.norms).tolist() if pending.norms else []
+        norms = torch.stack([norm for _, norm in pending.norms]).tolist() if pending.norms else []
         self._record(pending, losses, norms, values, elapsed_s, wait_s, hits / seen if seen else None)
         self._check(pending, by_rank)
         return bool(wants_stop)
@@ -170,6 +175,8 @@ class Meter:
         return self.telemetry.sample()
 
     def _check(self, pending: _Pending, by_rank: list[list[float]]) -> None:
+        if math.isfinite(sum(map(sum, by_rank))):
+            return
         for number, (step, *_) in enumerate(pending.rows):
             bad = [rank for rank, told in enumerate(by_rank) if not math.isfinite(told[number])]
             if bad:
@@ -190,8 +197,8 @@ class Meter:
             {"step": step, "epoch": epoch, "loss": loss / (samples if self._sums else 1), "lr": lr, "samples": samples}
             for (step, epoch, lr, samples), loss in zip(pending.rows, losses, strict=True)
         ]
-        for row, norm in zip(rows, norms, strict=False):
-            row["grad_norm"] = norm
+        for (number, _), norm in zip(pending.norms, norms, strict=True):
+            rows[number]["grad_norm"] = norm
         own: dict[str, float] = {"grad_norm": norms[-1]} if norms else {}
         for (number, name, _), value in zip(pending.values, values, strict=True):
             if number < len(rows):  # what was noted after the last whole step is of no step
@@ -228,7 +235,7 @@ class NonFiniteLossError(Exception):
 
 
 def _hits(last: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    logits, y = last
+    logits, y = last[0].detach(), last[1]
     if logits.ndim != 2:
         return 0.0, 0.0
     return float((logits.argmax(dim=1) == y).sum()), float(len(y))

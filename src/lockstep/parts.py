@@ -12,7 +12,6 @@ from .progress import Progress
 from .state import State
 
 if TYPE_CHECKING:
-    from .batching import BatchPlan
     from .loop import Loop
     from .meter import NonFiniteLossError
 
@@ -29,8 +28,8 @@ class Parts(Protocol):
     def devices(self) -> Sequence[torch.device]:
         """The devices that this process computes on."""
 
-    def begin(self, plan: BatchPlan | None, samples: int | None) -> None:
-        """Make ready: there will be batches of this plan over so many samples; None where nobody knows."""
+    def begin(self, source: Any) -> None:
+        """Make ready for batches of `source`: a loader whose steps are counted, or None."""
 
     def replicated(self) -> dict[str, Tensor]:
         """Return, by name, what has to be the same bits on every rank at the end of a step."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -35,6 +35,7 @@ class Precision:
     context: AbstractContextManager[Any]
     """Made once and entered at each micro-batch: constructing an autocast costs more than entering one."""
     scaler: torch.amp.GradScaler | None = None
+    _begins: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: PrecisionConfig, device: torch.device) -> Precision:
@@ -88,22 +89,29 @@ class Precision:
         """Add the gradients of `weight` · `loss` (both 0-dim) to the parameters', scaled where float16 needs it."""
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         # As the gradient that the pass begins with, the weight costs no operation of its own.
-        begin = weight.to(loss) if isinstance(weight, Tensor) else loss.new_full((), weight)
-        scaled.backward(begin)  # type: ignore[no-untyped-call]
+        scaled.backward(weight.to(loss) if isinstance(weight, Tensor) else self._begin(loss, weight))  # type: ignore[no-untyped-call]
 
-    def step(self, optimizers: Sequence[Optimizer], *, clip: float | None) -> Tensor | None:
-        """Clip and apply the gradients; return the norm before clipping if `clip` is set.
+    def _begin(self, loss: Tensor, weight: float) -> Tensor:
+        """Return `weight` as a tensor like `loss` (0-dim), made once: all batches but the last have one weight."""
+        key = (weight, loss.dtype, loss.device)
+        if key not in self._begins:
+            self._begins.clear()
+            self._begins[key] = loss.new_full((), weight)
+        return self._begins[key]
+
+    def step(self, optimizers: Sequence[Optimizer], *, clip: float | None, measure: bool = False) -> Tensor | None:
+        """Clip and apply the gradients; return the norm before clipping if `clip` is set, or it is to be measured.
 
         Under fp16 the gradients are unscaled first, and where one of them is not finite, nothing changes but the scale.
         """
         if self.scaler is None:
-            norm = _clipped(optimizers, clip)
+            norm = _clipped(optimizers, clip, measure)
             for each in optimizers:
                 each.step()
             return norm
         together = cast(Optimizer, _Together(optimizers))
         self.scaler.unscale_(together)
-        norm = _clipped(optimizers, clip)
+        norm = _clipped(optimizers, clip, measure)
         self.scaler.step(together)
         self.scaler.update()
         return norm
@@ -209,12 +217,14 @@ def _held(optimizer: Optimizer) -> list[Tensor]:
     return [*parameters, *states]
 
 
-def _clipped(optimizers: Sequence[Optimizer], clip: float | None) -> Tensor | None:
-    """Scale the gradients to a norm of at most `clip`, if it is set; return the norm before."""
-    if clip is None:
+def _clipped(optimizers: Sequence[Optimizer], clip: float | None, measure: bool) -> Tensor | None:
+    """Scale the gradients to a norm of at most `clip`, if it is set; return the norm before, if either is asked."""
+    if clip is None and not measure:
         return None
     parameters = [item for each in optimizers for group in each.param_groups for item in group["params"]]
-    return nn.utils.clip_grad_norm_(parameters, clip)
+    if clip is not None:
+        return nn.utils.clip_grad_norm_(parameters, clip)
+    return nn.utils.get_total_norm([item.grad for item in parameters if item.grad is not None])
 
 
 def resolve(name: str, device: torch.device) -> str:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .batching import BatchPlan
 from .config import RunConfig
+from .data.share import SharedLoader
 from .errors import RequestError, counted
 from .files import shown
 from .meter import NonFiniteLossError
@@ -39,6 +40,7 @@ class Prepared:
         self._config, self._world, self._precision = config, world, precision
         self._plan: BatchPlan | None = None
         self._samples = 0
+        self._visits: dict[str, Any] = {}
         self.models: dict[str, nn.Module] = {}
         """By the name of their group of tensors: model, model_2, …"""
         self.optimizers: list[Optimizer] = []
@@ -54,12 +56,14 @@ class Prepared:
         """One module of all: a single model is itself, so that its parameters have the names that the user knows."""
         return next(iter(self.models.values())) if len(self.models) == 1 else nn.ModuleDict(self.models)
 
-    def begin(self, plan: BatchPlan | None, samples: int | None) -> None:
+    def begin(self, source: SharedLoader | None) -> None:
         """Have what optimizers hold already lie beside the parameters, which may have moved since.
 
         Raises `RequestError` where an optimizer has parameters of no prepared model.
         """
-        self._plan, self._samples = plan, samples or 0
+        if source is not None:
+            self._plan, self._samples = source.plan, source.samples or 0
+            self._visits = {"order": source.order, "drop-last": source.drop_last}
         known = {parameter for model in self.models.values() for parameter in model.parameters()}
         for number, optimizer in enumerate(self.optimizers, start=1):
             strange = [each for group in optimizer.param_groups for each in group["params"] if each not in known]
@@ -173,6 +177,8 @@ class Prepared:
             "collectives": "none" if world.size == 1 else "gloo" if world.memory is None else "shared-memory",
             "batchnorm": self.batchnorm,
             "accumulate": 1 if self._plan is None else self._plan.accumulation,
+            "ledger": self._config.proof.ledger,
+            **self._visits,
         }
         return {"lines": lines, "chosen": chosen}
 

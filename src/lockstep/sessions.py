@@ -17,6 +17,7 @@ ranks at the end of the last micro-batch's backward pass. Methods marked *collec
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 import types
@@ -45,6 +46,7 @@ from .precision import Precision, Scaled
 from .prepared import Prepared, as_float32
 from .record.base import Nothing, Recorder
 from .record.console import Notices
+from .record.telemetry import SAMPLED
 from .runs import Opened, opened
 from .world import World
 
@@ -60,7 +62,7 @@ OPTIONS = (
 _IDENTITY = ("seed",)
 _TAKEN = (
     *("event", "time", "step", "epoch", "loss", "lr", "samples", "grad_norm", "top1"),
-    *("samples_per_s", "step_s", "data_wait_s", "eta_s"),
+    *("samples_per_s", "step_s", "data_wait_s", "eta_s", *SAMPLED),
 )
 """What records have of their own."""
 _PLAIN = {"channels-last": "off"}  # a model keeps the order of memory that its user gave it
@@ -83,7 +85,9 @@ def session(**options: Any) -> Session:
         flags = flatten(started.config)
         decided = started.given | {"launcher", "strategy", "accelerator", "model", "data"}
         config = apply(config, {key: value for key, value in flags.items() if key in decided}, source="the flags")
-    started = started or script.own_process(config)
+    else:
+        started = script.own_process(config)
+        config = dataclasses.replace(config, parallel=started.config.parallel)  # what started it, and how many
     made = Session(config, started.world, has_folder=by_command or config.record.output is not None)
     started.closing.append(made.close)
     return made
@@ -178,7 +182,7 @@ class Session:
     @property
     def samples(self) -> int:
         """Samples of this rank's share under way; 0 where it is empty, and a sample that does not count stands in."""
-        return 0 if self._micro is None else self._micro.count
+        return 0 if self._micro is None else self._micro.size
 
     def asked_to_stop(self) -> bool:
         """Whether this rank was asked to stop, by Ctrl-C or SIGTERM: the loop does so by itself, at the same step."""
@@ -319,7 +323,9 @@ class Session:
                     continue
                 self._micro = micro
                 self._calls = 0
-                SyncBatchNorm.stand_in = micro.count == 0 and loader.stands_in
+                stands_in = micro.size == 0 and loader.stands_in
+                if SyncBatchNorm.stand_in != stands_in:  # a class that changes loses what Python remembers of it
+                    SyncBatchNorm.stand_in = stands_in
                 loop.note_samples(micro.indices)
                 if strategy is None:
                     yield micro.batch
@@ -376,15 +382,15 @@ class Session:
         self._has_gradients = True
         factor: float | Tensor = 1.0
         if weight is not None:
-            counted = micro is None or micro.count > 0
+            counted = micro is None or micro.size > 0
             own = self._weigh(weight if counted else 0)
             factor = float(counted) if reduction == "sum" else own
         elif reduction not in ("mean", "sum"):
             raise RequestError(f"session.backward takes reduction='mean' or 'sum', found {reduction!r}.")
         elif micro is None:
             factor = 1 / self.world.size if reduction == "mean" else 1.0
-        elif reduction == "mean" or not micro.count:
-            factor = micro.count / micro.total
+        elif reduction == "mean" or not micro.size:
+            factor = micro.size / micro.total
         pulse.enter("backward")
         divisor = None
         is_whole = not isinstance(factor, Tensor) and factor == 1.0  # of a tensor the host would wait for the number
@@ -504,7 +510,7 @@ class Session:
                 for micro in self._evaluated[raw].shares():
                     self._micro = micro
                     self.world.pulse.enter("eval")
-                    evaluated += micro.count
+                    evaluated += micro.size
                     yield micro.batch
             finally:
                 self._micro, SyncBatchNorm.stand_in = before, was
@@ -512,7 +518,7 @@ class Session:
 
     def sum(self, value: Any) -> Any:
         """Return the sum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
-        if self._micro is not None and not self._micro.count:
+        if self._micro is not None and not self._micro.size:
             value = value * 0  # this rank's sample stands in
         return self._reduced(value, self.world.sum)
 
@@ -525,7 +531,7 @@ class Session:
 
         Raises `RequestError` for a total weight of zero.
         """
-        count = 1 if self._micro is None else self._micro.count
+        count = 1 if self._micro is None else self._micro.size
         own = count if weight is None or not count else float(weight)
         total = self.sum(own)
         if not total > 0:
@@ -535,7 +541,7 @@ class Session:
 
     def gather(self, value: Tensor) -> Tensor:
         """Return all ranks' tensors, (n, …) each, one after the other in their order (*collective*); n may differ."""
-        if self._micro is not None and self._micro.count == 0:
+        if self._micro is not None and self._micro.size == 0:
             value = value[:0]
         sizes: list[int] = self.world.gather(len(value))
         padded = value.new_zeros((max(sizes), *value.shape[1:]))
@@ -570,7 +576,7 @@ class Session:
             return
         for name, value in values.items():
             held = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
-            self.loop.note(name, held * (micro.count / micro.total) if micro.count else torch.zeros_like(held))
+            self.loop.note(name, held * (micro.size / micro.total) if micro.size else torch.zeros_like(held))
 
     def score(self, value: float) -> None:
         """Tell how good the weights are as they are now, the same on every rank: more is better.
@@ -609,6 +615,8 @@ class Session:
         for loader in (*self._loaders, *self._evaluated.values()):
             loader.close()
         self._held.__exit__(None if error is None else type(error), error, getattr(error, "__traceback__", None))
+        if error is None:
+            script.closed()
 
 
 class Loader:

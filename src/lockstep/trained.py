@@ -12,7 +12,6 @@ from torch import Tensor
 
 from . import resume
 from .announce import told
-from .batching import BatchPlan
 from .checkpoint import find
 from .errors import RequestError
 from .files import own_folder, shown, understanding, write_json
@@ -49,7 +48,7 @@ class Trained:
     def close(self) -> None:
         """Do nothing: whoever has made the job closes its data."""
 
-    def begin(self, plan: BatchPlan | None, samples: int | None) -> None:
+    def begin(self, source: Any) -> None:
         """A job is ready."""
 
     def replicated(self) -> dict[str, Tensor]:

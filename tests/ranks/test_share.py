@@ -30,7 +30,7 @@ def _made(world: World, what: str) -> str:
         shared = SharedLoader(DataLoader(dataset, 5, sampler=sampler), world, seed=5)
     except RequestError as error:
         return str(error)
-    found = [world.sum(micro.batch[0].sum() * (micro.count > 0)).item() for micro in shared.micros(0)]
+    found = [world.sum(micro.batch[0].sum() * (micro.size > 0)).item() for micro in shared.micros(0)]
     return str(found)
 
 

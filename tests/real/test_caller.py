@@ -47,7 +47,6 @@ if __name__ == "__main__":
     session = lockstep.session(deterministic=True)
     assert session.sum(1) == 1
     session.close()
-    lockstep.script.closed()
     same("a session")
     multiprocessing.set_start_method("spawn")  # which can be chosen but once
 """

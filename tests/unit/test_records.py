@@ -60,6 +60,16 @@ def test_an_epoch_has_the_means_over_its_samples(run: Path, tmp_path: Path) -> N
     assert "epoch_loss" not in part
 
 
+def test_a_gradient_that_is_not_clipped_has_its_norm_told_once_an_interval(tmp_path: Path) -> None:
+    for folder, words in (("plain", ()), ("clipped", ("--clip", 1e9))):
+        _train(tmp_path / folder, "--max-steps", 12, "--log-every", 5, *words)
+    norms = {row["step"]: row["grad_norm"] for row in events(tmp_path / "plain", "step") if "grad_norm" in row}
+    every = {row["step"]: row["grad_norm"] for row in events(tmp_path / "clipped", "step")}
+    assert 1 in norms
+    assert 2 <= len(norms) < len(every) == 12
+    assert norms == {step: pytest.approx(every[step], rel=1e-5) for step in norms}
+
+
 def test_tensorboard_has_steps_as_they_were_the_epochs_the_config_and_the_hyper_parameters(run: Path) -> None:
     found = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     rows = {row["step"]: row for row in events(run, "step")}

@@ -45,9 +45,9 @@ def _joined(streams: list[Iterator[Micro]]) -> Joined:
     joined = []
     for parts in zip(*streams, strict=True):
         assert len({(part.total, part.last) for part in parts}) == 1
-        assert all(part.count == len(part.indices) for part in parts)
+        assert all(part.size == len(part.indices) for part in parts)
         batches = [part.batch[0] if isinstance(part.batch, list) else part.batch for part in parts]
-        samples = [row for batch, part in zip(batches, parts, strict=True) for row in batch.tolist()[: part.count]]
+        samples = [row for batch, part in zip(batches, parts, strict=True) for row in batch.tolist()[: part.size]]
         indices = np.concatenate([part.indices for part in parts]).tolist()
         joined.append((samples, indices, parts[0].total, parts[0].last))
     return joined
@@ -123,7 +123,7 @@ def test_the_shares_of_all_ranks_are_the_batches_of_one(shape: tuple[int, int, i
         wanted = [micro for micros in expected[first:] for micro in micros]
         assert [(row, *rest) for row, (_, _, *rest) in zip(rows, joined, strict=True)] == wanted
         assert rows == [indices for _, indices, *_ in joined]
-    stand_in = {int(micro.batch[0].flatten()[0]) for each in found for micro in each if not micro.count}
+    stand_in = {int(micro.batch[0].flatten()[0]) for each in found for micro in each if not micro.size}
     assert stand_in <= {micros[0][0][0] for micros in expected[-1:]}  # the last batch's first sample
     if kind == "stream":
         assert (shared[0].samples, shared[0].steps()) == (None, 1000 // batch + (not drop_last and 1000 % batch > 0))
@@ -146,8 +146,8 @@ def test_evaluation_takes_each_sample_once_in_order(shape: tuple[int, int, int, 
     if not stream:
         assert len(joined) == max(1, min(-(-samples // batch), samples // ranks))
         assert max(totals) - min(totals) <= 1
-    assert min(micro.count for each in found for micro in each) > 0 or samples < ranks
-    assert max(micro.count for each in found for micro in each) <= -(-batch // ranks) + 1
+    assert min(micro.size for each in found for micro in each) > 0 or samples < ranks
+    assert max(micro.size for each in found for micro in each) <= -(-batch // ranks) + 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -184,7 +184,7 @@ def _drawing_collate(samples: list[Any]) -> Tensor:
 def test_what_a_collate_function_draws_follows_from_its_share(dataset: Any) -> None:
     def read(*rank: int, **options: Any) -> list[float]:
         shared = _shared(dataset, 4, *rank, collate_fn=_drawing_collate, **options)
-        return [micro.batch.item() % 1 for micro in shared.micros(1) if micro.count]
+        return [micro.batch.item() % 1 for micro in shared.micros(1) if micro.size]
 
     assert read(num_workers=1) == read()
     assert len({*read(0, 2), *read(1, 2)}) == 5

@@ -33,11 +33,11 @@ def main(given: list[str]) -> int:
         accumulation=config.batch.accumulate,
     )
     if not launchers.starts_here(config):
-        launchers.launch(_entry, config)
+        launchers.launch(entry, config)
         return 0
     folders.check(config)
     with folders.begun(config) as begun:
-        launchers.launch(_entry, begun)
+        launchers.launch(entry, begun)
     return 0
 
 
@@ -48,7 +48,7 @@ def preflight(config: RunConfig) -> None:
     sets.preflight(config.data)
 
 
-def _entry(config: RunConfig, world: World) -> RunResult | dict[str, float]:
+def entry(config: RunConfig, world: World) -> RunResult | dict[str, float]:
     # Imported by the ranks alone: a parent that starts and watches them needs no torch.
     output.survive()  # a rank is a process of its own
     if config.optim.step:

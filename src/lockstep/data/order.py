@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from . import counter
 
+SHUFFLED, ASCENDING, OF_A_SAMPLER = "shuffled by the seed", "ascending", "a sampler's own"
+"""Orders of an epoch; of the last one nothing is known but that each sample comes once."""
 CHUNK = 65_536
 """Positions enciphered at a time and kept, so that small consecutive slices are plain slices of an array."""
 ROUNDS = 10

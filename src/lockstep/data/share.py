@@ -12,9 +12,8 @@ import dataclasses
 import operator
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping
-from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,31 +26,30 @@ from ..randomness import kept
 from ..world import World
 from . import counter
 from .alike import check_alike, digest
-from .order import Order
+from .order import ASCENDING, OF_A_SAMPLER, SHUFFLED, Order
 from .reader import Part, Reader, even, seed
 from .source import Indices
 
 _TRAINING, _EVALUATION, _SAMPLER = 6, 7, 8
 """Keep the draws of each purpose apart from each other, and from those of the other data sets."""
 _Asked = tuple[Indices, int, int, bool]
-"""The samples to read, (1,) that stand in where the share is empty, and `Micro`'s count, total and last."""
+"""The samples to read, (1,) that stand in where the share is empty, and `Micro`'s size, total and last."""
 _ENDED = "the data set, or its collate function, raised StopIteration"
 
 
-@dataclass(frozen=True, slots=True)
-class Micro:
+class Micro(NamedTuple):
     """This rank's share of one global micro-batch."""
 
     batch: Any
     """What the user's collate function made of it, on the device."""
-    count: int
+    size: int
     """This rank's samples in it; 0 where the share is empty and `batch` stands in: the global batch's first sample."""
     total: int
     """Samples of the whole global batch, of all ranks and micro-batches."""
     last: bool
     """Whether it is the last micro-batch of its global batch."""
     indices: Indices
-    """(count,) which samples; of an iterable data set, their positions in this epoch's stream."""
+    """(size,) which samples; of an iterable data set, their positions in this epoch's stream."""
 
 
 class SharedLoader:
@@ -99,6 +97,13 @@ class SharedLoader:
         self.samples = None if self._is_stream else self._length
         return {"global batch": size, "samples": self._length, "order of digest": digest(drawn)}
 
+    @property
+    def order(self) -> str:
+        """In which order an epoch visits the samples."""
+        if self._is_drawn or self._is_stream:
+            return OF_A_SAMPLER
+        return SHUFFLED if isinstance(self.loader.sampler, RandomSampler) else ASCENDING
+
     def steps(self) -> int | None:
         """Return the global batches of an epoch; of an iterable data set what its length says, None without one."""
         return None if self._length is None else self.plan.steps(self._length, drop_last=self.drop_last)
@@ -128,17 +133,15 @@ class SharedLoader:
         self._reader.close()
 
     def _training(self, epoch: int, first: int) -> Iterator[_Asked]:
-        plan, rank, samples = self.plan, self._world.rank, self._length or 0
+        samples = self._length or 0
         order = self._order(epoch, samples)
-        whole = plan.split(0, plan.global_size, rank)  # the same for each batch but the last: cut once
-        for step in range(first, plan.steps(samples, drop_last=self.drop_last)):
-            start, stop = plan.batch(step, samples)
-            total = stop - start
-            shares = whole if total == plan.global_size else plan.split(0, total, rank)
-            for share in shares:
-                size = share.stop - share.start
-                begin = start + share.start if size else start
-                yield order(begin, begin + (size or 1)), size, total, share is shares[-1]
+        for start, stop, total, last in self.plan.shares(
+            samples, self._world.rank, first=first, drop_last=self.drop_last
+        ):
+            size = stop - start
+            if not size:  # the batch's first stands in
+                start -= start % self.plan.global_size
+            yield order(start, start + (size or 1)), size, total, last
 
     def _evaluation(self) -> Iterator[_Asked]:
         ranks, rank, samples = self._world.size, self._world.rank, self._length or 0
@@ -154,7 +157,7 @@ class SharedLoader:
         """Return what gives the samples at positions [start, stop) of the epoch's order."""
         sampler = self.loader.sampler
         if not self._is_drawn:
-            shuffled = isinstance(sampler, RandomSampler)
+            shuffled = self.order == SHUFFLED
             return Order(samples, seed=self._seed, epoch=epoch).indices if shuffled else np.arange
         drawn = self._draw(epoch)
         if len(drawn) != samples:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..data.order import OF_A_SAMPLER
 from ..errors import ProofError, RequestError, counted
 from ..files import understanding
 from ..proof import Check, from_json
 from ..verify import exactly_once
-from ..verify.exactly_once import Pages
-from ..verify.pages import NAME, TRAIN, of_kind, read
-from ..verify.planned import OF_A_SAMPLER, Planned, order_of
+from ..verify.pages import NAME, read
+from ..verify.planned import Planned
 from . import on_disk
 from .claim import Claim
 from .on_disk import CONFIG, MANIFEST, STEPS, SUMMARY, Records
@@ -142,7 +142,7 @@ def ledger(run: Records, held: Check | None) -> Check:
             evaluations=[] if begun is None else [row["step"] for row in run.rows("eval") if row["step"] > begun],
         )
         if on_disk.is_own_loop(run):
-            planned = _of_own_loop(run, path, planned)
+            planned = _of_own_loop(run, planned)
         check = exactly_once.check(path, planned)
         if planned.order == OF_A_SAMPLER:
             check = dataclasses.replace(
@@ -153,13 +153,11 @@ def ledger(run: Records, held: Check | None) -> Check:
     return dataclasses.replace(check, cost_s=held.cost_s) if held is not None and held.cost_s is not None else check
 
 
-def _of_own_loop(run: Records, path: Path, planned: Planned) -> Planned:
-    """Return what a loop of the user's own was to do: batch and epochs are its own, and it tells them at its start."""
-    start, pages = run.parts[-1].start, Pages(path, torn_ok=True)
-    planned = dataclasses.replace(planned, global_batch=start["plan"]["global_size"], drop_last=False)
-    if (page := next(of_kind(TRAIN, pages), None)) is not None:
-        planned = dataclasses.replace(planned, drop_last=planned.steps_per_epoch(page) > start["steps_per_epoch"])
-    return dataclasses.replace(planned, order=order_of(pages, planned))
+def _of_own_loop(run: Records, planned: Planned) -> Planned:
+    """Return what a loop of the user's own was to do: batch and order are its own, and it tells them at its start."""
+    start = run.parts[-1].start
+    order, drop_last = start["chosen"].get("order", OF_A_SAMPLER), start["chosen"].get("drop-last") is True
+    return dataclasses.replace(planned, global_batch=start["plan"]["global_size"], order=order, drop_last=drop_last)
 
 
 def refusal(folder: Path, judged: Judgement) -> ProofError:

@@ -8,7 +8,7 @@ by whoever builds the recorder. Fields are plain numbers, strings and lists; `ep
                 epochs before it), total_steps, steps_per_epoch, epochs, eval_every, best_on, output (its folder),
                 covers (of whom each number of steps and log is); of a classifier also shape (of a sample) and classes
     steps       rows: for each optimizer step since the last `steps` a dict of step, epoch, loss, lr, samples, and
-                grad_norm where gradients are clipped, and values of the user's own
+                grad_norm, of each step where gradients are clipped, else of an interval's last; and the user's values
     log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s,
                 eta_s, top1 (of the step's last micro-batch), and the telemetry
     evaluate    step, epoch, samples: an evaluation begins; of as in test

@@ -18,6 +18,12 @@ import torch
 
 from .. import hardware
 
+SAMPLED = (
+    *("process_cpu_percent", "host_cpu_percent", "host_memory_bytes"),
+    *("device_memory_bytes", "device_percent", "device_used_bytes"),
+)
+"""What `Telemetry.sample` may tell of."""
+
 
 class StepClock(Protocol):
     """Seconds of each optimizer step, on the device where it runs."""

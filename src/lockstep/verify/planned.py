@@ -7,21 +7,19 @@ and a rank with a seed of its own are found, and the rank is named.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
 from ..batching import BatchPlan
-from ..data.order import Order
+from ..data.order import OF_A_SAMPLER, SHUFFLED, Order
 from ..errors import RequestError, counted
 from .pages import TRAIN, Indices, Page, of_kind
 
 _RANKS = 4
 """Ranks that a sentence names."""
-SHUFFLED, ASCENDING, OF_A_SAMPLER = "shuffled by the seed", "ascending", "a sampler's own"
-"""Orders of an epoch; of the last one nothing is known but that each sample comes once."""
 _MOST = 1000
 """Planned samples of a step for each that a page holds of it."""
 
@@ -52,24 +50,6 @@ class Planned:
     def samples_per_epoch(self, page: Page) -> int:
         """Return how many samples come in an epoch: fewer than there are where a smaller last batch is left out."""
         return min(page.samples, self.steps_per_epoch(page) * self.global_batch)
-
-
-def order_of(pages: Iterable[Page], planned: Planned) -> str:
-    """Return in which order a loop of the user's own goes over its samples, which its records do not tell.
-
-    That is the order which any rank's share of the first recorded step has: from there on, whatever deviates from it is
-    found. What is in no order of ours is taken for a sampler's.
-    """
-    page = next(of_kind(TRAIN, pages), None)
-    for order in (SHUFFLED, ASCENDING):
-        shares = _Shares(replace(planned, order=order))
-        if page is None or (share := shares.of(page, page.first_step, int(page.counts[0].sum()))) is None:
-            break
-        counts, indices = share
-        for rank, own in enumerate(np.split(indices, np.cumsum(counts)[:-1])):
-            if len(own) and np.array_equal(page.share(page.first_step, rank), own):
-                return order
-    return OF_A_SAMPLER
 
 
 def trained(pages: Iterable[Page], planned: Planned) -> Iterator[str]:

@@ -10,7 +10,7 @@ from ...errors import RequestError
 from ...launchers import table as launchers
 from ...prove.first_step import FirstStep
 from .. import flags, run
-from ..train import _entry as entry
+from ..train import entry
 
 
 def main(given: list[str]) -> int:
