@@ -154,7 +154,7 @@ def test_what_is_another_run_is_refused_and_nothing_is_changed(
 def test_a_checkpoint_has_the_scores_that_the_run_gave(whole: Whole, capsys: pytest.CaptureFixture[str]) -> None:
     run, _ = whole(*NET, *DDP)
     scores = events(run, "eval")[-1]
-    said = f"test accuracy {scores['top1']:.2%}  top-5 {scores['top5']:.2%}  loss {scores['loss']:.4f}  360 images"
+    said = f"test accuracy {scores['top1']:.2%}  top-5 {scores['top5']:.2%}  loss {scores['loss']:.4f}  360 samples"
     said += f"  step {STEPS}"
     many = command(run.parent, "eval", "run", "--devices", 3, "--batch", 2)  # no batch of two ranks' is split here
     assert (many.code, many.out.strip(), many.err) == (0, said, "")
