@@ -96,7 +96,7 @@ def train_share(job: Job, session: Session, x: Tensor, y: Tensor) -> None:
     job.optimizer.zero_grad()
     if job.average is not None:
         job.average.update()
-    session.stepped(lr, norm, last=(logits, y))
+    session.stepped(lr, norm, last=(logits.detach(), y))
 
 
 def train_step(job: Job, count: int, shares: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -52,6 +52,16 @@ class Gradients:
             parameter.grad = None
         return held
 
+    def void(self, weight: float | Tensor) -> None:
+        """Drop the gradients that are there if `weight` (0-dim) is 0: those of a mean over nothing are no numbers."""
+        if not isinstance(weight, Tensor):
+            if not weight:
+                self.set_aside()
+            return
+        for each in self.parameters:
+            if each.grad is not None:
+                each.grad.masked_fill_(weight <= 0, 0)
+
     def put_back(self, held: Held) -> None:
         """Add what `set_aside` returned to what there is now."""
         for parameter, before in held:

@@ -83,7 +83,9 @@ class Loop:
         self._config, self._world, self._parts, self._precision = config, world, parts, precision
         self._recorder, self._stop, self._state = recorder, stop, state
         self._saver = Saver(config.record.output if folder else None, world, recorder, taken_up=state)
-        self._is_proof_told = False
+        self._is_proof_told = self._is_stopping = False
+        self.total_steps = 0
+        """Of the whole run; 0 where nobody knows."""
         self._train_s = 0.0  # at the beginning of the epoch
         self._saved_at = -1
         self._evaluation: dict[str, Any] = {}
@@ -99,7 +101,6 @@ class Loop:
         self._plan, self._samples, self._steps, self._epochs = plan, samples, steps, epochs
         whole = epochs * steps if epochs and steps else 0
         self.total_steps = min(whole or config.max_steps, config.max_steps) if config.max_steps is not None else whole
-        """Of the whole run; 0 where nobody knows."""
         self._parts.begin(source)
         if self._state is None:
             # From here on the generators serve the model's own randomness, which each rank draws for itself.
@@ -142,15 +143,17 @@ class Loop:
 
     @property
     def is_done(self) -> bool:
-        """Whether as many steps were made as were asked for."""
-        return self._config.max_steps is not None and self.progress.step >= self._config.max_steps
+        """Whether as many steps were made as the run is to have; never where nobody knows."""
+        return 0 < self.total_steps <= self.progress.step
 
     def goes_on(self, epochs: int) -> bool:
         """Whether there is an epoch to begin of `epochs`: with steps to make, or with weights to be scored."""
         progress = self.progress
-        if progress.epochs >= epochs or progress.stalled(self._config.patience):
+        if progress.stalled(self._config.patience):
             return False
-        return not self.is_done or (self._parts.is_scored and progress.evaluated != progress.step)
+        if progress.epochs < epochs and (not self.is_done or progress.within == self._steps):
+            return True
+        return self._parts.is_scored and progress.evaluated != progress.step
 
     def note_samples(self, indices: Indices) -> None:
         """Note the samples (n,) that this rank computes in the step under way."""
@@ -188,12 +191,15 @@ class Loop:
         """Record values of the loop's as they are."""
         self._recorder.record("values", step=self.progress.step, epoch=self.progress.epochs, **values)
 
+    def count_batch(self) -> None:
+        """Count a global batch of the epoch under way, whether or not a step follows from it."""
+        self.progress.within += 1
+        self.resumed_at = 0
+
     def count_step(self, loss: Tensor, samples: int, lr: float, norm: Tensor | None) -> None:
         """Count a step of `samples`: `loss` is this rank's part of it, `norm` that of the gradients, if it is known."""
         progress = self.progress
         progress.step = step = progress.step + 1
-        progress.within += 1
-        self.resumed_at = 0
         self._world.pulse.step = step
         self.meter.add(step, progress.epochs, lr, samples, loss, norm)
 
@@ -210,9 +216,11 @@ class Loop:
         save = every is not None and step % every == 0 and self.progress.within != self._steps and not self.is_done
         if save or meter.due(self._stop.asked):
             stopping = self._flush()
-            if stopping:
+            if self._plan is None and self._epochs:  # nobody could go on within such an epoch
+                self._is_stopping = self._is_stopping or stopping
+            elif stopping:
                 raise self.stopped()
-            if save:
+            elif save:
                 self.save()
 
     def end_data(self) -> None:
@@ -240,6 +248,8 @@ class Loop:
             self._recorder.record("eval", **self._evaluation)
             self._evaluation = {}
         self.save()
+        if self._is_stopping:
+            raise self.stopped()
 
     def confirm(self) -> None:
         """Compare the replicas, unless that was done after this step (*collective*)."""

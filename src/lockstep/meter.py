@@ -148,11 +148,6 @@ class Meter:
         """Steps since the last flush."""
         return len(self._pending.rows)
 
-    def settle(self) -> None:
-        """Record the steps since the last flush, if there are any, with what `flush` raises (*collective*)."""
-        if self.pending:
-            self.flush(stop=False)
-
     def _elapsed(self, own: Tensor) -> float:
         own.sum().item()  # the device has then done all that is timed
         now_s = time.perf_counter()
@@ -230,12 +225,10 @@ class NonFiniteLossError(Exception):
         super().__init__(f"the loss of step {step} is not finite on ranks {ranks}")
         self.step = step
         self.ranks = ranks
-        self.doubt = ""
-        """A sentence on what else it may come of, where that is not known."""
 
 
 def _hits(last: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    logits, y = last[0].detach(), last[1]
+    logits, y = last
     if logits.ndim != 2:
         return 0.0, 0.0
     return float((logits.argmax(dim=1) == y).sum()), float(len(y))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import hardware
+from . import _torch, hardware
 from .config import PrecisionConfig
 from .errors import RequestError
 
@@ -107,7 +107,7 @@ class Precision:
         if self.scaler is None:
             norm = _clipped(optimizers, clip, measure)
             for each in optimizers:
-                each.step()
+                _torch.step(each)
             return norm
         together = cast(Optimizer, _Together(optimizers))
         self.scaler.unscale_(together)

@@ -39,5 +39,9 @@ class Pulse:
         """Be in `phase` while the block runs, then again in the one before; after an error, stay in it."""
         before = self.phase
         self.enter(phase)
-        yield
+        try:
+            yield
+        except GeneratorExit:  # the caller has left a loop before its end
+            self.enter(before)
+            raise
         self.enter(before)

@@ -47,6 +47,7 @@ from .prepared import Prepared, as_float32
 from .record.base import Nothing, Recorder
 from .record.console import Notices
 from .record.telemetry import SAMPLED
+from .resume import accumulation
 from .runs import Opened, opened
 from .world import World
 
@@ -65,6 +66,8 @@ _TAKEN = (
     *("samples_per_s", "step_s", "data_wait_s", "eta_s", *SAMPLED),
 )
 """What records have of their own."""
+_EVALUATED = 4
+"""Loaders that are kept ready for further evaluations."""
 _PLAIN = {"channels-last": "off"}  # a model keeps the order of memory that its user gave it
 
 
@@ -116,14 +119,18 @@ class Session:
         self.world = world
         self.device = world.device
         self._config = config
-        self._precision = Precision.of(config.precision, world.device)
-        self._scaled = None if self._precision.scaler is None else Scaled(self._precision.scaler)
+        self._precision = Precision.of(config.precision, world.device) if trained is None else trained.job.precision
+        self._scaled = None
+        if trained is None and self._precision.scaler is not None:
+            self._scaled = Scaled(self._precision.scaler)
         self._held = contextlib.ExitStack()
         ours = run or Opened(config, Nothing(), None)
         if has_folder and run is None:
             ours = self._held.enter_context(opened(config, world, keys=keys, console=console or Notices()))
         self._state = ours.state
-        self._stop = self._held.enter_context(StopRequest(quiet=not world.is_main))
+        self._stop = StopRequest(quiet=not world.is_main)
+        self._heeding = self._held.enter_context(contextlib.ExitStack())
+        """Heeds what asks to stop, from the loop's beginning to its end."""
         self._prepared = Prepared(config, world, self._precision)
         self._gradients = Gradients(world)
         self.loop = Loop(
@@ -143,11 +150,15 @@ class Session:
         self._is_stepping = False
         self._losses: list[Tensor] = []
         """This rank's parts of the losses of the batch under way, one for each `backward` of a micro-batch."""
-        self._weights: list[Any] = []
-        """Its weights, likewise."""
+        self._weights: dict[int, Any] = {}
+        """Its weights, likewise, by their number."""
         self._partial: list[Held] = []
         """The gradients of the batch's micro-batches so far, likewise."""
         self._calls = 0
+        self._samples = 0
+        """Of the batches since the last step."""
+        self._is_apart = False
+        """Whether the share under way is of a loader by which no steps are counted."""
         self._is_alone = world.group is None and self._scaled is None
         self._lr = 0.0
         self._norm: Tensor | None = None
@@ -265,14 +276,17 @@ class Session:
 
         owner.__class__ = type(kind.__name__, (kind,), {name: refined, "__module__": kind.__module__})
 
-    def _shared(self, loader: DataLoader[Any]) -> SharedLoader:
+    def _shared(self, loader: DataLoader[Any], *, evaluates: bool = False) -> SharedLoader:
         batch = self._config.batch
-        kept = batch.accumulate
-        if self._state is not None and batch.micro_batch is None:
-            kept = kept or self._state.meta["accumulation"]  # it is part of the model
+        kept = None if self._state is None else accumulation(self._state.meta, self._config)
         dtype = torch.float64 if self._precision.dtype == torch.float64 else None
         return SharedLoader(
-            *(loader, self.world), seed=self._config.seed, accumulate=kept, micro_batch=batch.micro_batch, dtype=dtype
+            *(loader, self.world),
+            seed=self._config.seed,
+            accumulate=kept or batch.accumulate,
+            micro_batch=None if kept else batch.micro_batch,
+            dtype=dtype,
+            evaluates=evaluates,
         )
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -280,6 +294,10 @@ class Session:
 
         At the end of each one the session is saved; after the last, what was proved is written down.
         """
+        if self._is_finished:
+            raise RequestError(
+                "session.epochs was called again after its last epoch; a session has one loop over epochs."
+            )
         self.begin(count)
         self._in_epochs = True
         while self.loop.goes_on(count):
@@ -292,6 +310,7 @@ class Session:
         """Go on from the checkpoint that there is, and record the start, unless that was done (*collective*)."""
         if self.loop.has_begun:
             return
+        self._heeding.enter_context(self._stop)
         self.loop.begin(epochs, self._loaders[0] if self._loaders else None)
         if epochs is None and self.step:
             raise RequestError(
@@ -300,13 +319,12 @@ class Session:
 
     def batches(self, loader: SharedLoader | Trained) -> Generator[Any, None, None]:
         """Yield this rank's shares of an epoch's batches; count a step after each whole batch of the first loader."""
-        self.begin(None)
         loop, pulse, counts = self.loop, self.world.pulse, loader is self._loaders[0]
         progress = loop.progress
         # Others begin where the first one does only where a resumed run takes them up together, as in a zip.
         micros = loader.micros(progress.epochs, first=progress.within if counts else loop.resumed_at)
         strategy = self._strategy
-        if counts:
+        if counts and loop.has_begun:
             loop.meter.start()
         micro: Micro | None = None
         try:
@@ -319,46 +337,64 @@ class Session:
                 if micro is None:
                     break
                 if not counts:
+                    self._is_apart = self._micro is None
                     yield micro.batch
+                    self._is_apart = False
                     continue
                 self._micro = micro
                 self._calls = 0
                 stands_in = micro.size == 0 and loader.stands_in
                 if SyncBatchNorm.stand_in != stands_in:  # a class that changes loses what Python remembers of it
                     SyncBatchNorm.stand_in = stands_in
-                loop.note_samples(micro.indices)
+                if loop.has_begun:
+                    loop.note_samples(micro.indices)
                 if strategy is None:
                     yield micro.batch
                 else:
                     with strategy.sync_on(self._replica, last=micro.last):
                         yield micro.batch
-                if micro.last:
+                if micro.last and loop.has_begun:
+                    loop.count_batch()
                     self._end_step(micro.total)
-            if counts:
+            if counts and loop.has_begun:
                 loop.end_data()
                 if not self._in_epochs:
                     loop.end_epoch()
         finally:
             micros.close()  # with workers that read ahead
             if counts:
+                if micro is not None and not micro.last:  # nothing comes of such a batch
+                    self._losses.clear()
                 # The caller has left the loop within a batch's turn, by an error maybe: nobody is waited for.
-                self._count_step(micro.total if micro else 0)
+                if micro is not None and micro.last and self._has_stepped:
+                    loop.count_batch()
+                self._count_step(micro.total if micro is not None and micro.last else 0)
                 self._micro, SyncBatchNorm.stand_in = None, False
+            self._is_apart = False
 
     def _count_step(self, samples: int) -> bool:
         """Count the step of a batch that is over, if an optimizer made one, and return whether it did."""
-        stepped, self._has_stepped, self._has_gradients, self._calls = self._has_stepped, False, False, 0
+        self._calls = 0
         self._weights.clear()
+        self._partial.clear()
+        self._samples += samples
+        if not self._has_stepped:  # a loop may step but once in several batches: what they come to is the step's
+            return False
         self._update_scale()
         losses, self._losses = self._losses, []
-        if stepped:
-            loss = sum(losses[1:], losses[0]) if losses else torch.zeros((), device=self.device)
-            self.loop.count_step(loss, samples, self._lr, self._norm)
-        return stepped
+        samples, self._samples = self._samples, 0
+        self._has_stepped = self._has_gradients = False
+        loss = sum(losses[1:], losses[0]) if losses else torch.zeros((), device=self.device)
+        self.loop.count_step(loss, samples, self._lr, self._norm)
+        return True
 
     def _end_step(self, samples: int) -> None:
         if self._count_step(samples):
             self.loop.end_step()
+        elif self._has_gradients and not self._prepared.optimizers:
+            raise RequestError(
+                "A batch is over, and session.prepare was given no optimizer that could step; give it yours."
+            )
 
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, reduction: str = "mean") -> None:
         """Add the gradients of `loss` (0-dim), this rank's, to those of the global batch (*collective*).
@@ -368,9 +404,11 @@ class Session:
         batch's last micro-batch the gradients are those of the global batch on every rank. Raises `RequestError` for a
         loss that is no number, and for a total weight of zero.
         """
-        if loss.dim() or not loss.requires_grad:
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             check_loss(loss)
         micro, pulse = self._micro, self.world.pulse
+        if not self.loop.has_begun:
+            self._begin_within(micro)
         if self._strategy is not None and micro is not None:
             pulse.enter("backward")
             # Normalised once, by the global count: the sum over micro-batches and ranks is then the mean's gradient.
@@ -383,11 +421,18 @@ class Session:
         factor: float | Tensor = 1.0
         if weight is not None:
             counted = micro is None or micro.size > 0
-            own = self._weigh(weight if counted else 0)
-            factor = float(counted) if reduction == "sum" else own
+            own = self._weigh(weight if counted else 0.0)
+            # Of nothing that counts, a mean is no number, and neither are its gradients.
+            is_void = not isinstance(own, Tensor) and own == 0
+            factor = float(counted and not is_void) if reduction == "sum" else own
         elif reduction not in ("mean", "sum"):
             raise RequestError(f"session.backward takes reduction='mean' or 'sum', found {reduction!r}.")
         elif micro is None:
+            if self._is_apart:
+                raise RequestError(
+                    "session.backward was called in a loop over a loader that session.prepare was not given first, and "
+                    "steps are counted by the first one's batches; give it this one first, or go over both together."
+                )
             factor = 1 / self.world.size if reduction == "mean" else 1.0
         elif reduction == "mean" or not micro.size:
             factor = micro.size / micro.total
@@ -398,7 +443,7 @@ class Session:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
             divisor = self._share_out(loss, factor, last, weighed=weight is not None)
-        part, number = loss.detach() if is_whole else loss.detach() * factor, self._calls
+        part, number = loss.detach() if is_whole else _times(loss.detach(), factor), self._calls
         if number == len(self._losses):
             self._losses.append(part)
         else:
@@ -408,6 +453,12 @@ class Session:
         self._calls += 1
         pulse.enter("")
 
+    def _begin_within(self, micro: Micro | None) -> None:
+        """Begin a loop that does not go over `epochs`, with its first gradients."""
+        self.begin(None)
+        if micro is not None:
+            self.loop.note_samples(micro.indices)
+
     def _share_out(self, loss: Tensor, factor: float | Tensor, last: bool, *, weighed: bool) -> Tensor | None:
         """Make the gradients of `factor` · `loss` those of the global batch; return by what they were divided."""
         gradients, number, divisor = self._gradients, self._calls, None
@@ -415,6 +466,8 @@ class Session:
         # Nothing is asked of a share that does not count, but that it takes part in BatchNorm's exchanges.
         if isinstance(factor, Tensor) or factor or self._prepared.batchnorm == "sync":
             self._precision.backward(loss, factor)
+            if weighed:
+                gradients.void(factor)
         # The same loss of the batch's earlier micro-batches: by its number, since gradients may be dropped in between.
         if number < len(self._partial):
             gradients.put_back(self._partial[number])
@@ -431,9 +484,9 @@ class Session:
         return divisor
 
     def _weigh(self, weight: float | Tensor) -> float | Tensor:
-        if self._calls == len(self._weights):
-            self._weights.append(0)
-        self._weights[self._calls] = self._weights[self._calls] + weight
+        if isinstance(weight, Tensor) and weight.device.type == "cpu":
+            weight = weight.item()
+        self._weights[self._calls] = self._weights.get(self._calls, 0) + weight
         return weight
 
     def _total_weight(self) -> Tensor:
@@ -471,8 +524,7 @@ class Session:
             self._is_stepping = False
         self._has_stepped = True
         self.world.pulse.enter("")
-        if not self._loaders and optimizer is self._prepared.optimizers[0]:
-            self.begin(None)
+        if not self._loaders and optimizer is self._prepared.optimizers[-1]:
             self._end_step(0)
         return found
 
@@ -495,7 +547,9 @@ class Session:
         """
         raw = loader.loader if isinstance(loader, Loader) else loader
         if raw not in self._evaluated:
-            self._evaluated[raw] = self._shared(raw)
+            while len(self._evaluated) >= _EVALUATED:  # a loop may make its loader anew each time
+                self._evaluated.pop(next(iter(self._evaluated))).close()
+            self._evaluated[raw] = self._shared(raw, evaluates=True)
         before, was, evaluated = self._micro, SyncBatchNorm.stand_in, 0
         if self.loop.has_begun:
             self.loop.settle()
@@ -519,7 +573,7 @@ class Session:
     def sum(self, value: Any) -> Any:
         """Return the sum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
         if self._micro is not None and not self._micro.size:
-            value = value * 0  # this rank's sample stands in
+            value = torch.zeros_like(value) if isinstance(value, Tensor) else value * 0  # this rank's sample stands in
         return self._reduced(value, self.world.sum)
 
     def max(self, value: Any) -> Any:
@@ -589,6 +643,7 @@ class Session:
         if self.loop.has_begun and not self._is_finished:
             self._is_finished = True
             self.loop.finish()
+            self._heeding.close()
 
     _is_finished = _is_closed = False
 
@@ -606,17 +661,26 @@ class Session:
         if self._is_closed:
             return
         self._is_closed = True
+        loaders = (*self._loaders, *self._evaluated.values())
         try:
             if error is None:
                 self._finish()
         except BaseException as late:
-            self._held.__exit__(type(late), late, late.__traceback__)
+            error = late
             raise
-        for loader in (*self._loaders, *self._evaluated.values()):
-            loader.close()
-        self._held.__exit__(None if error is None else type(error), error, getattr(error, "__traceback__", None))
+        finally:
+            for loader in loaders:
+                loader.close()
+            self._held.__exit__(None if error is None else type(error), error, getattr(error, "__traceback__", None))
         if error is None:
             script.closed()
+
+
+def _times(loss: Tensor, factor: float | Tensor) -> Tensor:
+    """Return the loss (0-dim) times its factor; where that is 0, zero: a mean over nothing is no number."""
+    if not isinstance(factor, Tensor):
+        return loss * factor if factor else torch.zeros_like(loss)
+    return torch.where(factor > 0, loss * factor, 0)
 
 
 class Loader:

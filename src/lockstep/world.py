@@ -21,11 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
-from . import shared_memory
+from . import _torch, shared_memory
 from .errors import RequestError
 from .notes import NoNotes, Notes
 from .pulse import Pulse
 from .topology import Topology
+
+_torch.spare_compiler()
 
 T = TypeVar("T")
 

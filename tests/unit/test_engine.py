@@ -20,6 +20,7 @@ from lockstep.job import assemble
 from lockstep.meter import Meter
 from lockstep.options import override
 from lockstep.record.base import Nothing
+from lockstep.state import State
 from lockstep.topology import Topology
 from lockstep.world import World
 
@@ -75,3 +76,18 @@ def test_a_run_that_is_stopped_saves_the_step_it_has_come_to(tmp_path: Path) -> 
     with pytest.raises(Stopped, match="at step 23 of 45 and saved"):
         train(override(RunConfig(), epochs=1, **values), World.alone(), Nothing())
     assert checkpoint.load(tmp_path).meta["step"] == 23
+
+
+def test_the_loss_and_its_scale_are_one_matter_in_half_precision(tmp_path: Path) -> None:
+    config = override(RunConfig(), data="digits", model="mlp", precision="fp16", max_steps=3, output=tmp_path)
+    train(config, World.alone(), Nothing())
+    assert checkpoint.load(tmp_path).meta["scaler"]["_growth_tracker"] == 3
+
+
+def test_weights_that_nobody_has_scored_are_scored_where_no_step_is_left(tmp_path: Path) -> None:
+    config = override(RunConfig(), data="digits", model="mlp", epochs=1, output=tmp_path / "run")
+    first = train(config, World.alone(), Nothing())
+    saved = checkpoint.load(tmp_path / "run")
+    unscored = State(saved.tensors, saved.meta | {"scores": None, "evaluated": 0, "best_top1": -1.0})
+    again = train(override(config, output=tmp_path / "again"), World.alone(), Nothing(), state=unscored)
+    assert (again.top1, again.steps) == (first.top1, first.steps)

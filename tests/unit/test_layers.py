@@ -17,7 +17,7 @@ LAYERS = [
     for rooms in (
         "bounded beats synonyms errors printable screen files validity config options topology kinds locks batching "
         "result proof failures hardware versions interrupts own pulse relay said stacks notes watch submit",
-        "shared_memory world state randomness gradients",
+        "_torch shared_memory world state randomness gradients",
         "data models nn precision optim losses strategies launchers record",
         "checkpoint resume meter evaluation verify doctor progress",
         "job parts prepared saving start announce proofs scoring trained engine folders runs script loop sessions task",

@@ -20,7 +20,7 @@ from lockstep.world import World
 
 from ..loops import images, session
 
-Loop = tuple[Session, nn.Module, torch.optim.Optimizer, Any]
+Loop = tuple[Session, Any, torch.optim.Optimizer, Any]
 
 
 def loop(**options: Any) -> Loop:
@@ -71,6 +71,10 @@ def prepared_late(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -
     ours.prepare(nn.Linear(1, 1))
 
 
+def no_tensor(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    ours.backward(1.0)  # type: ignore[arg-type]
+
+
 def not_finite(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
     ours.backward(loss_of(model, batch) * float("nan"))
     optimizer.step()
@@ -81,6 +85,7 @@ def not_finite(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> N
     [
         (backward_of_ones_own, RequestError, r"without session\.backward\(loss\)"),
         (no_scalar, RequestError, r"found \(20, 4\): take its mean"),
+        (no_tensor, RequestError, "found float"),
         (no_graph, RequestError, "hangs on no parameter"),
         (no_weight, RequestError, "sum to 0 over the global batch"),
         (unknown_reduction, RequestError, "found 'none'"),
@@ -197,6 +202,106 @@ def test_a_second_loader_begins_at_its_beginning() -> None:
             ours.backward(loss_of(model, batch))
             optimizer.step()
         assert sum(len(x) for x, _ in second) == 61
+
+
+def test_a_loader_that_is_prepared_second_counts_no_steps_and_trains_nothing() -> None:
+    ours, model, *_ = loop()
+    batches = iter(ours.prepare(DataLoader(images(), batch_size=20)))
+    batch = next(batches)
+    with pytest.raises(RequestError, match=r"that session\.prepare was not given first"):
+        ours.backward(loss_of(model, batch))
+
+
+def test_a_pass_over_the_data_before_training_is_no_epoch() -> None:
+    ours, _, _, loader = loop()
+    assert sum(len(x) for x, _ in loader) == 61
+    next(iter(loader))
+    assert list(ours.epochs(3)) == [0, 1, 2]
+    with pytest.raises(RequestError, match="called again after its last epoch"):
+        next(iter(ours.epochs(3)))
+
+
+def test_an_optimizer_that_was_not_prepared_is_missed() -> None:
+    ours = session(World.alone())
+    model, loader = ours.prepare(nn.Sequential(nn.Flatten(), nn.Linear(108, 4)), DataLoader(images(), batch_size=20))
+    batches = iter(loader)
+    ours.backward(loss_of(model, next(batches)))
+    with pytest.raises(RequestError, match="was given no optimizer"):
+        next(batches)
+
+
+def test_gradients_of_a_batch_that_is_left_are_none_of_the_next_one() -> None:
+    found = []
+    for leaves in (False, True):
+        torch.manual_seed(0)
+        ours, model, optimizer, loader = loop(accumulate=2)
+        if leaves:
+            for batch in loader:
+                ours.backward(loss_of(model, batch))
+                break
+        optimizer.zero_grad()
+        for _, batch in zip(range(2), loader, strict=False):
+            ours.backward(loss_of(model, batch))
+        found.append(model[1].weight.grad.clone())
+    assert torch.equal(*found)
+
+
+def test_what_weighs_nothing_leaves_no_trace_and_losses_may_be_weighed_or_not() -> None:
+    ours, model, optimizer, loader = loop(accumulate=2)
+    grad = None
+    for number, (x, y) in enumerate(loader):
+        ignored = torch.full_like(y, -100) if number % 2 else y  # a mean over nothing is no number
+        ours.backward(model(x).mean())
+        ours.backward(nn.functional.cross_entropy(model(x), ignored), weight=int((ignored >= 0).sum()))
+        if ours.is_last:
+            grad = model[1].weight.grad
+            assert grad.isfinite().all()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert grad is not None
+    assert ours.step == 4
+
+
+def test_steps_that_are_made_once_in_several_batches_are_continued_where_they_stood(tmp_path: Path) -> None:
+    """Gradients that somebody accumulates by hand: a batch is read once, whether or not a step follows it."""
+
+    def train(output: str, stop_at: int = 99, **options: Any) -> list[Tensor]:
+        ours, model, optimizer, loader = loop(output=output, checkpoint_every=1, **options)
+        read: list[Tensor] = []
+        with ours:
+            for _ in ours.epochs(2):
+                for number, batch in enumerate(loader):
+                    if len(read) == stop_at:
+                        raise KeyboardInterrupt
+                    read.append(batch[1])
+                    ours.backward(loss_of(model, batch) / 2)
+                    if number % 2:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        return [*read, model[1].weight.detach()]
+
+    *whole, weights = train(str(tmp_path / "whole"))
+    with pytest.raises(KeyboardInterrupt):
+        train(str(tmp_path / "part"), stop_at=3)  # after the first step, which two batches made
+    *rest, again = train(str(tmp_path / "part"), resume="auto")
+    assert [each.tolist() for each in rest] == [each.tolist() for each in whole[2:]]
+    assert torch.equal(again, weights)
+
+
+def test_several_optimizers_step_for_one_loss_without_a_loader() -> None:
+    ours = session(World.alone())
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model, *optimizers = ours.prepare(model, *(torch.optim.SGD(part.parameters(), lr=0.1) for part in model))
+    for _ in range(3):
+        ours.backward(model(torch.ones(4, 2, dtype=torch.float64)).mean())
+        for each in optimizers:
+            each.step()
+    assert ours.step == 3
+
+
+def test_an_evaluation_has_batches_of_any_size() -> None:
+    ours, *_ = loop(accumulate=4)
+    assert sum(len(x) for x, _ in ours.evaluating(DataLoader(images(), batch_size=3))) == 61
 
 
 def test_a_loop_without_a_loader_weighs_each_step() -> None:

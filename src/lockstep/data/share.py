@@ -67,27 +67,32 @@ class SharedLoader:
         accumulate: int | None = None,
         micro_batch: int | None = None,
         dtype: torch.dtype | None = None,
+        evaluates: bool = False,
     ) -> None:
         """Check what can be shared out (*collective*).
 
-        `accumulate` and `micro_batch` are those of `BatchPlan.solve`. Floating-point tensors are cast to `dtype`
-        where one is given. Raises `RequestError`, on every rank, for what cannot be shared out, and where the ranks'
-        data sets are not alike.
+        `accumulate` and `micro_batch` are those of `BatchPlan.solve`; a loader that only `evaluates` has no batch that
+        every rank needs a sample of. Floating-point tensors are cast to `dtype` where one is given. Raises
+        `RequestError`, on every rank, for what cannot be shared out, and where the ranks' data sets are not alike.
         """
         self.loader = loader
         self._world, self._seed = world, seed
-        check_alike(world, "The DataLoader", world.together(lambda: self._prepare(accumulate, micro_batch)))
+        check_alike(world, "The DataLoader", world.together(lambda: self._prepare(accumulate, micro_batch, evaluates)))
         self._how = (world.device, dtype, loader.pin_memory)
         # What a DataLoader makes lies on the CPU: `Tensor.to` would find nothing to do.
         self._moves = world.device.type != "cpu" or dtype is not None
         pin_memory = loader.pin_memory and world.device.type == "cuda"
         self._reader = Reader(loader, self.plan, world.rank, pin_memory=pin_memory)
 
-    def _prepare(self, accumulate: int | None, micro_batch: int | None) -> dict[str, Any]:
+    def _prepare(self, accumulate: int | None, micro_batch: int | None, evaluates: bool) -> dict[str, Any]:
         """Set what the loader says of itself, and return what has to be the same on every rank."""
         size = _global_batch(self.loader)
         dataset, sampler = self.loader.dataset, self.loader.sampler
-        self.plan = BatchPlan.solve(size, self._world.size, micro_size=micro_batch, accumulation=accumulate)
+        ranks = self._world.size
+        if evaluates:
+            self.plan = BatchPlan(global_size=size, ranks=ranks, accumulation=1)
+        else:
+            self.plan = BatchPlan.solve(size, ranks, micro_size=micro_batch, accumulation=accumulate)
         self.drop_last = self.loader.drop_last
         self._is_stream = isinstance(dataset, IterableDataset)
         self._is_drawn = not (self._is_stream or _is_known(sampler))

@@ -34,6 +34,10 @@ from . import cpu_kernels, cuda_kernels
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
+_EAGER: list[Callable[..., Tensor]] = []
+"""`SyncBatchNorm._synchronised` as a compiler leaves it alone."""
+
+
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm1d, 2d and 3d over the samples of all ranks of `world`.
 
@@ -82,7 +86,11 @@ class SyncBatchNorm(_BatchNorm):
         y: Tensor = _Normalise.apply(x, self.weight, self.bias, mean, var, count, self.eps, self.world)
         return y
 
-    _eager = torch.compiler.disable(_synchronised)  # type: ignore[no-untyped-call]
+    def _eager(self, x: Tensor) -> Tensor:
+        if not _EAGER:  # made where there is a compiler: importing it takes as long as torch itself
+            _EAGER.append(torch.compiler.disable(SyncBatchNorm._synchronised))  # type: ignore[no-untyped-call]
+        y: Tensor = _EAGER[0](self, x)
+        return y
 
     def _of_nothing(self, x: Tensor) -> Tensor:
         """Return the output of a layer that shares its statistics with no other rank, for no sample: as torch does."""
