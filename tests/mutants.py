@@ -496,6 +496,46 @@ each step waits for the loss: loop.py
 - self.meter.add(step,
 + loss.item()
 +         self.meter.add(step,
+# a loop of one's own
+= ranks/test_session.py::test_a_loop_learns_the_same_on_any_number_of_ranks[classifier-1]
+a session takes a mean of the ranks' means: sessions.py
+- factor = micro.size / micro.total
++ factor = 1 / self.world.size
+= ranks/test_session.py::test_a_loop_learns_the_same_on_any_number_of_ranks[classifier-3]
+a session's micro-batches are each a batch: sessions.py
+- return self._micro is None or self._micro.last
++ return True
+= ranks/test_session.py::test_a_loop_learns_the_same_on_any_number_of_ranks[language_model-1]
+a session divides by its own tokens: sessions.py
+- total = self.world.sum(own)
++ total = own * self.world.size
+= ranks/test_session.py::test_a_loop_that_is_continued_ends_with_the_same_bits[1-1]
+a session that is continued begins its epoch anew: sessions.py
+- first=progress.within if counts
++ first=0 if counts
+= unit/test_session.py::test_steps_that_are_made_once_in_several_batches_are_continued_where_they_stood
+a batch without a step is not counted: sessions.py
+- if micro.last and loop.has_begun:
+-                     loop.count_batch()
++ if micro.last and loop.has_begun:
++                     if self._has_stepped:
++                         loop.count_batch()
+= unit/test_session.py::test_gradients_of_a_batch_that_is_left_are_none_of_the_next_one
+gradients of a batch that was left stay: sessions.py
+- self._partial.clear()
++ pass
+= unit/test_session.py::test_what_weighs_nothing_leaves_no_trace_and_losses_may_be_weighed_or_not
+a mean over nothing is taken: sessions.py
+- return loss * factor if factor else torch.zeros_like(loss)
++ return loss * factor
+= unit/test_engine.py::test_weights_that_nobody_has_scored_are_scored_where_no_step_is_left
+a finished run has the scores of another step: loop.py
+- return self._parts.is_scored and progress.evaluated != progress.step
++ return False
+= unit/test_engine.py::test_the_loss_and_its_scale_are_one_matter_in_half_precision
+a loss is scaled by another scale than its step: sessions.py
+- if trained is None else trained.job.precision
++ if True else trained.job.precision
 """
 )
 
