@@ -26,7 +26,7 @@ test-all: $(READY)  ## the whole suite
 test-ci: $(READY)  ## all but seven eighths of the slow ones: SLICE=3/8
 	$(PYTEST) --slowest 10 --slice $(SLICE) tests/real tests/faults tests/slow tests/ranks tests/unit
 
-mutants: $(READY)  ## ninety defects, one after the other: whether a test notices each
+mutants: $(READY)  ## over a hundred defects, one after the other: whether a test notices each
 	$(BIN)/python -m tests.mutants
 
 check: $(READY)  ## format, lint, types, import layers
