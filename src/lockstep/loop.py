@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,7 +75,6 @@ class Loop:
         self.last: tuple[Tensor, Tensor] | None = None
         """The last micro-batch's (logits, labels), where a step's accuracy is to be recorded."""
         self.has_begun = False
-        self.before_save: Callable[[], None] = lambda: None
         self.meter: Meter
         self.proofs: Proofs
         """There once the loop has begun, as the meter is."""
@@ -328,7 +326,6 @@ class Loop:
 
     def _captured(self, score: float) -> State:
         """Return all that an exact continuation needs (*collective*)."""
-        self.before_save()
         self.progress.partial_s = self.meter.train_s - self._train_s
         state = self._parts.state(self.progress)
         meta = self.progress.meta()

@@ -138,7 +138,6 @@ class Session:
             state=ours.state,
             folder=has_folder,
         )
-        self.loop.before_save = self._update_scale
         self._held.callback(self.loop.close)
         self._loaders: list[SharedLoader | Trained] = [] if trained is None else [trained]
         self._strategy = None if trained is None else trained.job.strategy
@@ -380,7 +379,8 @@ class Session:
         self._samples += samples
         if not self._has_stepped:  # a loop may step but once in several batches: what they come to is the step's
             return False
-        self._update_scale()
+        if self._scaled is not None:
+            self._scaled.update()
         losses, self._losses = self._losses, []
         samples, self._samples = self._samples, 0
         self._has_stepped = self._has_gradients = False
@@ -535,10 +535,6 @@ class Session:
         on this rank, for the training accuracy.
         """
         self._has_stepped, self._lr, self._norm, self.loop.last = True, lr, norm, last
-
-    def _update_scale(self) -> None:
-        if self._scaled is not None:
-            self._scaled.update()
 
     def evaluating(self, loader: DataLoader[Any] | Loader) -> Iterator[Any]:
         """Yield this rank's shares of each batch, each sample exactly once, in the data set's order (*collective*).

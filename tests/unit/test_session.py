@@ -120,21 +120,29 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
         next(iter(ours.epochs(1)))
 
 
-def continued(output: str, width: int, count: int) -> None:
+def continued(output: str, width: int = 4, count: int = 61, groups: int = 1, schedules: int = 0) -> None:
     with session(World.alone(), output=output, resume="auto") as ours:
         model = nn.Sequential(nn.Flatten(), nn.Linear(108, width))
-        ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(images(count), batch_size=20))
+        parts = [{"params": [each]} for each in model.parameters()] if groups > 1 else model.parameters()
+        optimizer = torch.optim.SGD(parts, lr=0.1)
+        constant = [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(schedules)]
+        ours.prepare(model, optimizer, DataLoader(images(count), batch_size=20), *constant)
         for _ in ours.epochs(3):
             pass
 
 
 def test_a_run_of_another_model_or_other_data_is_not_continued(tmp_path: Path) -> None:
     output = str(tmp_path / "run")
-    continued(output, 4, 61)
-    for width, count, words in ((5, 61, "another model"), (4, 60, "61 samples .* here are 60")):
+    continued(output)
+    for changed, words in (
+        ({"width": 5}, "another model"),
+        ({"count": 60}, "61 samples .* here are 60"),
+        ({"groups": 2}, "has 1 groups of parameters, and this one 2"),
+        ({"schedules": 1}, "has 0 schedules .* was given 1"),
+    ):
         with pytest.raises(RequestError, match=words):
-            continued(output, width, count)
-    continued(output, 4, 61)
+            continued(output, **changed)
+    continued(output)
 
 
 def test_options_that_the_script_decides_on_are_refused() -> None:
