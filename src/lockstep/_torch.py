@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 _COMPILER = "torch._dynamo"
@@ -17,16 +20,36 @@ _KEPT = "__dynamo_disable"
 
 
 def spare_compiler() -> None:
-    """Have optimizers not import torch's compiler, which takes nearly as long as importing torch itself.
+    """Have optimizers and DDP not import torch's compiler, which takes nearly as long as importing torch itself.
 
     They do so to tell it that some of their methods are none of its business. As long as nobody else has imported it,
     nothing is compiled, and the methods are called as they are; from then on all is as torch has it. Where torch keeps
-    this in another way, a start takes a second longer. (DDP asks the compiler for its options, and has to have it.)
+    this in another way, a start takes a second longer.
     """
-    for method in vars(Optimizer).values():
-        is_kept_out = getattr(getattr(method, "__code__", None), "co_qualname", "") == "_disable_dynamo.<locals>.inner"
-        if is_kept_out:
-            setattr(method.__wrapped__, _KEPT, _plain(method.__wrapped__, method))
+    for owner in (Optimizer, DistributedDataParallel):
+        for method in vars(owner).values():
+            for each in (method, getattr(method, "__wrapped__", None)):  # a context manager wraps such a method
+                name = getattr(getattr(each, "__code__", None), "co_qualname", "")
+                if each is not None and name == "_disable_dynamo.<locals>.inner":
+                    setattr(each.__wrapped__, _KEPT, _plain(each.__wrapped__, each))
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Within the block DDP, which asks the compiler's options as it is made, finds their defaults and imports none.
+
+    Where somebody has imported the compiler, it is asked.
+    """
+    if _COMPILER in sys.modules:
+        yield
+        return
+    options = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
+    torch._dynamo = options  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if vars(torch)["_dynamo"] is options:
+            del torch._dynamo  # whoever asks next imports it
 
 
 @torch.no_grad()

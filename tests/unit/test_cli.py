@@ -69,17 +69,20 @@ def test_refusals_and_help_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_a_process_alone_trains_without_the_compiler_and_has_it_when_it_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_rank_trains_without_the_compiler_and_has_it_when_it_is_asked_for(tmp_path: Path, strategy: str) -> None:
     code = (
         "import sys, torch; from lockstep.cli.main import main\n"
         "assert main(sys.argv[1:]) == 0\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "layer = torch.nn.Linear(2, 2); optimizer = torch.optim.SGD(layer.parameters())\n"
         "torch.compile(lambda: layer(torch.ones(1, 2)), backend='eager')().sum().backward(); optimizer.step()\n"
-        "assert 'torch._dynamo' in sys.modules and optimizer.state_dict()\n"
+        "assert 'torch._dynamo' in sys.modules and torch._dynamo.utils and optimizer.state_dict()\n"
         "assert torch.optim.Optimizer.state_dict.__wrapped__.__dynamo_disable.__module__.startswith('torch.')\n"
     )
-    words = ("train", "digits", "--accelerator", "cpu", "--max-steps", "1", "--output", str(tmp_path / "run"))
+    meeting = ("--world-size", "1", "--rank", "0", "--init-method", f"file://{tmp_path / 'meet'}")  # gives it a group
+    how = ("--strategy", strategy, *(meeting if strategy == "ddp" else ()))
+    words = ("train", "digits", "--accelerator", "cpu", "--max-steps", "1", "--output", str(tmp_path / "run"), *how)
     subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True)
 
 

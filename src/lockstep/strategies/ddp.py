@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import _torch
 from ..config import ParallelConfig
 from ..errors import RequestError
 from ..randomness import kept
@@ -72,14 +73,15 @@ class DDP(Replicated):
         """Return the DDP module (*collective*: rank 0's parameters and buffers are sent to all)."""
         if self.world.group is None:
             return model  # one rank that no launcher gave a group: there is nobody to exchange with
-        replica = _Replica(
-            model,
-            device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
-            # Synchronised statistics are equal already; local ones follow agree_on_buffers.
-            **_KEEP_BUFFERS,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=self.find_unused,
-        )
+        with _torch.without_compiler():
+            replica = _Replica(
+                model,
+                device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
+                # Synchronised statistics are equal already; local ones follow agree_on_buffers.
+                **_KEEP_BUFFERS,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=self.find_unused,
+            )
         if self.world.memory is not None and self.world.device.type == "cpu":
             replica.register_comm_hook(self.world, lambda world, bucket: _average(world, bucket.buffer()))
         return replica
