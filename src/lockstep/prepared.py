@@ -115,6 +115,7 @@ class Prepared:
             "batch": self._batch,
             "samples": self._samples,
         }
+        facts["kinds"] = [type(each).__name__ for each in self.optimizers]
         return State(tensors, held.meta | facts | {"groups": groups, "others": others})
 
     @property
@@ -145,6 +146,12 @@ class Prepared:
                 raise RequestError(
                     f"The checkpoint has {theirs} {what}, and session.prepare was given {ours}; give it the same ones."
                 )
+        kinds = [type(each).__name__ for each in self.optimizers]
+        if (saved := state.meta.get("kinds", kinds)) != kinds:
+            raise RequestError(
+                f"{shown(state.origin)} was trained with {', '.join(map(str, saved))}, and session.prepare was given "
+                f"{', '.join(kinds)}; give it the same, or start a new run in another output."
+            )
         for name, model in self.models.items():
             load_model(model, state.part(name))
         load_optimizer(self._all, self.optimizers, state)

@@ -131,7 +131,7 @@ class Session:
         self._stop = StopRequest(quiet=not world.is_main)
         self._heeding = self._held.enter_context(contextlib.ExitStack())
         """Heeds what asks to stop, from the loop's beginning to its end."""
-        self._prepared = Prepared(config, world, self._precision)
+        self._prepared = Prepared(ours.config, world, self._precision)
         self._gradients = Gradients(world)
         self.loop = Loop(
             *(ours.config, world, trained or self._prepared, self._precision, ours.recorder, self._stop),

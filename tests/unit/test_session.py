@@ -120,11 +120,13 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
         next(iter(ours.epochs(1)))
 
 
-def continued(output: str, width: int = 4, count: int = 61, groups: int = 1, schedules: int = 0) -> None:
+def continued(
+    output: str, width: int = 4, count: int = 61, groups: int = 1, schedules: int = 0, kind: Any = torch.optim.SGD
+) -> None:
     with session(World.alone(), output=output, resume="auto") as ours:
         model = nn.Sequential(nn.Flatten(), nn.Linear(108, width))
         parts = [{"params": [each]} for each in model.parameters()] if groups > 1 else model.parameters()
-        optimizer = torch.optim.SGD(parts, lr=0.1)
+        optimizer = kind(parts, lr=0.1)
         constant = [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(schedules)]
         ours.prepare(model, optimizer, DataLoader(images(count), batch_size=20), *constant)
         for _ in ours.epochs(3):
@@ -138,6 +140,7 @@ def test_a_run_of_another_model_or_other_data_is_not_continued(tmp_path: Path) -
         ({"width": 5}, "another model"),
         ({"count": 60}, "61 samples .* here are 60"),
         ({"groups": 2}, "has 1 groups of parameters, and this one 2"),
+        ({"kind": torch.optim.Adam}, "was trained with SGD, and session.prepare was given Adam"),
         ({"schedules": 1}, "has 0 schedules .* was given 1"),
     ):
         with pytest.raises(RequestError, match=words):
