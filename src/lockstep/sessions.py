@@ -154,8 +154,9 @@ class Session:
         self._partial: list[Held] = []
         """The gradients of the batch's micro-batches so far, likewise."""
         self._calls = 0
+        self._loss: Tensor | None = None
         self._samples = 0
-        """Of the batches since the last step."""
+        """Of the whole batches since the last step, likewise."""
         self._is_apart = False
         """Whether the share under way is of a loader by which no steps are counted."""
         self._is_alone = world.group is None and self._scaled is None
@@ -376,15 +377,17 @@ class Session:
         self._calls = 0
         self._weights.clear()
         self._partial.clear()
+        for part in self._losses:
+            self._loss = part if self._loss is None else self._loss + part
+        self._losses.clear()
         self._samples += samples
         if not self._has_stepped:  # a loop may step but once in several batches: what they come to is the step's
             return False
         if self._scaled is not None:
             self._scaled.update()
-        losses, self._losses = self._losses, []
-        samples, self._samples = self._samples, 0
+        loss = torch.zeros((), device=self.device) if self._loss is None else self._loss
+        samples, self._samples, self._loss = self._samples, 0, None
         self._has_stepped = self._has_gradients = False
-        loss = sum(losses[1:], losses[0]) if losses else torch.zeros((), device=self.device)
         self.loop.count_step(loss, samples, self._lr, self._norm)
         return True
 

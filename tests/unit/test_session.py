@@ -203,6 +203,17 @@ def test_losses_with_weights_of_their_own_are_recorded_each_by_its_own() -> None
     assert recorded == [pytest.approx(3.0)] * 4
 
 
+def test_the_loss_of_a_step_made_in_several_batches_is_the_sum_of_theirs() -> None:
+    ours, model, optimizer, loader = loop()
+    recorded: list[Any] = []
+    ours.loop.count_step = lambda loss, samples, *rest: recorded.append((float(loss), samples))  # type: ignore[method-assign]
+    for number, (x, _) in enumerate(loader):
+        ours.backward(0 * model(x).sum() + number, weight=5)
+        if number % 2:
+            optimizer.step()
+    assert recorded == [(pytest.approx(0 + 1), 40), (pytest.approx(2 + 3), 21)]
+
+
 def test_a_second_loader_begins_at_its_beginning() -> None:
     ours = session(World.alone())
     model: Any = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
