@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import lockstep
 from lockstep import sessions
+from lockstep.cli.main import main
 from lockstep.errors import LockstepError, RequestError, RunError
 from lockstep.sessions import Session
 from lockstep.world import World
@@ -146,6 +147,17 @@ def test_a_run_of_another_model_or_other_data_is_not_continued(tmp_path: Path) -
         with pytest.raises(RequestError, match=words):
             continued(output, **changed)
     continued(output)
+
+
+def test_a_checkpoint_of_a_loop_that_is_damaged_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    continued(str(run))
+    assert main(["verify", "run", str(run)]) == 0
+    assert "The checkpoints that were saved are whole" in capsys.readouterr().out
+    weights = run / "checkpoints" / "last" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert main(["verify", "run", str(run)]) == 3
+    assert "model.safetensors does not match" in capsys.readouterr().err
 
 
 def test_options_that_the_script_decides_on_are_refused() -> None:

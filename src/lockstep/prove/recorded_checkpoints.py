@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ _CHECKPOINTS = Claim(
     "The checkpoints last and best are whole, finite, of this run, and of the steps they stand for",
     BIT_FOR_BIT,
 )
+_SAVED = Claim("checkpoints", "The checkpoints that were saved are whole, and of finite numbers", BIT_FOR_BIT)
 
 
 def checkpoints(run: Records) -> Check:
@@ -50,6 +52,26 @@ def checkpoints(run: Records) -> Check:
     tensors = sum(len(state.tensors) for state in read.values())
     steps = ", ".join(f"{name} of step {state.meta.get('step')}" for name, state in read.items())
     return _CHECKPOINTS.judged(problems, times=len(read), found=f"{steps}; {counted(tensors, 'tensor')}")
+
+
+def saved(run: Records) -> Check:
+    """Judge the checkpoints of a loop of the user's own, of whose scores the records tell nothing; reads them whole."""
+    folder = run.folder / "checkpoints"
+    told = max((row["step"] for row in run.rows("checkpoint")), default=None)
+    names = [name for name in ("last", "best") if os.path.lexists(folder / name)]
+    if told is None and not names:
+        return _SAVED.open(f"none was written: {run.unfinished or 'nothing was saved'}")
+    problems = [] if "last" in names else [f"last is not there, and the records tell of a checkpoint of step {told}"]
+    for name in names:
+        try:
+            state = checkpoint.load(folder / name)
+        except RequestError as error:
+            problems.append(str(error).partition(";")[0].rstrip("."))
+            continue
+        problems += [f"{name}: {text}" for text in _not_finite(state)]
+        if name == "last" and told is not None and state.meta["step"] < told:
+            problems.append(f"last: it is of step {state.meta['step']}, and one of step {told} was written")
+    return _SAVED.judged(problems, times=len(names))
 
 
 def _best(run: Records, on_disk: set[int]) -> Row | None:

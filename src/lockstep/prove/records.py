@@ -22,7 +22,7 @@ from ..verify.planned import Planned
 from . import on_disk
 from .claim import Claim
 from .on_disk import CONFIG, MANIFEST, STEPS, SUMMARY, Records
-from .recorded_checkpoints import checkpoints
+from .recorded_checkpoints import checkpoints, saved
 from .recorded_scores import evaluations, summary
 from .recorded_steps import losses, rates, sequence, steps
 
@@ -57,7 +57,7 @@ def judge(folder: Path) -> Judgement:
     held = _held(run)
     claims: tuple[Callable[[Records], Check], ...] = (files, steps, losses, rates, evaluations, summary, checkpoints)
     if on_disk.is_own_loop(run):  # of its rates and scores the records do not say what they should be
-        claims = (files, sequence, losses)
+        claims = (files, sequence, losses, saved)
     checks = [_timed(claim, run) for claim in claims]
     checks += [_judged(_REPLICAS.name, lambda: replicas(run, held.get(_REPLICAS.name)))]
     checks += [_judged(_LEDGER.name, lambda: ledger(run, held.get(_LEDGER.name)))]
