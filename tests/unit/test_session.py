@@ -19,6 +19,7 @@ from lockstep.errors import LockstepError, RequestError, RunError
 from lockstep.sessions import Session
 from lockstep.world import World
 
+from ..command import refusal
 from ..loops import images, session
 
 Loop = tuple[Session, Any, torch.optim.Optimizer, Any]
@@ -154,6 +155,7 @@ def test_a_checkpoint_of_a_loop_that_is_damaged_is_seen(tmp_path: Path, capsys: 
     continued(str(run))
     assert main(["verify", "run", str(run)]) == 0
     assert "The checkpoints that were saved are whole" in capsys.readouterr().out
+    assert "is of a loop or a step of your own" in refusal(capsys, "eval", str(run))
     weights = run / "checkpoints" / "last" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     assert main(["verify", "run", str(run)]) == 3

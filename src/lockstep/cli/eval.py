@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Collection
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import DataConfig, ParallelConfig, RecordConfig, RunConfig
 from ..errors import RequestError, choose
-from ..files import shown
+from ..files import DEFECTS, parse_json, read, shown
 from ..launchers import table as launchers
 from ..options import leaves, read_toml
 from ..screen import Screen
@@ -59,6 +60,7 @@ def main(given: list[str]) -> int:
         raise RequestError(f"lockstep eval takes one run at a time, found {given[0]} and {given[1]}.")
     path = Path(given[0])
     source = _file_of(path)
+    _check_loop(source.parent)
     own, given = words.take(given[1:], {"--split": str, "--predictions": str})
     split = choose("split", own.get("--split", "test"), SPLITS)
     predictions = Path(own["--predictions"]).absolute() if "--predictions" in own else None
@@ -98,6 +100,16 @@ def _file_of(path: Path) -> Path:
         return file
     found = "lies in no run's folder: there is no config.toml" if path.exists() else "is not there"
     raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")
+
+
+def _check_loop(run: Path) -> None:
+    """Raise `RequestError` for a run whose model and scores only a loop or step of the user's own knows."""
+    with contextlib.suppress(*DEFECTS):  # what else is wrong with the run is told by what reads it
+        if parse_json(read(run / "manifest.json"))["chosen"].get("loop") == "own":
+            raise RequestError(
+                f"{shown(run)} is of a loop or a step of your own, which alone knows its scores: evaluate in a "
+                "script, over session.evaluating(loader); --step evaluates after each epoch."
+            )
 
 
 def _check_flags(given: Collection[str], config: RunConfig) -> None:
