@@ -4,6 +4,7 @@ LockstepError                  exit code
 ├── RequestError                  2   the request cannot be honoured: what was asked, what was found, what to do
 │   └── AbsentError               2   ranks did not come together; those of another start may
 ├── RunError                      1   the run failed while it ran: which rank, where, why
+│   └── UnmatchedError            1   ranks exchange different things at the same moment
 ├── ProofError                    3   a proof failed: replicas differ, samples missing
 └── Stopped                      75   stopped on request; the checkpoint resumes exactly
 
@@ -42,6 +43,10 @@ class RunError(LockstepError):
     def __init__(self, message: str, *, trace: str = "") -> None:
         super().__init__(message)
         self.trace = trace
+
+
+class UnmatchedError(RunError):
+    """Ranks exchange different things at the same moment; which rank, and where, is added where it is told."""
 
 
 class ProofError(LockstepError):

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from .config import RunConfig
-from .errors import AbsentError, LockstepError, ProofError, RequestError, RunError, Stopped
+from .errors import AbsentError, LockstepError, ProofError, RequestError, RunError, Stopped, UnmatchedError
 from .files import ours, own_folder, read
 from .printable import visible
 
@@ -33,6 +33,10 @@ _ECHO_MARK = "(an echo: this rank ended only because it had lost another one)"
 _PACKAGE = str(Path(__file__).parent)
 _RUNNERS = (_PACKAGE, runpy.__file__, "<frozen runpy>")
 """Whose frames may come before the first one of a script, or of a function of the user's."""
+_EXCHANGES = tuple(
+    str(Path(__file__).with_name(name))
+    for name in ("world.py", "shared_memory.py", "nn", "gradients.py", "sessions.py", "watch.py", "beats.py", "pulse.py")
+)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 # Classes by name, since this module runs where torch is not imported. gloo raises plain RuntimeErrors, whose text
@@ -92,6 +96,8 @@ def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
     entered = below_runners(error.__traceback__)
     is_own = entered is not None and not is_library(entered.tb_frame.f_code.co_filename)
     trace = "".join(traceback.format_exception(type(error), error, entered if is_own else error.__traceback__))
+    if isinstance(error, UnmatchedError):
+        return Failure(rank, RunError.__name__, f"Rank {rank} failed{place(error)}: {error}", trace)
     if isinstance(error, LockstepError):
         trace = getattr(error, "trace", "") or trace
         return Failure(rank, type(error).__name__, str(error), trace, is_echo=isinstance(error, RankLostError))
@@ -200,13 +206,13 @@ def _first_words(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Return " at FILE:LINE" of the deepest frame that `error` came through which is no library's, "" for none."""
+    """Return " at FILE:LINE" of the deepest frame that `error` came through which says most, "" for none."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     # A DataLoader's worker sends its traceback as text within the message; those frames are deeper than ours.
     for line in words(error).splitlines():
         if found := _WORKER_FRAME.match(line):
             frames.append((found["file"], int(found["line"])))
-    own = [frame for frame in frames if not is_library(frame[0])] or frames
+    own = [frame for frame in frames if not is_machinery(frame[0])] or frames
     return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
 
 
@@ -222,6 +228,11 @@ def is_library(file: str) -> bool:
     if file.startswith(_PACKAGE):
         return False
     return file.startswith("<") or file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file
+
+
+def is_machinery(file: str) -> bool:
+    """Return whether a frame of `file` says less than its caller's: a library's, or one that exchanges for another."""
+    return is_library(file) or file.startswith(_EXCHANGES)
 
 
 def one_line(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import bounded, failures
 from .config import DataConfig, ModelConfig, RunConfig
-from .errors import LockstepError, RequestError, RunError, Stopped
+from .errors import LockstepError, RequestError, RunError, Stopped, UnmatchedError
 from .launchers import joining, table
 from .options import override
 from .printable import told
@@ -210,6 +210,8 @@ def _told(error: BaseException, rank: int) -> BaseException:
 
     Errors that are told otherwise, such as ours and echoes of a lost rank, are returned as they are.
     """
+    if isinstance(error, UnmatchedError):
+        return RunError(failures.describe(error, rank).sentence)
     if isinstance(error, LockstepError) or not isinstance(error, Exception | SystemExit):
         return error
     trace = failures.below_runners(error.__traceback__)

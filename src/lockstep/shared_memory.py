@@ -32,6 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .errors import UnmatchedError
+
 _SLOT_BYTES = 1 << 19
 _LINE = 8  # 64-bit words in a cache line, so that no two ranks write into one
 _LEFT = 1  # the word of a rank's line that says that it has left; word 0 is its sequence number
@@ -134,7 +136,7 @@ class SharedMemory:
     def _meet(self, kind: int) -> None:
         """Say that this rank's slot is written, and return once all have written theirs.
 
-        Raises `RuntimeError` where another rank exchanges something of another kind: it would be taken for this.
+        Raises `UnmatchedError` where another rank exchanges something of another kind: it would be taken for this.
         """
         self._sequence = sequence = self._sequence + 1
         words, turn = self._words, _KIND + sequence % _TURNS
@@ -148,9 +150,9 @@ class SharedMemory:
                 if looks > _LOOKS:
                     self._wait(peer)
             if words[at + turn] != kind:
-                raise RuntimeError(
-                    f"rank {self.rank} and rank {peer} exchange different things at the same moment: every rank has to "
-                    "take the same path through the model and the loop"
+                raise UnmatchedError(
+                    f"it exchanges something else than rank {peer} at the same moment: every rank has to take the same "
+                    "path through the model and the loop"
                 )
 
     def _next(self, dtype: torch.dtype, count: int) -> _Views:

@@ -4,7 +4,8 @@ Two threads in each rank. One exchanges *beats* (see `beats`): what the rank's `
 is. The other waits for neither network nor disk: it looks whether its own rank moves. A rank that has not entered a
 new phase for --stall-timeout looks at all beats, finds out for whom the others wait, and leaves one sentence at the
 store, with which all of them end. Nobody is judged while all live and one of them prepares or compiles, however long
-that takes; nor is a rank alone that computes, since nobody waits for it.
+that takes; nor is a rank alone that computes, since nobody waits for it. Ranks that all wait in
+collectives, in different ones, wait for each other: that is told sooner.
 
     Rank 3 (node b) stopped 41 s ago in data loading at folder.py:88 (step 512); ranks 0–2 wait in all-reduce at step
     512.
@@ -28,20 +29,19 @@ from typing import TYPE_CHECKING
 from . import bounded, stacks
 from .beats import Beat, Beats, Seen
 from .errors import RunError, ranks_in_short
-from .failures import Failure, is_library
+from .failures import Failure, is_machinery
 from .pulse import SETUP, Pulse
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_BELOW = tuple(
-    str(Path(__file__).with_name(name))
-    for name in ("watch.py", "beats.py", "pulse.py", "world.py", "shared_memory.py", "nn")
-)
 _COMPILATION = "compilation"
 _AT_WORK = (SETUP, _COMPILATION)
 _WAITS = "a collective"  # of the user's own, of which no phase tells
 _WAITS_ALONE = ("data", "save")  # for data workers, or for a disk
+_COLLECTIVES = ("all-reduce", "all-gather", "barrier", _WAITS)
+_CROSSED_S = 30.0
+"""For which all ranks wait, in different collectives: longer than any of them takes, of 32 MB at most."""
 _COMPILERS = {"torch._dynamo.convert_frame", "torch._inductor.compile_fx"}
 """Modules that have a frame on the stack while torch compiles, and none while it runs what it has compiled."""
 _WORDS = {"": "its own code", "data": "data loading", "step": "the optimizer step", "save": "saving"}
@@ -83,6 +83,7 @@ class Watch:
         # A rank that stopped did so before the others began to wait: it has been silent for longer than this.
         self._silence_s = max(stall_timeout_s / 2, MISSED_BEATS * beat_s)
         self._main = threading.main_thread().ident
+        self._crossed_s = min(stall_timeout_s, _CROSSED_S)
         self._closed, self._hurried = threading.Event(), False
         self._speaks = threading.Lock()  # taken once, by who says why this process ends
         self._idle_s = 0.0
@@ -117,7 +118,7 @@ class Watch:
 
     def _exchange(self) -> None:
         while not self._closed.wait(self.beat_s):
-            told = self._beats.exchange(urgent=self._hurried or self._idle_s > self._stall_s / 4)
+            told = self._beats.exchange(urgent=self._hurried or self._idle_s > self._crossed_s / 4)
             # NCCL's collectives wait for a rank that is dead, as one does that reads a long batch.
             waits = self._pulse.phase and self._idle_s > _DEAD_S and not _in_debugger(self._main)
             if not told and waits and (dead := self._dead()):
@@ -138,11 +139,11 @@ class Watch:
                 continue
             self._idle_s += passed_s
             stalled_s += passed_s
-            if self._idle_s <= self._stall_s / 4:  # well before it is judged: beats of a busy machine come late
+            if self._idle_s <= self._crossed_s / 4:  # well before it is judged: beats of a busy machine come late
                 continue
             if self._may_last(seen := self.seen()):
                 stalled_s = 0.0
-            elif stalled_s > self._stall_s:
+            elif stalled_s > (self._crossed_s if are_crossed(seen, self._crossed_s / 2) else self._stall_s):
                 self._end(self._beats.agree(explain(seen, self._nodes, self._silence_s)))
                 return
 
@@ -185,6 +186,16 @@ class Watch:
         return place(self._main)
 
 
+def are_crossed(seen: dict[int, Seen], least_s: float) -> bool:
+    """Whether all ranks have waited for `least_s`, in collectives that are not the same, so that none will end."""
+    waits = all(each.beat.phase in _COLLECTIVES and each.beat.idle_s > least_s for each in seen.values())
+    return waits and len({_call(each) for each in seen.values()}) > 1
+
+
+def _call(seen: Seen) -> tuple[str, int, str]:
+    return seen.beat.phase, seen.beat.step, seen.beat.place
+
+
 def explain(seen: dict[int, Seen], nodes: Sequence[str], silence_s: float) -> str:
     """Return one sentence that says who stopped where, and who waits for it.
 
@@ -192,6 +203,13 @@ def explain(seen: dict[int, Seen], nodes: Sequence[str], silence_s: float) -> st
     which does not live or cannot be reached; its idle time goes on from there.
     """
     silent = {rank: each for rank, each in seen.items() if each.silent_s > silence_s}
+    if not silent and are_crossed(seen, 0.0):
+        first = min(seen)
+        other = next(rank for rank in sorted(seen) if _call(seen[rank]) != _call(seen[first]))
+        return (
+            f"Rank {first} waits in {whereabouts(seen[first])} and rank {other} in {whereabouts(seen[other])}, each for "
+            "the other: every rank has to call the same collectives, in the same order and as often"
+        )
     fewest = min(map(_entered, seen.values()))
     behind = silent or {rank: each for rank, each in seen.items() if _entered(each) == fewest}
     waiting = {rank: each for rank, each in seen.items() if rank not in behind and each.beat.phase not in _AT_WORK}
@@ -249,7 +267,7 @@ def _hosts(ranks: dict[int, Seen], nodes: Sequence[str]) -> str:
 def place(thread: int | None) -> str:
     """Return FILE:LINE of the innermost frame of a thread that is the user's code or ours, "" if there is none."""
     frame = sys._current_frames().get(thread or 0)
-    while frame is not None and _is_machinery(frame.f_code.co_filename):
+    while frame is not None and is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
 
@@ -257,7 +275,7 @@ def place(thread: int | None) -> str:
 def _innermost(stack: str) -> str:
     """Return FILE:LINE of the innermost frame in faulthandler's words that is the user's code or ours, "" for none."""
     for file, line in re.findall(r'File "(.+)", line (\d+)', stack):
-        if not _is_machinery(file):
+        if not is_machinery(file):
             return f"{Path(file).name}:{line}"
     return ""
 
@@ -274,8 +292,3 @@ def _modules(frame: FrameType | None) -> set[str]:
         found.add(str(frame.f_globals.get("__name__")))
         frame = frame.f_back
     return found
-
-
-def _is_machinery(file: str) -> bool:
-    """Whether a frame's file says less than its caller's: a library's, or the world's collectives."""
-    return is_library(file) or file.startswith(_BELOW)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, UnmatchedError
 from lockstep.failures import is_echo
 from lockstep.topology import Topology
 from lockstep.world import World
@@ -97,7 +97,7 @@ def _crossed(world: World, folder: str, how: str) -> tuple[str, bool]:
         "another operation": lambda: world.stack(torch.ones(5)),
         "numbers": lambda: world.numbers(np.ones(5)),
     }
-    with pytest.raises(RuntimeError, match="exchange different things") as caught:
+    with pytest.raises(UnmatchedError, match="exchanges something else") as caught:
         exchanges["sum" if world.rank else how]()
     found = str(caught.value), is_echo(caught.value)
     world.close()

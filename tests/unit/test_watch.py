@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
-from lockstep import bounded
+from lockstep import bounded, watch
 from lockstep.beats import Beat, Beats, Seen
 from lockstep.failures import Failure
 from lockstep.pulse import Pulse
@@ -88,6 +88,22 @@ def test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all() -> N
         assert failure.sentence.startswith("Rank 1 (node b) stopped ")
         assert failure.sentence.endswith(f"rank 0 waits in all-reduce at step 14; {SLOW}")
         assert "test_watch.py" in failure.trace
+
+
+def test_ranks_that_wait_for_each_other_are_told_long_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_CROSSED_S", 0.5)
+    monkeypatch.setattr(Watch, "_place", lambda self: "train.py:3")  # both ranks are this process, which moves on
+    pulses = [Pulse(), Pulse()]
+    with _watched(_store(), *pulses, stalls_s=(3600.0, 3600.0)) as told:
+        for pulse in pulses:
+            pulse.enter("all-reduce")
+        time.sleep(1.5)
+        assert told == [], "one that takes long is no hang"
+        pulses[1].step = 4
+        pulses[1].enter("all-gather")
+        until(lambda: len(told) == 2, 20)
+    assert told[0].sentence.startswith("Rank 0 waits in all-reduce at train.py:3 (step 0) and rank 1 in all-gather")
+    assert "each for the other: every rank has to call the same collectives" in told[0].sentence
 
 
 def test_who_reports_nothing_is_not_judged(tmp_path: Path) -> None:
