@@ -189,6 +189,10 @@ class Loop:
         """Record values of the loop's as they are."""
         self._recorder.record("values", step=self.progress.step, epoch=self.progress.epochs, **values)
 
+    def warn(self, text: str) -> None:
+        """Record a warning."""
+        self._recorder.record("warning", text=text)
+
     def count_batch(self) -> None:
         """Count a global batch of the epoch under way, whether or not a step follows from it."""
         self.progress.within += 1

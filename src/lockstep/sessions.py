@@ -358,6 +358,7 @@ class Session:
                     self._end_step(micro.total)
             if counts and loop.has_begun:
                 loop.end_data()
+                self._compare_data()
                 if not self._in_epochs:
                     loop.end_epoch()
         finally:
@@ -393,11 +394,20 @@ class Session:
 
     def _end_step(self, samples: int) -> None:
         if self._count_step(samples):
+            if not self._is_compared:
+                self._is_compared = True
+                self._compare_data()
             self.loop.end_step()
         elif self._has_gradients and not self._prepared.optimizers:
             raise RequestError(
                 "A batch is over, and session.prepare was given no optimizer that could step; give it yours."
             )
+
+    def _compare_data(self) -> None:
+        """Compare what the ranks have read of each loader so far (*collective*)."""
+        for loader in (*self._loaders, *self._evaluated.values()):
+            if isinstance(loader, SharedLoader) and not loader.is_compared and (doubt := loader.compare()):
+                self.loop.warn(doubt)
 
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, reduction: str = "mean") -> None:
         """Add the gradients of `loss` (0-dim), this rank's, to those of the global batch (*collective*).
@@ -567,6 +577,7 @@ class Session:
                     yield micro.batch
             finally:
                 self._micro, SyncBatchNorm.stand_in = before, was
+        self._compare_data()
         self.loop.end_evaluation(evaluated, self._evaluated[raw].samples)
 
     def sum(self, value: Any) -> Any:
@@ -644,7 +655,7 @@ class Session:
             self.loop.finish()
             self._heeding.close()
 
-    _is_finished = _is_closed = False
+    _is_finished = _is_closed = _is_compared = False
 
     def __enter__(self) -> Session:
         return self

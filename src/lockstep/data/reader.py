@@ -7,6 +7,7 @@ of sample indices, or the next global batch of an iterable data set.
 from __future__ import annotations
 
 import random
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 from ..batching import BatchPlan
 from ..randomness import Generators, kept
 from . import counter
+from .alike import COMPARED, content
 from .loader import as_it_is, begin_worker
 from .seeding import seed_generators
 from .source import Indices
@@ -63,9 +65,11 @@ class Reader:
         self._queue.tasks = tasks
         # What torch seeds workers with: no history of this process, and nothing drawn from its generators.
         self._generator.manual_seed(int(keys[0]) >> 1)
-        if self._loader is None:
-            self._loader = self._made()
-        self._running = batches = iter(self._loader)
+        with warnings.catch_warnings():  # which the user's own DataLoader has given
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            if self._loader is None:
+                self._loader = self._made()
+            self._running = batches = iter(self._loader)
         for worker in getattr(batches, "_workers", ()):
             # torch, and Python at its exit, end a worker that does not end by itself with SIGTERM, which it ignores.
             worker._popen.terminate = worker._popen.kill
@@ -188,13 +192,16 @@ class _Stream:
     held: tuple[Any, ...] = ()
     """Samples that were read, and belong to later batches."""
     generators: Generators | None = None
+    first: str = ""
+    """A hash of the first samples."""
 
-    def __getitem__(self, part: Part) -> tuple[list[tuple[Any, int, int]], int] | None:
-        """Return [(batch, start, stop) of each share] and the samples of the whole batch; None at the end."""
+    def __getitem__(self, part: Part) -> tuple[list[tuple[Any, int, int]], int, str] | None:
+        """Return [(batch, start, stop) of each share], the samples of the whole batch, and `first`; None at the end."""
         position = part.step * self.plan.global_size
         with kept():
             samples = self._next(part)
             total = len(samples)
+            self.first = self.first or content(samples[:COMPARED])
             if not total or (self.drop_last and not part.evaluates and total < self.plan.global_size):
                 return None
             shares = [(share.start, share.stop) for share in self.plan.split(0, total, self.rank)]
@@ -204,7 +211,7 @@ class _Stream:
             for start, stop in shares:
                 seed(part.keys, ~(position + start))
                 answer.append((self.collate(samples[start:stop] or samples[:1]), start, stop))
-        return answer, total
+        return answer, total, self.first
 
     def _next(self, part: Part) -> list[Any]:
         """Return the samples of the next global batch."""

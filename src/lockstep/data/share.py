@@ -25,7 +25,7 @@ from ..errors import RequestError
 from ..randomness import kept
 from ..world import World
 from . import counter
-from .alike import check_alike, digest
+from .alike import COMPARED, check_alike, content, digest
 from .order import ASCENDING, OF_A_SAMPLER, SHUFFLED, Order
 from .reader import Part, Reader, even, seed
 from .source import Indices
@@ -83,6 +83,9 @@ class SharedLoader:
         self._moves = world.device.type != "cpu" or dtype is not None
         pin_memory = loader.pin_memory and world.device.type == "cuda"
         self._reader = Reader(loader, self.plan, world.rank, pin_memory=pin_memory)
+        self._first: str | None = None
+        """A hash of the first samples that were read, "" where they are others each time; None before."""
+        self.is_compared = world.group is None
 
     def _prepare(self, accumulate: int | None, micro_batch: int | None, evaluates: bool) -> dict[str, Any]:
         """Set what the loader says of itself, and return what has to be the same on every rank."""
@@ -132,6 +135,23 @@ class SharedLoader:
         if self._is_stream:
             return self._stream(_EVALUATION, 0, 0)
         return self._read(self._evaluation(), _EVALUATION, 0)
+
+    def compare(self) -> str:
+        """Compare what the ranks have read, if all have; return a warning, "" for none (*collective*).
+
+        Raises `RequestError`, on every rank, where their data sets have other samples.
+        """
+        read: list[str | None] = self._world.gather(self._first)
+        if None in read:
+            return ""
+        self.is_compared = True
+        if "" in read:
+            return (
+                "the DataLoader's samples are others each time they are read: its data set draws from a generator of "
+                "its own, which follows from no seed of lockstep's; let it draw from torch's, NumPy's or Python's"
+            )
+        check_alike(self._world, "The DataLoader", {"first samples of digest": self._first})
+        return ""
 
     def close(self) -> None:
         """End the workers and wait for them; those that are stuck in a sample are killed after seconds."""
@@ -204,14 +224,21 @@ class SharedLoader:
 
     def _read(self, asked: Iterable[_Asked], purpose: int, epoch: int) -> Generator[Micro, None, None]:
         ahead: deque[_Asked] = deque()
+        compared = [] if self.is_compared or self._first is not None else self._to_compare()
 
         def shares() -> Iterator[Indices]:
+            yield from compared
             for each in asked:
                 ahead.append(each)
                 yield each[0]
 
-        moves = self._moves
+        moves, read_first = self._moves, list[str]()
         for batch in self._reader.shares(shares(), counter.keys(3, self._seed, epoch, purpose)):
+            if len(read_first) < len(compared):
+                read_first.append(content(batch))
+                if len(read_first) == len(compared):
+                    self._first = read_first[0] if read_first[0] == read_first[-1] else ""
+                continue
             read, size, total, last = ahead.popleft()
             if moves:
                 batch = moved(batch, *self._how)
@@ -219,13 +246,20 @@ class SharedLoader:
         if ahead:
             raise RuntimeError(_ENDED)
 
+    def _to_compare(self) -> list[Indices]:
+        """Return what to read first: a few samples, time and again, the last time by the worker that was the first."""
+        count = min(COMPARED, max(1, self.plan.global_size // (self.plan.ranks * self.plan.accumulation)))
+        places = np.linspace(0, (self._length or 0) - 1, count).astype(np.int64)
+        chosen = np.sort(self._draw(0))[places] if self._is_drawn else places
+        return [chosen] * (1 + max(1, self.loader.num_workers)) if self._length else []
+
     def _stream(self, purpose: int, epoch: int, first: int) -> Generator[Micro, None, None]:
         keys, position = counter.keys(3, self._seed, epoch, purpose), first * self.plan.global_size
         parts = (Part(keys, epoch, step, step == first, purpose == _EVALUATION) for step in count(first))
         for answer in self._reader.answers(parts, keys):
             if answer is None:
                 return
-            shares, total = answer
+            shares, total, self._first = answer
             for number, (batch, start, stop) in enumerate(shares, start=1):
                 indices = np.arange(position + start, position + stop)
                 batch = moved(batch, *self._how) if self._moves else batch
