@@ -21,7 +21,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 schedulers are told to send some time before a job's end."""
 
 KILLED = "Killed by a second signal, without saving; the last checkpoint, if there is one, is whole."
-OUTSIDE = "Stopped outside of training; there was nothing to save."
+OUTSIDE = "Stopped outside of training; nothing was left to save."
 STOPPING = "stopping: finishes the step under way and saves"
 INSIST = "; a second signal ends it at once"
 """What a person is told besides: SIGUSR1 comes from a scheduler, or from an agent that is to take in another node."""

@@ -41,6 +41,10 @@ class Prepared:
         self._plan: BatchPlan | None = None
         self._samples = 0
         self._visits: dict[str, Any] = {}
+        self._made: list[list[dict[str, Any]]] = []
+        """The numbers that each optimizer's groups were made with, such as the learning rate."""
+        self._kept: list[str] = []
+        """Those that a checkpoint has replaced, in words."""
         self.models: dict[str, nn.Module] = {}
         """By the name of their group of tensors: model, model_2, …"""
         self.optimizers: list[Optimizer] = []
@@ -57,13 +61,17 @@ class Prepared:
         return next(iter(self.models.values())) if len(self.models) == 1 else nn.ModuleDict(self.models)
 
     def begin(self, source: SharedLoader | None) -> None:
-        """Have what optimizers hold already lie beside the parameters, which may have moved since.
+        """Note what was prepared, and have what optimizers hold lie beside the parameters, which may have moved since.
 
         Raises `RequestError` where an optimizer has parameters of no prepared model.
         """
         if source is not None:
             self._plan, self._samples = source.plan, source.samples or 0
             self._visits = {"order": source.order, "drop-last": source.drop_last}
+        self._made = [
+            [{key: value for key, value in group.items() if isinstance(value, int | float)} for group in each]
+            for each in (optimizer.param_groups for optimizer in self.optimizers)
+        ]
         known = {parameter for model in self.models.values() for parameter in model.parameters()}
         for number, optimizer in enumerate(self.optimizers, start=1):
             strange = [each for group in optimizer.param_groups for each in group["params"] if each not in known]
@@ -116,7 +124,7 @@ class Prepared:
             "samples": self._samples,
         }
         facts["kinds"] = [type(each).__name__ for each in self.optimizers]
-        return State(tensors, held.meta | facts | {"groups": groups, "others": others})
+        return State(tensors, held.meta | facts | {"groups": groups, "others": others, "made": self._made})
 
     @property
     def _batch(self) -> int:
@@ -164,6 +172,7 @@ class Prepared:
                 )
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update({key: _unpacked(value, own) for key, value in saved.items()})
+        self._kept = _other_numbers(state.meta.get("made", self._made), self._made)
         for each, saved in zip(self.others, state.meta["others"], strict=True):
             each.load_state_dict(_unpacked(saved, own))
 
@@ -175,6 +184,12 @@ class Prepared:
             lines.append("batch statistics are each rank's own (batchnorm local): the model depends on their number")
         if progress.origin is not None:
             lines.append(f"continuing at step {progress.step:,}, from {shown(progress.origin)}")
+        if self._config.record.output is None:
+            lines.append(
+                "nothing is recorded or saved: lockstep.session(output=…), or lockstep run, has a folder for it"
+            )
+        if self._kept:
+            lines.append(f"the optimizer goes on as it was saved: {'; '.join(self._kept)}; a new run may change that")
         chosen = {
             "loop": "own",
             "launcher": parallel.launcher,
@@ -213,6 +228,18 @@ class Prepared:
 def _synchronised(model: nn.Module) -> dict[str, Tensor]:
     is_sync = any(isinstance(each, sync_batchnorm.SyncBatchNorm) for each in model.modules())
     return sync_batchnorm.statistics(model) if is_sync else {}
+
+
+def _other_numbers(saved: Any, asked: list[list[dict[str, Any]]]) -> list[str]:
+    """Return, in words, what a checkpoint's optimizers were made with that those of the script are not, each once."""
+    found = {
+        f"{key} {theirs.get(key)}, not {value}"
+        for groups, own in zip(saved, asked, strict=True)
+        for theirs, ours in zip(groups, own, strict=True)
+        for key, value in ours.items()
+        if theirs.get(key, value) != value
+    }
+    return sorted(found)
 
 
 def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:

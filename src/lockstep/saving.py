@@ -19,14 +19,18 @@ _MEND = "mend what the warnings tell of"
 class Saver:
     """Saves the run's state in one format; on ranks other than 0 it takes part in the collectives alone."""
 
-    def __init__(self, folder: Path | None, world: World, recorder: Recorder, *, taken_up: State | None = None) -> None:
+    def __init__(
+        self, folder: Path | None, world: World, recorder: Recorder, *, taken_up: State | None = None, again: str = ""
+    ) -> None:
         """`folder` is the run's, None to save nothing; warnings and what was saved go to the recorder.
 
-        `taken_up` is the checkpoint that the run goes on from, None where it begins.
+        `taken_up` is the checkpoint that the run goes on from, None where it begins; `again` says how a run that was
+        stopped can be continued, where that is not by a flag.
         """
         self._taken_up_at: int | None = taken_up.meta["step"] if taken_up else None
         self._origin = taken_up.origin if taken_up else None
         self._folder = folder
+        self._again = again or f"continue with the same command and --resume {shown(folder)}"
         self._world = world
         self._recorder = recorder
         self._on_disk: int | None = None
@@ -81,7 +85,7 @@ class Saver:
         on_disk = self._world.gather(self._on_disk)[0]
         if self._folder is None:
             return "; nothing was saved, since no output folder was given."
-        again = f"continue with the same command and --resume {shown(self._folder)}"
+        again = self._again
         if on_disk == step:
             return f" and saved; {again}."
         last = "none before it was" if on_disk is None else f"the last one is of step {on_disk}: {_MEND} and {again}"
@@ -106,7 +110,7 @@ class Saver:
         newest, again = "there is no checkpoint", "start the same command again"
         if self._on_disk is not None:
             newest = f"the last one is of step {self._on_disk}"
-            again = f"continue with the same command and --resume {shown(self._folder)}"
+            again = self._again
         return f"The weights of the last step, {step}, are not on the disk: {newest}; {_MEND} and {again}."
 
     def _wait(self) -> None:

@@ -91,7 +91,11 @@ def session(**options: Any) -> Session:
     else:
         started = script.own_process(config)
         config = dataclasses.replace(config, parallel=started.config.parallel)  # what started it, and how many
-    made = Session(config, started.world, has_folder=by_command or config.record.output is not None)
+    again = ""
+    if not by_command:
+        how = "" if config.checkpoint.resume == "auto" else ' and lockstep.session(output=…, resume="auto")'
+        again = f"continue with the same command{how}"
+    made = Session(config, started.world, has_folder=by_command or config.record.output is not None, again=again)
     started.closing.append(made.close)
     return made
 
@@ -109,12 +113,13 @@ class Session:
         keys: Collection[str] = _IDENTITY,
         run: Opened | None = None,
         trained: Trained | None = None,
+        again: str = "",
     ) -> None:
         """Join in (*collective*). Where the session `has_folder`, the run is recorded and saved there.
 
         `console` shows the run to a person; by default only what the script does not say itself. `keys` are the options
         that a run which is continued has to share with the one before. `run` is one whose folder is held already, and
-        `trained` what `lockstep train` has made ready, in place of what `prepare` is given.
+        `trained` what `lockstep train` has made ready, in place of what `prepare` is given; `again` is as in `Saver`.
         """
         self.world = world
         self.device = world.device
@@ -124,7 +129,7 @@ class Session:
         if trained is None and self._precision.scaler is not None:
             self._scaled = Scaled(self._precision.scaler)
         self._held = contextlib.ExitStack()
-        ours = run or Opened(config, Nothing(), None)
+        ours = run or Opened(config, (console or Notices()) if world.is_main else Nothing(), None)
         if has_folder and run is None:
             ours = self._held.enter_context(opened(config, world, keys=keys, console=console or Notices()))
         self._state = ours.state
@@ -137,6 +142,7 @@ class Session:
             *(ours.config, world, trained or self._prepared, self._precision, ours.recorder, self._stop),
             state=ours.state,
             folder=has_folder,
+            again=again,
         )
         self._held.callback(self.loop.close)
         self._loaders: list[SharedLoader | Trained] = [] if trained is None else [trained]

@@ -167,8 +167,9 @@ def _probe(name: str, step: Step, model: nn.Module, batches: list[Any]) -> None:
     if abs(whole - total) > SAME_SUM * largest:
         raise RequestError(
             f"--step {name} returned {whole:.6g} for {_PROBED} samples, and {parts[0]:.6g} and {parts[1]:.6g} for the "
-            f"first of them and the rest, which sum to {total:.6g}: its loss divides by the samples that it sees, and "
-            f"each rank would weigh them otherwise; {_WANTED}."
+            f"first of them and the rest, which sum to {total:.6g}: its loss divides by the samples that it sees, or "
+            "one sample's depends on the others (such as on how far they are padded), and each rank sees but its own; "
+            f"{_WANTED}."
         )
 
 

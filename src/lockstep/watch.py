@@ -207,8 +207,8 @@ def explain(seen: dict[int, Seen], nodes: Sequence[str], silence_s: float) -> st
         first = min(seen)
         other = next(rank for rank in sorted(seen) if _call(seen[rank]) != _call(seen[first]))
         return (
-            f"Rank {first} waits in {whereabouts(seen[first])} and rank {other} in {whereabouts(seen[other])}, each for "
-            "the other: every rank has to call the same collectives, in the same order and as often"
+            f"Rank {first} waits in {whereabouts(seen[first])} and rank {other} in {whereabouts(seen[other])}, each "
+            "for the other: every rank has to call the same collectives, in the same order and as often"
         )
     fewest = min(map(_entered, seen.values()))
     behind = silent or {rank: each for rank, each in seen.items() if _entered(each) == fewest}

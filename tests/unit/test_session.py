@@ -123,19 +123,27 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
 
 
 def continued(
-    output: str, width: int = 4, count: int = 61, groups: int = 1, schedules: int = 0, kind: Any = torch.optim.SGD
+    output: str,
+    width: int = 4,
+    count: int = 61,
+    groups: int = 1,
+    schedules: int = 0,
+    kind: Any = torch.optim.SGD,
+    lr: float = 0.1,
 ) -> None:
     with session(World.alone(), output=output, resume="auto") as ours:
         model = nn.Sequential(nn.Flatten(), nn.Linear(108, width))
         parts = [{"params": [each]} for each in model.parameters()] if groups > 1 else model.parameters()
-        optimizer = kind(parts, lr=0.1)
+        optimizer = kind(parts, lr=lr)
         constant = [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(schedules)]
         ours.prepare(model, optimizer, DataLoader(images(count), batch_size=20), *constant)
         for _ in ours.epochs(3):
             pass
 
 
-def test_a_run_of_another_model_or_other_data_is_not_continued(tmp_path: Path) -> None:
+def test_a_run_of_another_model_or_other_data_is_not_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = str(tmp_path / "run")
     continued(output)
     for changed, words in (
@@ -147,7 +155,11 @@ def test_a_run_of_another_model_or_other_data_is_not_continued(tmp_path: Path) -
     ):
         with pytest.raises(RequestError, match=words):
             continued(output, **changed)
+    capsys.readouterr()
     continued(output)
+    assert "as it was saved" not in capsys.readouterr().err
+    continued(output, lr=0.05)
+    assert "the optimizer goes on as it was saved: lr 0.1, not 0.05;" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_a_loop_that_is_damaged_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

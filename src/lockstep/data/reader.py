@@ -23,7 +23,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 from ..batching import BatchPlan
 from ..randomness import Generators, kept
 from . import counter
-from .alike import COMPARED, content
+from .content import COMPARED, content
 from .loader import as_it_is, begin_worker
 from .seeding import seed_generators
 from .source import Indices

@@ -25,7 +25,8 @@ from ..errors import RequestError
 from ..randomness import kept
 from ..world import World
 from . import counter
-from .alike import COMPARED, check_alike, content, digest
+from .alike import check_alike, digest
+from .content import COMPARED, content
 from .order import ASCENDING, OF_A_SAMPLER, SHUFFLED, Order
 from .reader import Part, Reader, even, seed
 from .source import Indices

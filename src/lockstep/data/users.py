@@ -25,6 +25,7 @@ from ..errors import RequestError
 from ..randomness import kept
 from .alike import check_alike, digest
 from .augment import Augment
+from .content import COMPARED, content
 from .loader import Streamed, worker_count
 from .mapped import PURPOSE, Finish, Module, Samples, no_such_class, sample_of
 from .resident import Normalise, ResidentImages, ResidentTensors, belongs_on_device
@@ -92,7 +93,22 @@ def _build(wish: Wish) -> tuple[Splits, dict[str, Any]]:
     for split in SPLITS:
         dataset = datasets.get(split, ())
         facts |= {f"{split} samples": len(dataset), f"{split} labels of digest": _labels_digest(dataset)}
+        if wish.world.size > 1 and len(dataset):
+            facts[f"{split} first samples of digest"] = _first_digest(wish, dataset)
     return splits, facts
+
+
+def _first_digest(wish: Wish, dataset: Any) -> str:
+    """Return a hash of a few samples that are spread over the data set; "unknown" where they are others each time."""
+    found = []
+    with kept():
+        for _ in range(2):
+            seed_generators(seeds(np.zeros(1, np.int64), wish.seed, PURPOSE["function"])[0])
+            try:
+                found.append(content([dataset[int(at)] for at in np.linspace(0, len(dataset) - 1, COMPARED)]))
+            except Exception:  # which whoever reads that sample tells
+                return "unknown"
+    return found[0] if found[0] == found[1] else "unknown"
 
 
 def _labels_digest(dataset: Any) -> str:

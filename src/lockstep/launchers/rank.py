@@ -51,8 +51,10 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
     import torch
 
     # torchrun sets OMP_NUM_THREADS=1 and others leave it to the machine: the number of threads decides the order of
-    # sums on a CPU, so every launcher takes the same, and the same world gives the same bits.
-    torch.set_num_threads(max(1, hardware.cpus() // sharing))
+    # sums on a CPU, so every launcher takes the same, and the same world gives the same bits. Set for a process that
+    # is alone, it is the user's own.
+    if topology.size > 1 or "OMP_NUM_THREADS" not in env:
+        torch.set_num_threads(max(1, hardware.cpus() // sharing))
     if config.parallel.accelerator != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():

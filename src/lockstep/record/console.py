@@ -279,7 +279,7 @@ def _ended(fields: dict[str, Any]) -> str:
         told += f"; {fields.get('best_on', 'test set').removesuffix(' set')} accuracy {fields['top1']:.2%}"
     if proved := _proved(fields.get("proof") or {}):
         told += f"; proved: {proved}"
-    return f"{told}; written to {fields['output']}"
+    return f"{told}; written to {fields['output']}" if fields["output"] else told
 
 
 def _next(run: Path, devices: int) -> Iterator[Text]:
