@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -156,9 +156,17 @@ def _as(kind: Any, value: Any) -> Any:
     raise TypeError(kind)
 
 
-def to_toml(config: RunConfig) -> str:
-    """Return the config as TOML that `from_toml` reads back to an equal config; unset options are left out."""
-    return visible_json(tomli_w.dumps({key: value for key, value in flatten(config).items() if value is not None}))
+def to_toml(config: RunConfig, only: Collection[str] | None = None) -> str:
+    """Return the config as TOML that `from_toml` reads back to an equal config; unset options are left out.
+
+    With `only`, the other options are left out as well.
+    """
+    return visible_json(tomli_w.dumps({key: value for key, value in told(config, only).items() if value is not None}))
+
+
+def told(config: RunConfig, only: Collection[str] | None = None) -> dict[str, Any]:
+    """Return {public key: value} of the options in `only`, or of all."""
+    return {key: value for key, value in flatten(config).items() if only is None or key in only}
 
 
 def from_toml(text: str, *, base: RunConfig | None = None, source: str = "TOML") -> RunConfig:

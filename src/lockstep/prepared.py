@@ -200,6 +200,9 @@ class Prepared:
             "batchnorm": self.batchnorm,
             "accumulate": 1 if self._plan is None else self._plan.accumulation,
             "ledger": self._config.proof.ledger,
+            "optimizer": ", ".join(
+                f"{type(each).__name__} lr {each.param_groups[0]['lr']:g}" for each in self.optimizers
+            ),
             **self._visits,
         }
         return {"lines": lines, "chosen": chosen}

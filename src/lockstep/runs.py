@@ -42,12 +42,17 @@ class Opened:
 
 @contextlib.contextmanager
 def opened(
-    config: RunConfig, world: World, *, keys: Collection[str] = resume.IDENTITY, console: Recorder | None = None
+    config: RunConfig,
+    world: World,
+    *,
+    keys: Collection[str] = resume.IDENTITY,
+    console: Recorder | None = None,
+    only: Collection[str] | None = None,
 ) -> Iterator[Opened]:
     """Hold the run's folder while the block runs, and record what it raises (*collective*).
 
     `keys` are the options that a continued run has to share with the one before, and `console` replaces what a run
-    shows to a person.
+    shows to a person; the options in `only` are recorded, by default all.
     """
     world.pulse.enter(SETUP)  # what rank 0 does with files, the others wait for
     _check_alike(config, world)
@@ -71,6 +76,7 @@ def opened(
                 identity=keys,
                 resume_step=resume_step,
                 console=console,
+                only=only,
             )
         try:
             yield Opened(config, recorder, state)

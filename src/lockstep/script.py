@@ -26,7 +26,7 @@ from .config import DataConfig, ModelConfig, RunConfig
 from .errors import LockstepError, RequestError, RunError, Stopped, UnmatchedError
 from .launchers import joining, table
 from .options import override
-from .printable import told
+from .printable import told, visible
 from .pulse import SETUP
 
 if TYPE_CHECKING:
@@ -162,13 +162,32 @@ def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options
     function that is run in several processes must be importable by name. Raises a `LockstepError` for whatever goes
     wrong in any rank.
     """
-    if config is not None:
-        return table.launch(entry, config)
-    if not callable(entry):
-        raise RequestError(f"launch takes a function that each rank calls; found {entry!r}.")
-    name = getattr(entry, "__name__", "function")
-    wanted = override(RunConfig(model=ModelConfig(name=name), data=DataConfig(name="")), **options)
-    return table.launch(Function(entry, frozenset(key.replace("_", "-") for key in options)), wanted)
+    try:
+        if config is not None:
+            return table.launch(entry, config)
+        if not callable(entry):
+            raise RequestError(f"launch takes a function that each rank calls; found {entry!r}.")
+        name = getattr(entry, "__name__", "function")
+        wanted = override(RunConfig(model=ModelConfig(name=name), data=DataConfig(name="")), **options)
+        return table.launch(Function(entry, frozenset(key.replace("_", "-") for key in options)), wanted)
+    except LockstepError:
+        _tell_at_top()
+        raise
+
+
+def _tell_at_top() -> None:
+    """Have an error of ours that reaches the top of the program told in one sentence, with its exit code."""
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, LockstepError):
+            before(kind, error, trace)
+            return
+        sys.stderr.write(visible(error.trace) if isinstance(error, RunError) else "")
+        sys.stderr.write(told(str(error)))
+        raise SystemExit(error.exit_code)
+
+    sys.excepthook = tell
 
 
 def _ranked(name: str, run: Callable[[], Any], started: Started) -> Any:

@@ -41,7 +41,7 @@ from .models.modes import evaluating
 from .models.weights import seed_weights
 from .nn import sync_batchnorm
 from .nn.sync_batchnorm import SyncBatchNorm
-from .options import apply, flatten
+from .options import apply, flatten, leaves
 from .precision import Precision, Scaled
 from .prepared import Prepared, as_float32
 from .record.base import Nothing, Recorder
@@ -61,6 +61,12 @@ OPTIONS = (
 )
 """The options of `lockstep train` that a session takes; on all else the script decides."""
 _IDENTITY = ("seed",)
+_RECORDED = {
+    "model",
+    *OPTIONS,
+    *(leaf.key for leaf in leaves() if leaf.section in ("parallel", "checkpoint", "record")),
+}
+"""The options that a script leaves to the command, and its name."""
 _TAKEN = (
     *("event", "time", "step", "epoch", "loss", "lr", "samples", "grad_norm", "top1"),
     *("samples_per_s", "step_s", "data_wait_s", "eta_s", *SAMPLED),
@@ -130,8 +136,9 @@ class Session:
             self._scaled = Scaled(self._precision.scaler)
         self._held = contextlib.ExitStack()
         ours = run or Opened(config, (console or Notices()) if world.is_main else Nothing(), None)
+        only = _RECORDED if keys == _IDENTITY else None
         if has_folder and run is None:
-            ours = self._held.enter_context(opened(config, world, keys=keys, console=console or Notices()))
+            ours = self._held.enter_context(opened(config, world, keys=keys, console=console or Notices(), only=only))
         self._state = ours.state
         self._stop = StopRequest(quiet=not world.is_main)
         self._heeding = self._held.enter_context(contextlib.ExitStack())

@@ -234,7 +234,7 @@ class SharedLoader:
                 yield each[0]
 
         moves, read_first = self._moves, list[str]()
-        for batch in self._reader.shares(shares(), counter.keys(3, self._seed, epoch, purpose)):
+        for batch in self._told(self._reader.shares(shares(), counter.keys(3, self._seed, epoch, purpose))):
             if len(read_first) < len(compared):
                 read_first.append(content(batch))
                 if len(read_first) == len(compared):
@@ -246,6 +246,14 @@ class SharedLoader:
             yield Micro(batch, size, total, last, read if size else read[:0])
         if ahead:
             raise RuntimeError(_ENDED)
+
+    def _told(self, batches: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from batches
+        except IndexError as error:
+            said = f"the data set says that it has {len(self.loader.dataset):,} samples"  # type: ignore[arg-type]
+            error.add_note(f"{said}: let its __len__ return as many as it holds, if that is what ended")
+            raise
 
     def _to_compare(self) -> list[Indices]:
         """Return what to read first: a few samples, time and again, the last time by the worker that was the first."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..files import write_whole
-from ..options import flatten, to_toml
+from ..options import to_toml, told
 from ..screen import Screen
 from ..topology import Topology
 from .base import FromStart, Recorder, Recorders
@@ -28,12 +28,14 @@ def build(
     identity: Collection[str],
     resume_step: int | None = None,
     console: Recorder | None = None,
+    only: Collection[str] | None = None,
 ) -> Recorder:
     """Return rank 0's recorder, which writes to the run's `folder` and shows the run to whoever started it.
 
     `hardware` are facts about this machine, for the manifest, and `config` is what was asked for, of which the options
-    `identity` make the run. `resume_step` is the step after which a resumed run goes on: what was recorded of later
-    ones is cut off. `console` replaces what this process's own terminal or log file would show. Nothing is opened
+    `identity` make the run, and those in `only` (by default all) have to do with it. `resume_step` is the step after
+    which a resumed run goes on: what was recorded of later ones is cut off. `console` replaces what this process's own
+    terminal or log file would show. Nothing is opened
     before the `start` event, which raises OSError where `folder` is not writable.
     """
 
@@ -43,12 +45,12 @@ def build(
 
     def opens() -> Recorder:
         # Not before: a run that is refused leaves the config of the one that it would have continued.
-        write_whole(folder / "config.toml", to_toml(config).encode())
+        write_whole(folder / "config.toml", to_toml(config, only).encode())
         sums = Sums() if resume_step is None else rewind(folder / "steps.jsonl", step=resume_step)
         recorders = Recorders(
             [
                 JsonLines(folder / "steps.jsonl"),
-                TensorBoard(folder, config=flatten(config), identity=identity, resume_step=resume_step),
+                TensorBoard(folder, config=told(config, only), identity=identity, resume_step=resume_step),
                 Manifest(folder, topology=topology, hardware=hardware),
                 Summary(folder),
                 shown,  # the last: it tells which files are there, and what failed
