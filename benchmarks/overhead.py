@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep import RunConfig, World, override
 from lockstep.job import assemble
@@ -43,6 +43,19 @@ def images() -> tuple[TensorDataset, TensorDataset]:
     return some(BATCH * (STEPS + 1)), some(BATCH)
 
 
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """The same samples, read one by one by code of one's own."""
+
+    def __init__(self) -> None:
+        self._x, self._y = images()[0].tensors
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._x[index], self._y[index]
+
+
 def measure() -> Report:
     """Return microseconds a step of the loops, and their differences."""
     threads = torch.get_num_threads()
@@ -50,11 +63,19 @@ def measure() -> Report:
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "steps.jsonl"
-            loops = {"bare": bare(), "train": ours(path), "loader": with_loader(), "session": in_session(Path(folder))}
+            loops = {
+                "bare": bare(),
+                "train": ours(path),
+                "loader": with_loader(images()[0]),
+                "session": in_session(Path(folder), images()[0]),
+                "rows": with_loader(Rows()),
+                "session over rows": in_session(Path(folder), Rows()),
+            }
             found = interleave(loops, rounds=ROUNDS, warm_up=3)
     finally:
         torch.set_num_threads(threads)
     over, over_loader = found["train"].minus(found["bare"]), found["session"].minus(found["loader"])
+    over_rows = found["session over rows"].minus(found["rows"])
     holds = max(over.median, over_loader.median) <= GOAL_US
     return Report(
         title="What the loop costs a step",
@@ -67,11 +88,14 @@ def measure() -> Report:
             ("lockstep.train", found["train"].text(".1f"), over.text("+.1f")),
             ("bare, from a DataLoader", found["loader"].text(".1f"), ""),
             ("the same over a session", found["session"].text(".1f"), over_loader.text("+.1f")),
+            ("bare, from a data set of one's own", found["rows"].text(".1f"), ""),
+            ("the same over a session", found["session over rows"].text(".1f"), over_rows.text("+.1f")),
         ),
         method=f"Model `mlp` (64–128–10), batch {BATCH}, float32, SGD(fused=True) with momentum and weight decay, one "
         f"thread, one process. A block is {STEPS} steps without evaluation or checkpoint; ours are timed from the "
         "record of their first step to the record of their last, so that recording is in it. The "
-        "DataLoader is torch's over a TensorDataset, without workers.",
+        "DataLoader is torch's over a TensorDataset, or over a class whose samples are its rows, without workers: the "
+        "generators are then seeded for each sample, since it may draw.",
         n=f"{ROUNDS} rounds of {STEPS} steps of each loop",
     )
 
@@ -97,14 +121,14 @@ def bare() -> Callable[[], float]:
     return run
 
 
-def _loader() -> DataLoader[Any]:
-    return DataLoader(images()[0], batch_size=BATCH, shuffle=True)
+def _loader(dataset: Dataset[Any]) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=BATCH, shuffle=True)
 
 
-def with_loader() -> Callable[[], float]:
+def with_loader(dataset: Dataset[Any]) -> Callable[[], float]:
     """Return a function that measures the bare loop over a DataLoader: µs a step."""
     model, optimizer = _model()
-    loader = _loader()
+    loader = _loader(dataset)
 
     def run() -> float:
         batches = iter(loader)
@@ -114,7 +138,7 @@ def with_loader() -> Callable[[], float]:
     return run
 
 
-def in_session(folder: Path) -> Callable[[], float]:
+def in_session(folder: Path, dataset: Dataset[Any]) -> Callable[[], float]:
     """Return a function that measures the same loop over a session: µs a step."""
     config = override(RunConfig(), channels_last="off", max_steps=STEPS + 1)
 
@@ -122,7 +146,7 @@ def in_session(folder: Path) -> Callable[[], float]:
         marks = Marks(folder / "session.jsonl")
         try:
             with Session(config, World.alone(), has_folder=False, run=Opened(config, marks, None)) as session:
-                model, optimizer, loader = session.prepare(*_model(), _loader())
+                model, optimizer, loader = session.prepare(*_model(), _loader(dataset))
                 for _ in session.epochs(1):
                     for x, y in loader:
                         loss = nn.functional.cross_entropy(model(x), y)

@@ -414,7 +414,7 @@ class RunConfig:
     eval_every: Annotated[int, _key(metavar="EPOCHS")] = 1
     """Epochs between evaluations; the last weights are evaluated always."""
     patience: Annotated[int | None, _key(metavar="EVALUATIONS")] = None
-    """Stop once so many evaluations in a row have brought no better top1; by default never."""
+    """Stop once so many evaluations in a row have brought no better score; by default never."""
     seed: int = 0
     """Seed of the weights, of the order and of the augmentation."""
 
@@ -423,11 +423,6 @@ class RunConfig:
         check_whole("max-steps", self.max_steps)
         check_whole("eval-every", self.eval_every, unit=" epochs")
         check_whole("patience", self.patience, unit=" evaluations")
-        require(
-            not self.optim.step or (not self.data.holdout and self.eval_every == 1 and self.patience is None),
-            "--holdout, --eval-every and --patience have no effect with --step, which evaluates its second data set "
-            "after each epoch; leave them out.",
-        )
         idle = [self.optim.ema is not None, ":" in self.optim.loss, self.optim.label_smoothing, self.data.augment]
         require(
             not (self.optim.step and any(idle)),

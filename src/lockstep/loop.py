@@ -181,6 +181,11 @@ class Loop:
         self._evaluation = {"step": progress.step, "epoch": progress.epochs, "on": on, **fields}
         self.score = scores.top1
 
+    def judge(self, score: float) -> None:
+        """Take the score of the weights as they are: more is better."""
+        self.progress.judge(score)
+        self.score = score
+
     def note(self, name: str, value: Tensor) -> None:
         """Record this rank's part of a value of the step under way."""
         if self.has_begun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,8 @@ class Prepared:
     """Models, optimizers, and other objects with `state_dict` and `load_state_dict`, in the order of their coming."""
 
     takes_sums = is_scored = False
+    tests: Callable[[], dict[str, Any]] = dict
+    """What a run that has come to its end is tested with, its results by name (*collective*)."""
 
     def __init__(self, config: RunConfig, world: World, precision: Precision) -> None:
         self.batchnorm = "none"
@@ -217,6 +219,7 @@ class Prepared:
             "data_wait_s": meter.wait_s,
             "output": shown(self._config.record.output),
             "exit": 0,
+            **self.tests(),
         }
 
     def remedy(self) -> str:

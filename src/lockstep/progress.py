@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,18 @@ class Progress:
 
     def take(self, scores: Scores) -> None:
         """Take the scores of an evaluation at this step."""
-        self.stale = 0 if scores.top1 > self.best_top1 else self.stale + 1
-        self.best_top1 = max(self.best_top1, scores.top1)
-        self.scores, self.evaluated = scores, self.step
+        self.judge(scores.top1)
+        self.scores = scores
+
+    def judge(self, score: float) -> None:
+        """Take the score of the weights at this step, by which the best are chosen: more is better."""
+        is_better = score > self.best_top1 or (not self.evaluated and not math.isnan(score))
+        self.stale = 0 if is_better else self.stale + 1
+        self.best_top1 = score if is_better else self.best_top1
+        self.evaluated = self.step
 
     def stalled(self, patience: int | None) -> str:
         """Return in a clause that the evaluation at this step was the last that `patience` allows; "" if it was not."""
         if patience is None or self.stale < patience or self.evaluated != self.step:
             return ""
-        return f"top1 has not improved in {counted(self.stale, 'evaluation')} (--patience {patience})"
+        return f"the score has not improved in {counted(self.stale, 'evaluation')} (--patience {patience})"

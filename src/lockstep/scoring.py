@@ -82,20 +82,20 @@ def tested(job: Job, loop: Loop, recorder: Recorder, *, stop: Callable[[], bool]
     last = best = test("last", progress.step)
     if last is not None and progress.stale:
         best = None
-        if (state := _best(job, progress)) is not None:
+        if (state := best_of(job.config, job.world, progress)) is not None:
             restore_model(job, state)
             last = last if (best := test("best", state.meta["step"])) else None
     return None if last is None else {"test": last, "test_best": best}
 
 
-def _best(job: Job, progress: Progress) -> State | None:
+def best_of(config: RunConfig, world: World, progress: Progress) -> State | None:
     """Return the best weights' checkpoint; None where not every rank has it (*collective*)."""
-    folder = job.config.record.output
+    folder = config.record.output
     if folder is None:
         return None
-    asked = dataclasses.replace(job.config.checkpoint, resume=str(folder / "checkpoints" / "best"))
+    asked = dataclasses.replace(config.checkpoint, resume=str(folder / "checkpoints" / "best"))
     with contextlib.suppress(RequestError):
-        state = resume.load(dataclasses.replace(job.config, checkpoint=asked), job.world)
+        state = resume.load(dataclasses.replace(config, checkpoint=asked), world)
         # A disk that was full may have left out the best.
         if state is not None and (state.meta["scores"] or {}).get("top1") == progress.best_top1:
             return state

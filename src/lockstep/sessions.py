@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import time
 import types
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -520,8 +520,8 @@ class Session:
         total = self.world.sum(own)
         if not total.is_cuda and not total > 0:
             raise RequestError(
-                f"session.backward was given weights that sum to {total.item():g} over the global batch: a mean over "
-                "nothing; leave such a batch out of the data."
+                f"session.backward was given weights that sum to {total.item():g} over the global batch: a mean is "
+                "over a number of things above 0; leave such a batch out of the data."
             )
         return total
 
@@ -660,7 +660,11 @@ class Session:
 
         The next checkpoint, at the end of the epoch as a rule, becomes `best` where none before had a higher score.
         """
-        self.loop.score = float(value)
+        self.loop.judge(float(value))
+
+    def at_end(self, tests: Callable[[], dict[str, Any]]) -> None:
+        """Have `tests()` called when the run has come to its end; its results, by name, stand in summary.json."""
+        self._prepared.tests = tests
 
     def _finish(self) -> None:
         if self.loop.has_begun and not self._is_finished:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from . import kinds, optim, own, start
 from .config import RunConfig
+from .data.source import hold_out
 from .errors import RequestError
 from .losses import SAME_SUM
 from .models import table as models_table
@@ -24,7 +27,9 @@ from .models.modes import evaluating
 from .randomness import kept, seed_all
 from .record.console import Terminal
 from .resume import IDENTITY
+from .scoring import best_of
 from .sessions import Session
+from .state import load_model
 from .world import World
 
 Step = Callable[[nn.Module, Any], Any]
@@ -51,7 +56,7 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
     collate = own.load("--collate", config.data.collate) if config.data.collate else default_collate
     with Session(config, world, has_folder=True, console=Terminal.detect(), keys=IDENTITY) as session:
         with kept():
-            trained, evaluated = _given(config)
+            trained, validated, tested = _given(config)
             first = list(islice(_samples(trained), _PROBED))
         model = models_table.build_for(config.model.name, classes=config.model.classes or 1, shape=_shape(first))
         start.freeze(model, config.model.freeze)
@@ -66,7 +71,11 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
         parts = [session.moved(collate(part)) for part in (first, first[:1], first[1:]) if part]
         _probe(config.optim.step, step, model, parts)
         lr = _rate(config, batches)
-        tested = _loader(config, evaluated, collate)
+        on = "test" if validated is None else "validation"
+        judge = partial(_evaluate, session, step, metric, model, _loader(config, validated or tested, collate))
+        if validated is not None:
+            test = partial(_evaluate, session, step, metric, model, _loader(config, tested, collate))
+            session.at_end(lambda: _tests(session, config, model, test))
         scores: dict[str, float] = {}
         for epoch in session.epochs(config.epochs):
             for batch in batches:
@@ -81,17 +90,42 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
                 for each in built.each:
                     each.step()
                 built.zero_grad()
-            scores = _evaluate(session, step, metric, model, tested)
+            if not session.loop.is_done and (epoch + 1) % config.eval_every and epoch + 1 < config.epochs:
+                continue
+            scores = _named(on, judge())
             session.log(**scores)
-            session.score(scores.get("test_metric", -scores["test_loss"]))
-            if not config.record.quiet:
-                told = "  ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in scores.items())
-                session.print(f"epoch {epoch + 1}/{config.epochs}  step {session.step:,}  {told}")
+            session.score(scores.get(f"{on}_metric", -scores[f"{on}_loss"]))
+            _show(session, config, f"epoch {epoch + 1}/{config.epochs}  step {session.step:,}", scores)
+            if why := session.loop.progress.stalled(config.patience):
+                _show(session, config, f"stopped: {why}", {})
     return scores
 
 
-def _given(config: RunConfig) -> tuple[Any, Any]:
-    """Return what the user's function returns: (train, test), map-style data sets or streams."""
+def _tests(
+    session: Session, config: RunConfig, model: nn.Module, test: Callable[[], dict[str, float]]
+) -> dict[str, Any]:
+    """Return the scores on the test set of the last weights, and of the best where those are others (*collective*)."""
+    found = _named("test", test())
+    if session.loop.progress.stale and (best := best_of(config, session.world, session.loop.progress)) is not None:
+        load_model(model, best.part("model"))
+        found |= _named("test_best", test())
+    session.log(**found)
+    _show(session, config, "at the end", found)
+    return found
+
+
+def _named(on: str, scores: dict[str, float]) -> dict[str, float]:
+    return {f"{on}_{name}": value for name, value in scores.items()}
+
+
+def _show(session: Session, config: RunConfig, what: str, scores: dict[str, float]) -> None:
+    if not config.record.quiet:
+        told = "".join(f"  {name.replace('_', ' ')} {value:.6g}" for name, value in scores.items())
+        session.print(f"{what}{told}")
+
+
+def _given(config: RunConfig) -> tuple[Any, Any, Any]:
+    """Return training, validation (None for none) and test data: map-style data sets or streams, the user's own."""
     asked = f"--data {config.data.name}"
     if ":" not in config.data.name:
         raise RequestError(f"--step takes data of your own, as --data module:function, and found {asked}.")
@@ -101,9 +135,20 @@ def _given(config: RunConfig) -> tuple[Any, Any]:
         result = found(config.data) if inspect.signature(found).parameters else found()
     except Exception as error:
         raise RequestError(f"{asked} {own.raised(error)}.") from error
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise RequestError(f"{asked} returned a {type(result).__name__}; it must return two data sets, (train, test).")
-    return result[0], result[1]
+    if not isinstance(result, tuple | list) or len(result) not in (2, 3):
+        raise RequestError(
+            f"{asked} returned a {type(result).__name__}; it must return two data sets, (train, test), or three, "
+            "(train, validation, test)."
+        )
+    train, *validation, test = result
+    if share := config.data.holdout:
+        if validation or isinstance(train, IterableDataset):
+            why = "has a validation set of its own" if validation else "is a stream, whose samples have no index"
+            raise RequestError(f"--holdout {share:g}: {asked} {why}; leave it out.")
+        held = hold_out(len(train), config.seed, share)
+        validation = [Subset(train, np.flatnonzero(held).tolist())]
+        train = Subset(train, np.flatnonzero(~held).tolist())
+    return train, next(iter(validation), None), test
 
 
 def _samples(dataset: Any) -> Iterator[Any]:
@@ -176,7 +221,7 @@ def _probe(name: str, step: Step, model: nn.Module, batches: list[Any]) -> None:
 def _evaluate(
     session: Session, step: Step, metric: Step | None, model: nn.Module, loader: DataLoader[Any]
 ) -> dict[str, float]:
-    """Return the mean loss over the test set, each sample taken once, and the mean of the metric (*collective*)."""
+    """Return the mean loss over the loader's data, each sample once, and the mean of the metric (*collective*)."""
     sums = torch.zeros(4, dtype=torch.float64, device=session.device)
     for batch in session.evaluating(loader):
         if session.samples == 0:  # fewer samples than ranks: this one stands in
@@ -189,5 +234,5 @@ def _evaluate(
                 sums[2 * at + 1] += session.samples if count is None else count
     loss, weight, value, count = session.sum(sums).tolist()
     if not weight:
-        raise RequestError("The test data have no sample; give at least one.")
-    return {"test_loss": loss / weight} | ({"test_metric": value / count} if metric and count else {})
+        raise RequestError("The data to evaluate on have no sample; give at least one.")
+    return {"loss": loss / weight} | ({"metric": value / count} if metric and count else {})

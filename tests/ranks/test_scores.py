@@ -121,7 +121,7 @@ def test_a_run_without_improvement_stops_and_one_that_is_resumed_stops_at_the_sa
     values = FROZEN | {"patience": 3}
     (told,) = pool.run(1, _run, values, whole)
     assert (told["steps"], told["exit"]) == (14 * 4, 0)
-    assert told["stopped"] == "top1 has not improved in 3 evaluations (--patience 3)"
+    assert told["stopped"] == "the score has not improved in 3 evaluations (--patience 3)"
     for ranks, more in ((1, {"max_steps": 28}), (2, {}), (1, {})):
         told = pool.run(ranks, _run, values | more, parts)[0]
     assert (told["steps"], told["exit"]) == (14 * 4, 0)

@@ -65,19 +65,16 @@ def right(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
 
 def options(folder: Path, **values: Any) -> RunConfig:
     own = {name: f"tests.ranks.test_task:{value}" for name, value in (("model", "Model"), ("data", "data"))}
-    own |= {"collate": "tests.loops:padded", "metric": "tests.ranks.test_task:right"}
-    own |= {"step": f"tests.ranks.test_task:{values.pop('step', 'step')}"}
+    own |= {"collate": "tests.loops:padded"}
+    own |= {
+        name: f"tests.ranks.test_task:{values.pop(name, own_name)}"
+        for name, own_name in (("step", "step"), ("metric", "right"))
+    }
     return override(
         RunConfig(),
         **own,
-        batch=9,
-        epochs=2,
-        lr=0.1,
-        clip=0.5,
-        warmup=1.0,
-        precision="fp64",
-        output=str(folder),
-        **values,
+        **{"batch": 9, "epochs": 2, "lr": 0.1, "clip": 0.5, "warmup": 1.0, "precision": "fp64", "output": str(folder)}
+        | values,
     )
 
 
@@ -126,14 +123,51 @@ def test_a_step_that_is_no_sum_is_refused_in_its_own_numbers(tmp_path: Path) -> 
 
 
 def test_what_a_step_would_leave_without_effect_is_refused(tmp_path: Path) -> None:
-    for name, value in (("ema", 0.9), ("label_smoothing", 0.1), ("holdout", 0.1), ("patience", 2), ("eval_every", 2)):
+    for name, value in (("ema", 0.9), ("label_smoothing", 0.1)):
         with pytest.raises(RequestError, match=f"--{name.replace('_', '-')}.* have no effect with --step"):
             options(tmp_path / "run", **{name: value})
     with pytest.raises(RequestError, match="--strategy dp drives several devices"):
         train(World.alone(), tmp_path / "run", {"strategy": "dp"})
 
 
-def test_best_follows_the_metric(tmp_path: Path) -> None:
-    train(World.alone(), tmp_path / "run", {})
-    assert (tmp_path / "run" / "checkpoints" / "best").exists()
+def never_better(model: nn.Module, batch: Sample) -> tuple[int, int]:
+    return -5, 1
+
+
+def scored(folder: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return what summary.json has of the tests, and the values recorded of the validation set, with their epochs."""
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = list(map(json.loads, (folder / "steps.jsonl").read_text().splitlines()))
+    return (
+        {name: value for name, value in summary.items() if name.startswith("test")},
+        [row for row in rows if "validation_loss" in row],
+    )
+
+
+def test_best_follows_the_metric_on_a_validation_set_and_the_test_set_comes_once(
+    pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"holdout": 0.3, "epochs": 5, "eval_every": 2, "lr": 0.3}
+    train(World.alone(), tmp_path / "1", values)
+    tests, rows = scored(tmp_path / "1")
+    assert [row["epoch"] for row in rows] == [1, 3, 4]
+    assert {"test_loss", "test_metric"} <= tests.keys()
+    pool.run(2, train, tmp_path / "2", values)
+    theirs, others = scored(tmp_path / "2")
+    assert theirs == pytest.approx(tests, rel=1e-9)
+    assert [row["validation_loss"] for row in others] == pytest.approx([row["validation_loss"] for row in rows])
+    values = {"holdout": 0.3, "epochs": 9, "patience": 2, "metric": "never_better"}
+    train(World.alone(), tmp_path / "stops", values)
+    tests, rows = scored(tmp_path / "stops")
+    assert [row["epoch"] for row in rows] == [0, 1, 2]
+    assert "stopped: the score has not improved in 2 evaluations (--patience 2)" in capsys.readouterr().out
+    best = load(tmp_path / "stops" / "checkpoints" / "best")
+    assert best.meta["epochs"] == 1, "the first was none the worse"
+    assert tests["test_best_loss"] != tests["test_loss"]
     assert padded(texts(2))["ids"].shape[0] == 2
+
+
+def test_what_cannot_be_held_out_is_refused(tmp_path: Path) -> None:
+    for share, words in ((0.001, "holds out none of 40 samples"), (0.999, "holds out all of 40 samples")):
+        with pytest.raises(RequestError, match=words):
+            train(World.alone(), tmp_path / "run", {"holdout": share})

@@ -128,10 +128,7 @@ class Splits:
                 raise RequestError(
                     f"--holdout {share:g}: --data {wish.config.name} has a validation set of its own; leave it out."
                 )
-            held, samples = is_held_out(len(train), wish.seed, share), len(train)
-            if not 0 < np.count_nonzero(held) < samples:
-                said = f"{'all' if held.all() else 'none'} of {counted(samples, 'sample')}"
-                raise RequestError(f"--holdout {share:g} holds out {said}; give another share.")
+            held = hold_out(len(train), wish.seed, share)
             whole = make("train", ()) if augment else train
             train, held_out = Part(train, np.flatnonzero(~held)), Part(whole, np.flatnonzero(held))
         return cls(train, test, held_out, names)
@@ -160,6 +157,15 @@ def is_held_out(samples: int, seed: int, share: float) -> npt.NDArray[np.bool_]:
     """
     drawn = counter.uniform(counter.bits(counter.keys(1, seed, _HOLDOUT), np.arange(samples))[0])
     return drawn < share
+
+
+def hold_out(samples: int, seed: int, share: float) -> npt.NDArray[np.bool_]:
+    """Return what `is_held_out` does. Raises `RequestError` where that is none of the samples, or all."""
+    held = is_held_out(samples, seed, share)
+    if not 0 < np.count_nonzero(held) < samples:
+        said = f"{'all' if held.any() else 'none'} of {counted(samples, 'sample')}"
+        raise RequestError(f"--holdout {share:g} holds out {said}; give another share.")
+    return held
 
 
 @dataclass(frozen=True, kw_only=True)
