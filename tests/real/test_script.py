@@ -16,7 +16,7 @@ from ..faults.test_script import frames, written
 from ..ports import free_port
 
 LOOP = """
-import sys
+import os, signal, sys
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,7 +35,7 @@ def main(output, *way):
     for epoch in session.epochs(3):
         for x, y in loader:
             if way and session.step == 5 and session.rank == session.world.size - 1:
-                labels()
+                os.kill(os.getpid(), signal.SIGTERM) if way == ("stop",) else labels()
             session.backward(nn.functional.cross_entropy(net(x), y))
             optimizer.step()
             optimizer.zero_grad()
@@ -43,7 +43,8 @@ def main(output, *way):
 if __name__ == "__main__":
     main(*sys.argv[1:])
 """
-"""A loop of a user's own: `train.py OUTPUT`, and where a second word follows, its last rank fails at step 5."""
+"""A loop of a user's own: `train.py OUTPUT`, and where a second word follows, its last rank fails at step 5, or is asked
+to stop."""
 
 
 def looped(folder: Path) -> tuple[Path, list[tuple[int, float]]]:
@@ -143,6 +144,16 @@ def test_ranks_of_torchruns_are_one_world_and_the_root_cause_is_shown_once(tmp_p
     exits = end(_start(tmp_path, *_torchrun(), "train.py", "exit"))
     assert re.search(r"lockstep: Rank 1 failed.*: it called sys.exit\(3\) before it was done\n", exits.err)
     assert re.search(r"exitcode +: 3 ", exits.err[exits.err.index("Root Cause") :])
+
+
+def test_a_loop_that_is_asked_to_stop_is_saved_and_continued(tmp_path: Path) -> None:
+    path, expected = looped(tmp_path)
+    stopped = end(_start(tmp_path, str(path), "run", "stop"))
+    assert stopped.code == 75
+    assert "Stopped on request at step 6 of 12 and saved; continue with the same command and lockstep.s" in stopped.err
+    ended = command(tmp_path, "run", "--accelerator", "cpu", "--resume", "auto", "train.py", "run")
+    assert ended.code == 0, ended
+    assert losses(tmp_path / "run") == expected
 
 
 def test_a_trace_in_the_runs_folder_begins_in_the_script(tmp_path: Path) -> None:
