@@ -43,8 +43,8 @@ def main(output, *way):
 if __name__ == "__main__":
     main(*sys.argv[1:])
 """
-"""A loop of a user's own: `train.py OUTPUT`, and where a second word follows, its last rank fails at step 5, or is asked
-to stop."""
+"""A loop of a user's own: `train.py OUTPUT`; where a second word follows, its last rank fails at step 5, or is asked to
+stop."""
 
 
 def looped(folder: Path) -> tuple[Path, list[tuple[int, float]]]:
