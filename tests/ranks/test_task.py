@@ -147,7 +147,7 @@ def scored(folder: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
 def test_best_follows_the_metric_on_a_validation_set_and_the_test_set_comes_once(
     pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values = {"holdout": 0.3, "epochs": 5, "eval_every": 2, "lr": 0.3}
+    values: dict[str, Any] = {"holdout": 0.3, "epochs": 5, "eval_every": 2, "lr": 0.3}
     train(World.alone(), tmp_path / "1", values)
     tests, rows = scored(tmp_path / "1")
     assert [row["epoch"] for row in rows] == [1, 3, 4]
