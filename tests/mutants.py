@@ -509,6 +509,10 @@ a session divides by its own tokens: sessions.py
 a session that is continued begins its epoch anew: sessions.py
 - first=progress.within if counts
 + first=0 if counts
+= ranks/test_session.py::test_ranks_whose_data_differ_are_refused_in_their_first_step_and_evaluation
+ranks with other data train on: sessions.py
+- not loader.is_compared and (doubt
++ loader.is_compared and (doubt
 = unit/test_session.py::test_steps_that_are_made_once_in_several_batches_are_continued_where_they_stood
 a batch without a step is not counted: sessions.py
 - if micro.last and loop.has_begun:

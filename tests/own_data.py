@@ -50,6 +50,12 @@ class _Drawn(_Samples):
         return torch.cat([torch.randn(2), torch.tensor([random.random(), np.random.rand()])]), index % 4
 
 
+class _Others(_Drawn):
+    def __getitem__(self, index: int) -> Pair:
+        x, label = super().__getitem__(index)
+        return x + 3, label
+
+
 def drawn() -> Splits:
     return _Drawn(), _Drawn()
 
@@ -66,7 +72,7 @@ def differing() -> Splits:
     """Return data that tests may make different on one rank."""
     if WAY == "gone":
         raise OSError("no such file")
-    train = _Samples() if WAY == "other samples" else _Drawn()
+    train = _Others() if WAY == "other samples" else _Drawn()
     train.targets = [(index + (WAY == "relabelled")) % 4 for index in range(len(train))]  # type: ignore[attr-defined]
     return train, _Drawn()
 

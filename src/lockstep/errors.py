@@ -46,7 +46,7 @@ class RunError(LockstepError):
 
 
 class UnmatchedError(RunError):
-    """Ranks exchange different things at the same moment; which rank, and where, is added where it is told."""
+    """Ranks exchange different things at the same moment; which rank, and where, is added where that is told."""
 
 
 class ProofError(LockstepError):

@@ -115,7 +115,7 @@ def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
         return Failure(rank, RunError.__name__, _worker_death(died, rank, again), trace)
     if is_echo(error):
         return Failure(rank, type(error).__name__, _loss(error, rank, again), trace, is_echo=True)
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    notes = "".join(f" ({_short(note)})" for note in getattr(error, "__notes__", ()))
     return Failure(rank, type(error).__name__, f"Rank {rank} failed{place(error)}: {one_line(error)}{notes}", trace)
 
 

@@ -66,6 +66,7 @@ class Loop:
         again: str = "",
     ) -> None:
         """`state` is what the run goes on from; without a `folder` nothing is saved; `again` is as in `Saver`."""
+        self.folder = config.record.output if folder else None
         self.progress = Progress()
         self.resumed_at = 0
         """Steps made in the epoch under way, as long as a resumed run has not made its first."""
@@ -81,7 +82,7 @@ class Loop:
         """There once the loop has begun, as the meter is."""
         self._config, self._world, self._parts, self._precision = config, world, parts, precision
         self._recorder, self._stop, self._state = recorder, stop, state
-        self._saver = Saver(config.record.output if folder else None, world, recorder, taken_up=state, again=again)
+        self._saver = Saver(self.folder, world, recorder, taken_up=state, again=again)
         self._is_proof_told = self._is_stopping = False
         self.total_steps = 0
         """Of the whole run; 0 where nobody knows."""

@@ -33,13 +33,14 @@ class Prepared:
     """Models, optimizers, and other objects with `state_dict` and `load_state_dict`, in the order of their coming."""
 
     takes_sums = is_scored = False
-    tests: Callable[[], dict[str, Any]] = dict
-    """What a run that has come to its end is tested with, its results by name (*collective*)."""
 
-    def __init__(self, config: RunConfig, world: World, precision: Precision) -> None:
+    def __init__(
+        self, config: RunConfig, world: World, precision: Precision, tests: Callable[[], dict[str, Any]] = dict
+    ) -> None:
+        """`tests()` is called once the run has come to its end (*collective*), for what its result is to hold."""
         self.batchnorm = "none"
         self.devices = [world.device]
-        self._config, self._world, self._precision = config, world, precision
+        self._config, self._world, self._precision, self._tests = config, world, precision, tests
         self._plan: BatchPlan | None = None
         self._samples = 0
         self._visits: dict[str, Any] = {}
@@ -174,7 +175,8 @@ class Prepared:
                 )
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update({key: _unpacked(value, own) for key, value in saved.items()})
-        self._kept = _other_numbers(state.meta.get("made", self._made), self._made)
+        made = state.meta.get("made", self._made)
+        self._kept, self._made = _other_numbers(made, self._made), made
         for each, saved in zip(self.others, state.meta["others"], strict=True):
             each.load_state_dict(_unpacked(saved, own))
 
@@ -191,7 +193,9 @@ class Prepared:
                 "nothing is recorded or saved: lockstep.session(output=…), or lockstep run, has a folder for it"
             )
         if self._kept:
-            lines.append(f"the optimizer goes on as it was saved: {'; '.join(self._kept)}; a new run may change that")
+            lines.append(
+                f"the optimizer goes on as it was saved: {'; '.join(self._kept)}; start a new run to change it"
+            )
         chosen = {
             "loop": "own",
             "launcher": parallel.launcher,
@@ -219,7 +223,7 @@ class Prepared:
             "data_wait_s": meter.wait_s,
             "output": shown(self._config.record.output),
             "exit": 0,
-            **self.tests(),
+            **self._tests(),
         }
 
     def remedy(self) -> str:

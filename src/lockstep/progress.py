@@ -12,6 +12,9 @@ from .errors import counted
 from .result import Scores
 from .state import State
 
+_NONE = -1.0
+"""In a checkpoint, the best score of a run that has none."""
+
 
 @dataclass
 class Progress:
@@ -26,7 +29,7 @@ class Progress:
     epoch_s: list[float] = field(default_factory=list)
     partial_s: float = 0.0
     """Seconds of training in the epoch under way, when it was saved."""
-    best_top1: float = -1.0
+    best_top1: float = -math.inf
     stale: int = 0
     """Evaluations since the best one."""
     scores: Scores | None = None
@@ -52,7 +55,7 @@ class Progress:
             within=meta.get("within", meta["step"] - meta["epochs"] * (steps_per_epoch or 0)),
             epoch_s=list(meta["epoch_s"]),
             partial_s=meta["partial_s"],
-            best_top1=meta["best_top1"],
+            best_top1=-math.inf if meta["best_top1"] == _NONE else meta["best_top1"],
             stale=meta.get("stale", 0),
             scores=None if scores is None or "samples" not in scores else Scores(**scores),
             evaluated=meta["evaluated"],
@@ -70,7 +73,7 @@ class Progress:
             "within": self.within,
             "epoch_s": list(self.epoch_s),
             "partial_s": self.partial_s,
-            "best_top1": self.best_top1,
+            "best_top1": _NONE if self.best_top1 == -math.inf else self.best_top1,
             "stale": self.stale,
             "scores": None if self.scores is None else dataclasses.asdict(self.scores),
             "evaluated": self.evaluated,
@@ -83,7 +86,7 @@ class Progress:
 
     def judge(self, score: float) -> None:
         """Take the score of the weights at this step, by which the best are chosen: more is better."""
-        is_better = score > self.best_top1 or (not self.evaluated and not math.isnan(score))
+        is_better = score > self.best_top1
         self.stale = 0 if is_better else self.stale + 1
         self.best_top1 = score if is_better else self.best_top1
         self.evaluated = self.step

@@ -177,17 +177,17 @@ def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options
 
 def _tell_at_top() -> None:
     """Have an error of ours that reaches the top of the program told in one sentence, with its exit code."""
-    before = sys.excepthook
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _tell
 
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, LockstepError):
-            before(kind, error, trace)
-            return
-        sys.stderr.write(visible(error.trace) if isinstance(error, RunError) else "")
-        sys.stderr.write(told(str(error)))
-        raise SystemExit(error.exit_code)
 
-    sys.excepthook = tell
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, LockstepError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    sys.stderr.write(visible(error.trace) if isinstance(error, RunError) else "")
+    sys.stderr.write(told(str(error)))
+    raise SystemExit(error.exit_code)
 
 
 def _ranked(name: str, run: Callable[[], Any], started: Started) -> Any:
@@ -230,7 +230,9 @@ def _told(error: BaseException, rank: int) -> BaseException:
     Errors that are told otherwise, such as ours and echoes of a lost rank, are returned as they are.
     """
     if isinstance(error, UnmatchedError):
-        return RunError(failures.describe(error, rank).sentence)
+        raises: BaseException = RunError(failures.describe(error, rank).sentence)
+        raises.__cause__ = error  # whose trace goes to the run's folder
+        return raises
     if isinstance(error, LockstepError) or not isinstance(error, Exception | SystemExit):
         return error
     trace = failures.below_runners(error.__traceback__)

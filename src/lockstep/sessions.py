@@ -63,6 +63,7 @@ OPTIONS = (
 _IDENTITY = ("seed",)
 _RECORDED = {
     "model",
+    "data",
     *OPTIONS,
     *(leaf.key for leaf in leaves() if leaf.section in ("parallel", "checkpoint", "record")),
 }
@@ -101,7 +102,8 @@ def session(**options: Any) -> Session:
     if not by_command:
         how = "" if config.checkpoint.resume == "auto" else ' and lockstep.session(output=…, resume="auto")'
         again = f"continue with the same command{how}"
-    made = Session(config, started.world, has_folder=by_command or config.record.output is not None, again=again)
+    has_folder = by_command or config.record.output is not None
+    made = Session(config, started.world, has_folder=has_folder, again=again, only=_RECORDED)
     started.closing.append(made.close)
     return made
 
@@ -120,12 +122,16 @@ class Session:
         run: Opened | None = None,
         trained: Trained | None = None,
         again: str = "",
+        only: Collection[str] | None = None,
+        tests: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """Join in (*collective*). Where the session `has_folder`, the run is recorded and saved there.
 
         `console` shows the run to a person; by default only what the script does not say itself. `keys` are the options
         that a run which is continued has to share with the one before. `run` is one whose folder is held already, and
-        `trained` what `lockstep train` has made ready, in place of what `prepare` is given; `again` is as in `Saver`.
+        `trained` what `lockstep train` has made ready, in place of what `prepare` is given; `again` is as in `Saver`,
+        `only` as in `opened`. `tests()` is called once a run has come to its end (*collective*), and what it returns
+        stands in summary.json.
         """
         self.world = world
         self.device = world.device
@@ -136,14 +142,13 @@ class Session:
             self._scaled = Scaled(self._precision.scaler)
         self._held = contextlib.ExitStack()
         ours = run or Opened(config, (console or Notices()) if world.is_main else Nothing(), None)
-        only = _RECORDED if keys == _IDENTITY else None
         if has_folder and run is None:
             ours = self._held.enter_context(opened(config, world, keys=keys, console=console or Notices(), only=only))
         self._state = ours.state
         self._stop = StopRequest(quiet=not world.is_main)
         self._heeding = self._held.enter_context(contextlib.ExitStack())
         """Heeds what asks to stop, from the loop's beginning to its end."""
-        self._prepared = Prepared(ours.config, world, self._precision)
+        self._prepared = Prepared(ours.config, world, self._precision, tests)
         self._gradients = Gradients(world)
         self.loop = Loop(
             *(ours.config, world, trained or self._prepared, self._precision, ours.recorder, self._stop),
@@ -407,8 +412,8 @@ class Session:
 
     def _end_step(self, samples: int) -> None:
         if self._count_step(samples):
-            if not self._is_compared:
-                self._is_compared = True
+            if not self._has_compared:
+                self._has_compared = True
                 self._compare_data()
             self.loop.end_step()
         elif self._has_gradients and not self._prepared.optimizers:
@@ -662,17 +667,13 @@ class Session:
         """
         self.loop.judge(float(value))
 
-    def at_end(self, tests: Callable[[], dict[str, Any]]) -> None:
-        """Have `tests()` called when the run has come to its end; its results, by name, stand in summary.json."""
-        self._prepared.tests = tests
-
     def _finish(self) -> None:
         if self.loop.has_begun and not self._is_finished:
             self._is_finished = True
             self.loop.finish()
             self._heeding.close()
 
-    _is_finished = _is_closed = _is_compared = False
+    _is_finished = _is_closed = _has_compared = False
 
     def __enter__(self) -> Session:
         return self
@@ -688,7 +689,6 @@ class Session:
         if self._is_closed:
             return
         self._is_closed = True
-        loaders = (*self._loaders, *self._evaluated.values())
         try:
             if error is None:
                 self._finish()
@@ -696,7 +696,7 @@ class Session:
             error = late
             raise
         finally:
-            for loader in loaders:
+            for loader in (*self._loaders, *self._evaluated.values()):
                 loader.close()
             self._held.__exit__(None if error is None else type(error), error, getattr(error, "__traceback__", None))
         if error is None:

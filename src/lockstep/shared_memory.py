@@ -151,8 +151,8 @@ class SharedMemory:
                     self._wait(peer)
             if words[at + turn] != kind:
                 raise UnmatchedError(
-                    f"it exchanges something else than rank {peer} at the same moment: every rank has to take the same "
-                    "path through the model and the loop"
+                    f"rank {self.rank} exchanges something else than rank {peer} at the same moment: every rank has to "
+                    "take the same path through the model and the loop"
                 )
 
     def _next(self, dtype: torch.dtype, count: int) -> _Views:

@@ -6,7 +6,7 @@ of the loss over the batch. The mean over the global batch, and its gradient, ar
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 from . import kinds, optim, own, start
 from .config import RunConfig
+from .data import users
 from .data.source import hold_out
 from .errors import RequestError
 from .losses import SAME_SUM
@@ -54,7 +55,15 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
     step: Step = own.load("--step", config.optim.step)
     metric: Step | None = own.load("--metric", config.optim.metric) if config.optim.metric else None
     collate = own.load("--collate", config.data.collate) if config.data.collate else default_collate
-    with Session(config, world, has_folder=True, console=Terminal.detect(), keys=IDENTITY) as session:
+    tests: list[Callable[[], dict[str, Any]]] = []
+    with Session(
+        config,
+        world,
+        has_folder=True,
+        console=Terminal.detect(),
+        keys=IDENTITY,
+        tests=lambda: {name: value for test in tests for name, value in test().items()},
+    ) as session:
         with kept():
             trained, validated, tested = _given(config)
             first = list(islice(_samples(trained), _PROBED))
@@ -75,7 +84,7 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
         judge = partial(_evaluate, session, step, metric, model, _loader(config, validated or tested, collate))
         if validated is not None:
             test = partial(_evaluate, session, step, metric, model, _loader(config, tested, collate))
-            session.at_end(lambda: _tests(session, config, model, test))
+            tests.append(lambda: _tests(session, config, model, test))
         scores: dict[str, float] = {}
         for epoch in session.epochs(config.epochs):
             for batch in batches:
@@ -96,7 +105,8 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
             session.log(**scores)
             session.score(scores.get(f"{on}_metric", -scores[f"{on}_loss"]))
             _show(session, config, f"epoch {epoch + 1}/{config.epochs}  step {session.step:,}", scores)
-            if why := session.loop.progress.stalled(config.patience):
+            why = session.loop.progress.stalled(config.patience)
+            if why and epoch + 1 < config.epochs:
                 _show(session, config, f"stopped: {why}", {})
     return scores
 
@@ -106,7 +116,9 @@ def _tests(
 ) -> dict[str, Any]:
     """Return the scores on the test set of the last weights, and of the best where those are others (*collective*)."""
     found = _named("test", test())
-    if session.loop.progress.stale and (best := best_of(config, session.world, session.loop.progress)) is not None:
+    loop = session.loop
+    there = dataclasses.replace(config, record=dataclasses.replace(config.record, output=loop.folder))
+    if loop.progress.stale and (best := best_of(there, session.world, loop.progress)) is not None:
         load_model(model, best.part("model"))
         found |= _named("test_best", test())
     session.log(**found)
@@ -129,26 +141,22 @@ def _given(config: RunConfig) -> tuple[Any, Any, Any]:
     asked = f"--data {config.data.name}"
     if ":" not in config.data.name:
         raise RequestError(f"--step takes data of your own, as --data module:function, and found {asked}.")
-    found = own.load("--data", config.data.name)
     seed_all(config.seed)  # the function may draw: the same on every rank
-    try:
-        result = found(config.data) if inspect.signature(found).parameters else found()
-    except Exception as error:
-        raise RequestError(f"{asked} {own.raised(error)}.") from error
-    if not isinstance(result, tuple | list) or len(result) not in (2, 3):
-        raise RequestError(
-            f"{asked} returned a {type(result).__name__}; it must return two data sets, (train, test), or three, "
-            "(train, validation, test)."
-        )
-    train, *validation, test = result
+    found = users.called(config.data)
+    for split, dataset in found.items():
+        if hasattr(dataset, "__len__") and not len(dataset):
+            raise RequestError(f"{asked}: its {split} data have no sample; give at least one.")
+    train, validation = found["train"], found.get("validation")
     if share := config.data.holdout:
-        if validation or isinstance(train, IterableDataset):
-            why = "has a validation set of its own" if validation else "is a stream, whose samples have no index"
+        if validation is not None or isinstance(train, IterableDataset):
+            why = (
+                "is a stream, whose samples have no index" if validation is None else "has a validation set of its own"
+            )
             raise RequestError(f"--holdout {share:g}: {asked} {why}; leave it out.")
         held = hold_out(len(train), config.seed, share)
-        validation = [Subset(train, np.flatnonzero(held).tolist())]
+        validation = Subset(train, np.flatnonzero(held).tolist())
         train = Subset(train, np.flatnonzero(~held).tolist())
-    return train, next(iter(validation), None), test
+    return train, validation, found["test"]
 
 
 def _samples(dataset: Any) -> Iterator[Any]:

@@ -5,7 +5,7 @@ is. The other waits for neither network nor disk: it looks whether its own rank 
 new phase for --stall-timeout looks at all beats, finds out for whom the others wait, and leaves one sentence at the
 store, with which all of them end. Nobody is judged while all live and one of them prepares or compiles, however long
 that takes; nor is a rank alone that computes, since nobody waits for it. Ranks that all wait in
-collectives, in different ones, wait for each other: that is told sooner.
+collectives, in different ones, wait for each other: that is told after half a minute.
 
     Rank 3 (node b) stopped 41 s ago in data loading at folder.py:88 (step 512); ranks 0–2 wait in all-reduce at step
     512.
@@ -83,7 +83,8 @@ class Watch:
         # A rank that stopped did so before the others began to wait: it has been silent for longer than this.
         self._silence_s = max(stall_timeout_s / 2, MISSED_BEATS * beat_s)
         self._main = threading.main_thread().ident
-        self._crossed_s = min(stall_timeout_s, _CROSSED_S)
+        # By beats that are not old: since the last but two, a rank may have gone on.
+        self._crossed_s = min(stall_timeout_s, max(_CROSSED_S, 2 * MISSED_BEATS * beat_s))
         self._closed, self._hurried = threading.Event(), False
         self._speaks = threading.Lock()  # taken once, by who says why this process ends
         self._idle_s = 0.0
@@ -118,7 +119,7 @@ class Watch:
 
     def _exchange(self) -> None:
         while not self._closed.wait(self.beat_s):
-            told = self._beats.exchange(urgent=self._hurried or self._idle_s > self._crossed_s / 4)
+            told = self._beats.exchange(urgent=self._hurried or self._may_be_stuck)
             # NCCL's collectives wait for a rank that is dead, as one does that reads a long batch.
             waits = self._pulse.phase and self._idle_s > _DEAD_S and not _in_debugger(self._main)
             if not told and waits and (dead := self._dead()):
@@ -133,19 +134,24 @@ class Watch:
             self._switch.put_off(self._pulse.folder)
             now_s = time.monotonic()
             # Time for which this process was stopped, or its machine asleep, is none for which nothing moved.
-            passed_s, looked_s = min(now_s - looked_s, self._stall_s / 2), now_s
+            passed_s, looked_s = min(now_s - looked_s, self._crossed_s / 2), now_s
             if count != self._pulse.count:
                 count, self._idle_s, stalled_s = self._pulse.count, 0.0, 0.0
                 continue
             self._idle_s += passed_s
             stalled_s += passed_s
-            if self._idle_s <= self._crossed_s / 4:  # well before it is judged: beats of a busy machine come late
+            if not self._may_be_stuck:  # asked well before it is judged: beats of a busy machine come late
                 continue
             if self._may_last(seen := self.seen()):
                 stalled_s = 0.0
             elif stalled_s > (self._crossed_s if are_crossed(seen, self._crossed_s / 2) else self._stall_s):
                 self._end(self._beats.agree(explain(seen, self._nodes, self._silence_s)))
                 return
+
+    @property
+    def _may_be_stuck(self) -> bool:
+        waits = self._pulse.phase in _COLLECTIVES
+        return self._idle_s > (self._crossed_s if waits else self._stall_s) / 4
 
     def _may_last(self, seen: dict[int, Seen]) -> bool:
         """Whether this rank's phase may last: of an idle one, nobody waits in vain."""
@@ -193,7 +199,9 @@ def are_crossed(seen: dict[int, Seen], least_s: float) -> bool:
 
 
 def _call(seen: Seen) -> tuple[str, int, str]:
-    return seen.beat.phase, seen.beat.step, seen.beat.place
+    # A collective of the user's own may have other lines on other ranks, where one sends and another receives.
+    beat = seen.beat
+    return beat.phase, beat.step, "" if beat.phase == _WAITS else beat.place
 
 
 def explain(seen: dict[int, Seen], nodes: Sequence[str], silence_s: float) -> str:

@@ -137,7 +137,7 @@ def test_what_is_wrong_or_differs_on_one_rank_is_told_by_all(pool: RankPool, cop
     hear("")
     for words, way in (
         ("train labels", "relabelled"),
-        ("train first samples", "other samples"),
+        ("its train data is not the same on every rank: rank 1 reads other samples", "other samples"),
         ("raised OSError", "gone"),
     ):
         hear(words, way=way)

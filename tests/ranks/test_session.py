@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep.errors import RequestError
 from lockstep.world import World
 
 from .. import loops
@@ -82,6 +83,36 @@ def weighed_means(world: World) -> list[float]:
     ]
     session.close()
     return means
+
+
+def other_data(world: World, train: bool) -> str:
+    """Return what a loop is told whose data, to train or to evaluate on, begin elsewhere on rank 1."""
+    session = loops.session(world)
+    model = torch.nn.Linear(1, 1).double()
+    mine = TensorDataset(torch.arange(8).view(8, 1).double() + 1 + 10 * world.rank)
+    ours = TensorDataset(torch.arange(8).view(8, 1).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, optimizer, loader = session.prepare(model, optimizer, DataLoader(mine if train else ours, batch_size=4))
+    if world.is_main:
+        next(iter(loader))  # which a look at the data is, and no rank waits for another in it
+    try:
+        for _ in session.epochs(1):
+            for (x,) in loader:
+                session.backward(model(x).mean())
+                optimizer.step()
+            for _ in session.evaluating(DataLoader(ours if train else mine, batch_size=4)):
+                pass
+    except RequestError as error:
+        return f"{session.step}: {error}"
+    finally:
+        session.close()
+    return ""
+
+
+def test_ranks_whose_data_differ_are_refused_in_their_first_step_and_evaluation(pool: RankPool) -> None:
+    for train, step in ((True, 1), (False, 2)):
+        for told in pool.run(2, other_data, train):
+            assert told.startswith(f"{step}: The DataLoader is not the same on every rank: rank 1 reads other samples")
 
 
 def test_a_sample_that_stands_in_has_no_part_in_a_weighed_mean(pool: RankPool) -> None:

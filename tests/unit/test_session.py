@@ -160,6 +160,8 @@ def test_a_run_of_another_model_or_other_data_is_not_continued(
     assert "as it was saved" not in capsys.readouterr().err
     continued(output, lr=0.05)
     assert "the optimizer goes on as it was saved: lr 0.1, not 0.05;" in capsys.readouterr().err
+    continued(output)
+    assert "as it was saved" not in capsys.readouterr().err, "0.1 is what it has"
 
 
 def test_a_checkpoint_of_a_loop_that_is_damaged_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

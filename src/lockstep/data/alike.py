@@ -34,5 +34,5 @@ def check_alike(world: World, asked: str, facts: dict[str, Any]) -> None:
         rank, differ = found
         raise RequestError(
             f"{asked} is not the same on every rank: rank {rank} has {differ}; "
-            "give every rank the same samples, in the same order (files sorted, a stream whole)."
+            "give every rank the same samples, in the same order."
         )

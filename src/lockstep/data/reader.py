@@ -23,7 +23,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 from ..batching import BatchPlan
 from ..randomness import Generators, kept
 from . import counter
-from .content import COMPARED, content
+from .content import COMPARED, Signature, signature
 from .loader import as_it_is, begin_worker
 from .seeding import seed_generators
 from .source import Indices
@@ -65,11 +65,14 @@ class Reader:
         self._queue.tasks = tasks
         # What torch seeds workers with: no history of this process, and nothing drawn from its generators.
         self._generator.manual_seed(int(keys[0]) >> 1)
-        with warnings.catch_warnings():  # which the user's own DataLoader has given
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            if self._loader is None:
-                self._loader = self._made()
-            self._running = batches = iter(self._loader)
+        if self._loader is None:
+            self._loader = self._made()
+            with warnings.catch_warnings():  # the user's own DataLoader has given it
+                warnings.filterwarnings("ignore", message="This DataLoader will create")
+                batches = iter(self._loader)
+        else:
+            batches = iter(self._loader)
+        self._running = batches
         for worker in getattr(batches, "_workers", ()):
             # torch, and Python at its exit, end a worker that does not end by itself with SIGTERM, which it ignores.
             worker._popen.terminate = worker._popen.kill
@@ -192,16 +195,17 @@ class _Stream:
     held: tuple[Any, ...] = ()
     """Samples that were read, and belong to later batches."""
     generators: Generators | None = None
-    first: str = ""
-    """A hash of the first samples."""
+    first: list[Signature] = field(default_factory=list)
+    """What the first samples are, where there are ranks to compare."""
 
-    def __getitem__(self, part: Part) -> tuple[list[tuple[Any, int, int]], int, str] | None:
+    def __getitem__(self, part: Part) -> tuple[list[tuple[Any, int, int]], int, list[Signature]] | None:
         """Return [(batch, start, stop) of each share], the samples of the whole batch, and `first`; None at the end."""
         position = part.step * self.plan.global_size
         with kept():
             samples = self._next(part)
             total = len(samples)
-            self.first = self.first or content(samples[:COMPARED])
+            if self.plan.ranks > 1 and not self.first:
+                self.first = [signature(sample) for sample in samples[:COMPARED]]
             if not total or (self.drop_last and not part.evaluates and total < self.plan.global_size):
                 return None
             shares = [(share.start, share.stop) for share in self.plan.split(0, total, self.rank)]

@@ -26,7 +26,7 @@ from ..randomness import kept
 from ..world import World
 from . import counter
 from .alike import check_alike, digest
-from .content import COMPARED, content
+from .content import COMPARED, Signature, compare, signature, stable
 from .order import ASCENDING, OF_A_SAMPLER, SHUFFLED, Order
 from .reader import Part, Reader, even, seed
 from .source import Indices
@@ -84,8 +84,8 @@ class SharedLoader:
         self._moves = world.device.type != "cpu" or dtype is not None
         pin_memory = loader.pin_memory and world.device.type == "cuda"
         self._reader = Reader(loader, self.plan, world.rank, pin_memory=pin_memory)
-        self._first: str | None = None
-        """A hash of the first samples that were read, "" where they are others each time; None before."""
+        self._first: list[Signature | None] | None = None
+        """What the samples to compare are, once they are read; None for one that is another each time."""
         self.is_compared = world.group is None
 
     def _prepare(self, accumulate: int | None, micro_batch: int | None, evaluates: bool) -> dict[str, Any]:
@@ -104,6 +104,8 @@ class SharedLoader:
         counted: Any = dataset if self._is_stream else drawn if self._is_drawn else sampler
         self._length = len(counted) if hasattr(counted, "__len__") else None  # a stream's own word, and no more
         self.samples = None if self._is_stream else self._length
+        places = np.unique(np.linspace(0, max(0, (self.samples or 0) - 1), COMPARED).astype(np.int64))
+        self._chosen: Indices = (drawn[places] if self._is_drawn else places) if self.samples else drawn[:0]
         return {"global batch": size, "samples": self._length, "order of digest": digest(drawn)}
 
     @property
@@ -142,17 +144,10 @@ class SharedLoader:
 
         Raises `RequestError`, on every rank, where their data sets have other samples.
         """
-        read: list[str | None] = self._world.gather(self._first)
-        if None in read:
+        if not all(self._world.gather(self._first is not None)):
             return ""
         self.is_compared = True
-        if "" in read:
-            return (
-                "the DataLoader's samples are others each time they are read: its data set draws from a generator of "
-                "its own, which follows from no seed of lockstep's; let it draw from torch's, NumPy's or Python's"
-            )
-        check_alike(self._world, "The DataLoader", {"first samples of digest": self._first})
-        return ""
+        return compare(self._world, "The DataLoader", self._first or [])
 
     def close(self) -> None:
         """End the workers and wait for them; those that are stuck in a sample are killed after seconds."""
@@ -233,34 +228,32 @@ class SharedLoader:
                 ahead.append(each)
                 yield each[0]
 
-        moves, read_first = self._moves, list[str]()
+        moves, readings = self._moves, list[Signature]()
         for batch in self._told(self._reader.shares(shares(), counter.keys(3, self._seed, epoch, purpose))):
-            if len(read_first) < len(compared):
-                read_first.append(content(batch))
-                if len(read_first) == len(compared):
-                    self._first = read_first[0] if read_first[0] == read_first[-1] else ""
+            if len(readings) < len(compared):
+                readings.append(signature(batch))
+                if len(readings) == len(compared):
+                    count = len(self._chosen)
+                    self._first = [stable(readings[number::count]) for number in range(count)]
                 continue
             read, size, total, last = ahead.popleft()
             if moves:
                 batch = moved(batch, *self._how)
             yield Micro(batch, size, total, last, read if size else read[:0])
-        if ahead:
+        if ahead or len(readings) < len(compared):
             raise RuntimeError(_ENDED)
+
+    def _to_compare(self) -> list[Indices]:
+        """Return what to read first: some samples, time and again, the last time by the worker that was the first."""
+        once = [self._chosen[number : number + 1] for number in range(len(self._chosen))]
+        return once * (1 + max(1, self.loader.num_workers))
 
     def _told(self, batches: Iterator[Any]) -> Iterator[Any]:
         try:
             yield from batches
         except IndexError as error:
-            said = f"the data set says that it has {len(self.loader.dataset):,} samples"  # type: ignore[arg-type]
-            error.add_note(f"{said}: let its __len__ return as many as it holds, if that is what ended")
+            error.add_note(f"the data set's length is {self._length}: its __len__ may promise more than it holds")
             raise
-
-    def _to_compare(self) -> list[Indices]:
-        """Return what to read first: a few samples, time and again, the last time by the worker that was the first."""
-        count = min(COMPARED, max(1, self.plan.global_size // (self.plan.ranks * self.plan.accumulation)))
-        places = np.linspace(0, (self._length or 0) - 1, count).astype(np.int64)
-        chosen = np.sort(self._draw(0))[places] if self._is_drawn else places
-        return [chosen] * (1 + max(1, self.loader.num_workers)) if self._length else []
 
     def _stream(self, purpose: int, epoch: int, first: int) -> Generator[Micro, None, None]:
         keys, position = counter.keys(3, self._seed, epoch, purpose), first * self.plan.global_size
@@ -268,7 +261,8 @@ class SharedLoader:
         for answer in self._reader.answers(parts, keys):
             if answer is None:
                 return
-            shares, total, self._first = answer
+            shares, total, first_samples = answer
+            self._first = self._first or first_samples
             for number, (batch, start, stop) in enumerate(shares, start=1):
                 indices = np.arange(position + start, position + stop)
                 batch = moved(batch, *self._how) if self._moves else batch

@@ -25,7 +25,7 @@ from ..errors import RequestError
 from ..randomness import kept
 from .alike import check_alike, digest
 from .augment import Augment
-from .content import COMPARED, content
+from .content import COMPARED, Signature, compare, signature, stable
 from .loader import Streamed, worker_count
 from .mapped import PURPOSE, Finish, Module, Samples, no_such_class, sample_of
 from .resident import Normalise, ResidentImages, ResidentTensors, belongs_on_device
@@ -33,8 +33,8 @@ from .seeding import seed_generators, seeds
 from .source import SPLITS, Source, Splits, Wish
 
 
-def _call(config: DataConfig) -> dict[str, Any]:
-    """Return, by split, what the user's function returns."""
+def called(config: DataConfig) -> dict[str, Any]:
+    """Return, by split, what the user's function returns. Raises `RequestError` where those are no two or three."""
     asked = f"--data {config.name}"
     found = own.load("--data", config.name)
     try:
@@ -48,10 +48,7 @@ def _call(config: DataConfig) -> dict[str, Any]:
             f"{asked} returned {found}; it must return two data sets, (train, test), or three, (train, validation, "
             "test)."
         )
-    datasets = dict(zip(SPLITS if len(result) == 3 else ("train", "test"), result, strict=True))
-    for split, dataset in datasets.items():
-        _check_map_style(asked, split, dataset)
-    return datasets
+    return dict(zip(SPLITS if len(result) == 3 else ("train", "test"), result, strict=True))
 
 
 def _check_map_style(asked: str, split: str, dataset: Any) -> None:
@@ -72,17 +69,22 @@ def _check_map_style(asked: str, split: str, dataset: Any) -> None:
 
 def build(wish: Wish) -> Splits:
     """Return the sources of the user's data sets (*collective*)."""
-    splits, facts = wish.world.together(lambda: _build(wish))
+    splits, facts, datasets = wish.world.together(lambda: _build(wish))
     check_alike(wish.world, f"--data {wish.config.name}", facts)
+    if wish.world.size > 1:
+        for split, dataset in datasets.items():
+            compare(wish.world, f"--data {wish.config.name}: its {split} data", _samples(wish, dataset))
     return splits
 
 
-def _build(wish: Wish) -> tuple[Splits, dict[str, Any]]:
-    """Return the sources, and what is known of them that has to be the same on every rank."""
+def _build(wish: Wish) -> tuple[Splits, dict[str, Any], dict[str, Any]]:
+    """Return the sources, what is known of them that has to be the same on every rank, and the user's data sets."""
     with kept():
         # The function may draw too, to split one set in two say: the same on every rank.
         seed_generators(seeds(np.zeros(1, np.int64), wish.seed, PURPOSE["function"])[0])
-        datasets = _call(wish.config)
+        datasets = called(wish.config)
+        for split, dataset in datasets.items():
+            _check_map_style(f"--data {wish.config.name}", split, dataset)
         classes, names = _classes(wish, datasets["train"])
 
         def make(split: str, variations: tuple[str, ...]) -> Source:
@@ -93,22 +95,21 @@ def _build(wish: Wish) -> tuple[Splits, dict[str, Any]]:
     for split in SPLITS:
         dataset = datasets.get(split, ())
         facts |= {f"{split} samples": len(dataset), f"{split} labels of digest": _labels_digest(dataset)}
-        if wish.world.size > 1 and len(dataset):
-            facts[f"{split} first samples of digest"] = _first_digest(wish, dataset)
-    return splits, facts
+    return splits, facts, datasets
 
 
-def _first_digest(wish: Wish, dataset: Any) -> str:
-    """Return a hash of a few samples that are spread over the data set; "unknown" where they are others each time."""
-    found = []
+def _samples(wish: Wish, dataset: Any) -> list[Signature | None]:
+    """Return what some samples are that are spread over the data set; None for what is another each time."""
+    readings = []
     with kept():
         for _ in range(2):
             seed_generators(seeds(np.zeros(1, np.int64), wish.seed, PURPOSE["function"])[0])
             try:
-                found.append(content([dataset[int(at)] for at in np.linspace(0, len(dataset) - 1, COMPARED)]))
-            except Exception:  # which whoever reads that sample tells
-                return "unknown"
-    return found[0] if found[0] == found[1] else "unknown"
+                found = [signature(dataset[int(at)]) for at in np.linspace(0, len(dataset) - 1, COMPARED)]
+            except Exception:  # who reads that sample later tells
+                return [None]
+            readings.append(found)
+    return list(map(stable, zip(*readings, strict=True)))
 
 
 def _labels_digest(dataset: Any) -> str:

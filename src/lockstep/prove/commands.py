@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import subprocess
 import time
@@ -17,22 +18,33 @@ from ..files import lines_of, ours
 
 Command = tuple[str, ...]
 _LOOK_S = 0.05
+_LATE = -1
 _GRACE_S = 5.0  # for a command to end the ranks that it has started, before all of them are killed
 
 
-def run(name: str, stage: Sequence[Command], logs: Sequence[Path], *, grace_s: float = _GRACE_S) -> None:
+def run(
+    name: str,
+    stage: Sequence[Command],
+    logs: Sequence[Path],
+    *,
+    grace_s: float = _GRACE_S,
+    limit_s: float = math.inf,
+) -> None:
     """Run commands at once, to their end; none of them, nor what they start, outlives this call.
 
-    Raises the error of the one that failed first, which `name` tells in the sentence.
+    Raises the error of the one that failed first, which `name` tells in the sentence, and `RunError` where they are
+    ended since they have not by `limit_s`.
     """
     with contextlib.ExitStack() as files:
         children: list[subprocess.Popen[bytes]] = []
         try:
             for command, log in zip(stage, logs, strict=True):
                 children.append(_start(command, files.enter_context(open(log, "wb", buffering=0, opener=ours))))
-            failed = _first_failure(children)
+            failed = _first_failure(children, limit_s)
         finally:
             _end(children, grace_s)
+    if failed == _LATE:
+        raise RunError(f"The variant {name} failed: it was ended after {limit_s:.0f} s; its output is in {logs[0]}.")
     if failed is not None:
         raise _error(name, children[failed].returncode, logs[failed])
 
@@ -45,9 +57,12 @@ def _start(command: Command, log: IO[bytes]) -> subprocess.Popen[bytes]:
     )
 
 
-def _first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Return the index of the first child that has failed; None once all have ended well."""
+def _first_failure(children: Sequence[subprocess.Popen[bytes]], limit_s: float) -> int | None:
+    """Return the index of the first child that has failed, `_LATE` after the limit; None once all have ended well."""
+    until_s = time.monotonic() + limit_s
     while True:
+        if time.monotonic() > until_s:
+            return _LATE
         codes = [child.poll() for child in children]
         failed = [index for index, code in enumerate(codes) if code]
         if failed:

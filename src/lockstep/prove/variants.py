@@ -296,13 +296,8 @@ def _started_ranks(setup: Setup, variant: Variant, way: Way, *more: str) -> list
     """Return the commands that are started at once: one for each rank that is started by hand, else one for all."""
     ranks = way.ranks
     if variant.starter == "torchrun":
-        per_node = (
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            "--no-python",
-            "--",
-        )  # of a script's own flags it would read some
+        # --: of a script's own flags, it would take some for its own.
+        per_node = ("--standalone", "--nproc-per-node", str(ranks), "--no-python", "--")
         return [_python("torch.distributed.run", *per_node, *_python("lockstep", *_train(setup, variant, way, *more)))]
     if variant.starter == "hand" or way.has_two_levels:
         place = (setup.folder / f"{variant.name}.meeting").resolve().as_uri()

@@ -146,7 +146,7 @@ class Telemetry:
         psutil.cpu_percent()
         # By their UUIDs: the driver's numbers know nothing of CUDA_VISIBLE_DEVICES.
         uuids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in self._gpus]
-        self._handles = [handle for uuid in uuids if (handle := hardware.nvml_handle(uuid)) is not None]
+        self.handles: list[Any] = [handle for uuid in uuids if (handle := hardware.nvml_handle(uuid)) is not None]
 
     def sample(self) -> dict[str, float | int]:
         """Return, since the last call where it is a percentage:
@@ -163,7 +163,7 @@ class Telemetry:
         }
         if self._gpus:
             found["device_memory_bytes"] = sum(torch.cuda.memory_allocated(device) for device in self._gpus)
-            told = [sample for handle in self._handles if (sample := _used(handle))]
+            told = [sample for handle in self.handles if (sample := _used(handle))]
             if told:
                 percents, used_bytes = zip(*told, strict=True)
                 found |= {"device_percent": sum(percents) / len(told), "device_used_bytes": sum(used_bytes)}
