@@ -22,6 +22,7 @@ LAYERS = [
         "checkpoint resume meter evaluation verify doctor progress",
         "job parts prepared saving start announce proofs scoring trained engine folders runs script loop sessions task",
         "prove",
+        "compare",
         "cli",
         "__main__ __init__",
     )

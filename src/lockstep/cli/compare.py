@@ -1,0 +1,282 @@
+"""`lockstep compare [RECIPE | SCRIPT] --vary OPTION=VALUES …`: variants of one job, measured side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.table import Table
+
+from .. import folders, hardware
+from ..batching import BatchPlan
+from ..compare import answer, grid, numbers, rounds, rows
+from ..compare.grid import Cell, Words
+from ..compare.measured import Measured
+from ..compare.rows import PARTS, Row
+from ..config import RunConfig
+from ..errors import RequestError, Stopped
+from ..files import parse_json, read, shown, understanding, write_json
+from ..launchers import table as launchers
+from ..launchers.table import visible_gpus
+from ..screen import Screen, line
+from . import flags, output, run, words
+from .train import entry, preflight
+
+_USAGE = """\
+usage: lockstep compare [RECIPE] [--vary OPTION=VALUE,VALUE …] [flags of lockstep train]
+       lockstep compare [--vary OPTION=VALUE,VALUE …] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
+
+Measures variants of one job side by side: the same seed, global batch and order, each in processes of its own, by turns
+(A B C A B C …), until the ratios of their speeds are known to a few per cent. Says which to take, and where the time
+goes. Without --vary, those that make sense on this machine.
+
+  --vary OPTION=…    values of any flag of lockstep train: --vary strategy=single,dp,ddp --vary devices=1,2
+  --budget TIME      how long it may take (default: 2m; s, m or h)
+  --scaling weak     the same batch for each device; by default the same global batch (strong)
+  --steps N          timed steps of a trial; by default as many as fill two seconds
+  --tolerance T      relative difference of losses that counts as the same model (default: 1e-3, 1e-9 in fp64)
+  --yes              run more than 64 variants
+  --output FOLDER    default: runs/NAME-compare; a comparison that was stopped there goes on
+
+Exit code: 0 measured, 1 no variant could be, 2 it cannot be tried.
+"""
+_PROG = "lockstep compare"
+_OWN: dict[str, type] = {
+    "--vary": list,
+    "--budget": str,
+    "--scaling": str,
+    "--steps": str,
+    "--tolerance": float,
+    "--yes": bool,
+}
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_FILE = "compare.json"
+_WIDE = 160
+_BUSY = 0.15
+"""Share of the processors that other programs use, from which on that is told."""
+
+
+def main(given: list[str]) -> int:
+    """Compare, and return 0."""
+    if given[:1] == ["measured"]:
+        return _measured(given[1:])
+    if output.helped(given, _USAGE):
+        return 0
+    has_script = run.names_script(given, ("--yes",))
+    ours, script = run.split(given, ("--yes",)) if has_script else (given, [])
+    asked, rest = words.take(ours, _OWN)
+    job = _Job(rest, script)
+    base = job.config(())
+    varied = grid.axes(asked.get("--vary", [])) or _usual(base, is_script=has_script)
+    weak = _scaling(asked.get("--scaling", "strong"))
+    cells = grid.cells(varied, job.config, weak=weak, yes=asked.get("--yes", False))
+    plan = rounds.Plan(
+        budget_s=_seconds(asked.get("--budget", "2m")), width=0.02, steps=_whole("--steps", asked.get("--steps"))
+    )
+    tolerance = asked.get("--tolerance", 1e-9 if base.precision.name == "fp64" else 1e-3)
+    folder = _folder(base, cells)
+    screen = Screen(stderr=True)
+    busy = psutil.cpu_percent(0.5) / 100
+    _announce(screen, cells, plan, busy)
+    with _telling(screen) as tell:
+        try:
+            found = rounds.run(cells, job.command, folder, plan, tell)
+        except KeyboardInterrupt:
+            raise Stopped(
+                f"Stopped on request; start the same command with --output {shown(folder)} to go on where it was."
+            ) from None
+        except OSError as error:
+            raise folders.unwritable(folder, error) from error
+    table = rows.rows(found, tolerance=tolerance)
+    told = answer.sentences(table, found, job.shown())
+    write_json(folder / _FILE, _plan(cells) | {"rows": [_json(row) for row in table], "answer": told, "busy": busy})
+    with output.written():
+        _print(Screen(), table, told, folder, busy)
+    return 0
+
+
+class _Job:
+    """What all variants have: the command's own words."""
+
+    def __init__(self, given: Sequence[str], script: Sequence[str]) -> None:
+        self._given = flags.without([*given], ("output",))
+        self._script = tuple(script)
+        output = flags.parse([*given], prog=_PROG, check=_anything) if not script else None
+        self.output = output.record.output if output else run.asked([*given, *script], prog=_PROG)[0].record.output
+
+    def config(self, more: Words) -> RunConfig:
+        """Return the config of the job with more flags. Raises `RequestError` where it cannot be."""
+        if self._script:
+            config, _ = run.asked([*self._given, *more, *self._script], prog=_PROG)
+        else:
+            config = flags.parse([*self._given, *more], prog=_PROG)
+            preflight(config)
+            BatchPlan.solve(
+                config.batch.size,
+                launchers.least_ranks(config),
+                micro_size=config.batch.micro_batch,
+                accumulation=config.batch.accumulate,
+            )
+        return dataclasses.replace(config, record=dataclasses.replace(config.record, output=self.output))
+
+    def command(self, cell: Cell, folder: Path) -> Words:
+        """Return the words of the cell's command, which writes to this run's folder."""
+        where = ("--output", str(folder))
+        if self._script:
+            return ("run", *self._given, *cell.flags, *where, *self._script)
+        return ("train", *self._given, *cell.flags, *where, "--eval-every", str(10**9))
+
+    def shown(self) -> list[str]:
+        """Return the command as a person would give it, without what varies."""
+        return ["lockstep", "run" if self._script else "train", *self._given]
+
+
+def _anything(names: Any, config: RunConfig) -> None:
+    """Nothing is refused yet: what varies is not there."""
+
+
+def _measured(given: list[str]) -> int:
+    """Run a variant's command, measured; `rounds` starts it, and people have no need of it."""
+    steps, verb, *rest = [*given, "", ""][: max(2, len(given))]
+    if not steps.isdecimal() or verb not in ("run", "train"):
+        raise RequestError(
+            "lockstep compare measured takes a number of steps, and the command to measure, run or train."
+        )
+    if verb == "run":
+        config, script = run.asked(rest, prog="lockstep run")
+        watched = Measured(script, int(steps))
+    else:
+        config, watched = flags.parse(rest, prog="lockstep train"), Measured(entry, int(steps))
+    folders.check(config)
+    launchers.launch(watched, config)
+    return 0
+
+
+def _usual(base: RunConfig, *, is_script: bool) -> dict[str, list[str]]:
+    found = hardware.survey(visible_gpus())
+    gpus = 0 if base.parallel.accelerator == "cpu" else len(found.gpus)
+    return grid.usual(found.cpus, gpus, has_bf16=found.has_bf16_units, is_script=is_script)
+
+
+def _scaling(text: str) -> bool:
+    if text not in ("strong", "weak"):
+        raise RequestError(f"--scaling {text}: give strong (one global batch) or weak (one batch a device).")
+    return text == "weak"
+
+
+def _seconds(text: str) -> float:
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
+    try:
+        found = float(number) * _UNITS[unit]
+    except ValueError:
+        found = math.nan
+    if not (found > 0 and math.isfinite(found)):
+        raise RequestError(f"--budget {text}: give a time, such as 90s, 5m or 1h.")
+    return found
+
+
+def _whole(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal() or not int(text):
+        raise RequestError(f"{name} {text}: give a whole number of 1 or more.")
+    return int(text)
+
+
+def _folder(base: RunConfig, cells: Sequence[Cell]) -> Path:
+    """Return the folder of this comparison, which may hold a part of it already."""
+    asked = base.record.output
+    path = folders.fresh(f"{folders.default_name(base)}-compare") if asked is None else asked
+    file = path / _FILE
+    try:
+        if file.exists():
+            with understanding(file):
+                before = {key: parse_json(read(file))[key] for key in ("cells",)}
+            if before != _plan(cells):
+                raise RequestError(f"--output {path} holds another comparison; give another folder.")
+        elif asked is not None and path.is_dir() and any(path.iterdir()):
+            raise RequestError(f"--output {path} holds something else; give another folder.")
+        path.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            write_json(file, _plan(cells))
+    except OSError as error:
+        raise folders.unwritable(path, error) from error
+    return path
+
+
+def _plan(cells: Sequence[Cell]) -> dict[str, Any]:
+    return {"cells": [{"name": each.name, "flags": list(each.flags)} for each in cells]}
+
+
+def _json(row: Row) -> dict[str, Any]:
+    found = dataclasses.asdict(row)
+    for key in ("samples_per_s", "ratio"):
+        if found[key] is not None:
+            found[key] = dict(zip(numbers.Interval._fields, found[key], strict=True))
+    return found
+
+
+def _announce(screen: Screen, cells: Sequence[Cell], plan: rounds.Plan, busy: float) -> None:
+    able = [each for each in cells if not each.why_not]
+    screen.say(f"{len(able)} variants, at most {plan.budget_s:.0f} s: {', '.join(each.name for each in able)}")
+    for each in cells:
+        if each.why_not:
+            screen.say((f"left out: {each.name}: {each.why_not}", "bright_black"))
+    if busy > _BUSY:
+        screen.say((f"warning: other programs use {busy:.0%} of the processors; intervals will be wider", "yellow"))
+
+
+@contextlib.contextmanager
+def _telling(screen: Screen) -> Iterator[Any]:
+    if screen.is_terminal:
+        with screen.status("") as status:
+            yield lambda phrase: status.update(line(phrase))
+        return
+    yield screen.say
+
+
+def _print(screen: Screen, table: Sequence[Row], told: Sequence[str], folder: Path, busy: float) -> None:
+    if not screen.is_terminal:
+        screen.width = _WIDE
+    screen.print(_table(table))
+    for row in table:
+        if row.failed:
+            screen.say((f"{row.name}: {row.failed}", "dim"))
+    screen.print()
+    for sentence in told:
+        screen.say(sentence)
+    screen.say((f"trials, logs and {_FILE} in {shown(folder)}", "dim"))
+
+
+def _table(found: Sequence[Row]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("variant", overflow="fold")
+    titles = ("samples/s", "× one device", "efficiency", "step ms", "p95", *PARTS, "memory", "first step", "losses")
+    for title in titles:
+        table.add_column(title, justify="right")
+    for row in found:
+        table.add_row(line(row.name), *map(line, _cells(row)), style="dim" if row.failed else "")
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    if row.samples_per_s is None or row.ratio is None:
+        return ["–"] * (8 + len(PARTS))
+    total_s = sum(row.parts_s.values())
+    memory = row.device_memory_bytes or row.host_memory_bytes
+    return [
+        f"{row.samples_per_s.middle:,.0f}",
+        f"{row.ratio.middle:.2f} ({row.ratio.low:.2f}–{row.ratio.high:.2f})",
+        f"{row.efficiency:.0%}",
+        f"{1000 * (row.step_p50_s or 0):.3g}",
+        f"{1000 * (row.step_p95_s or 0):.3g}",
+        *(f"{row.parts_s[part] / total_s:.0%}" for part in PARTS),
+        "" if memory is None else f"{memory / 2**30:.2f} GiB",
+        "" if row.to_first_step_s is None else f"{row.to_first_step_s:.1f} s",
+        "" if row.loss_gap is None else "same" if row.loss_gap == 0 else f"{row.loss_gap:.1e}",
+    ]

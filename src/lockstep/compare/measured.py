@@ -1,0 +1,230 @@
+"""What some steps of a job cost, in its ranks: the job's own loop, watched from outside, and ended early.
+
+After a warm-up come steps that are timed, and then, where ranks exchange gradients, some that exchange none: what they
+are faster by is the communication that no computation hides. Nothing is evaluated or saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import RunConfig
+from ..errors import RunError
+from ..files import write_json
+from ..kinds import KINDS
+from ..pulse import Pulse
+from . import energy
+
+if TYPE_CHECKING:
+    from ..loop import Loop
+    from ..world import World
+
+FILE = "measured.json"
+"""In the run's folder."""
+_SILENT = 0.5
+"""Steps that exchange nothing, as a share of those that are timed."""
+WARM_UP = 3
+"""Steps before the timed ones: what happens once is over, and the operations of the last but one are counted."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An entry for the launchers: runs `entry` for some steps, and writes what they cost into the run's folder."""
+
+    entry: Callable[[RunConfig, World], Any]
+    steps: int
+
+    def __call__(self, config: RunConfig, world: World) -> None:
+        """Measure (*collective*). Raises what the job does, and `RunError` where it ends before all steps are made."""
+        from ..loop import Loop
+        from ..meter import Meter
+
+        probe = Probe(world, self.steps)
+        end_step: Any = Loop.end_step
+        start: Any = Meter.start
+
+        def ended(loop: Loop) -> None:
+            end_step(loop)
+            probe.after_step(loop)
+
+        def started(meter: Meter) -> None:
+            start(meter)
+            probe.clock.go_on()
+
+        with contextlib.ExitStack() as kept:
+            kept.enter_context(_timed(world.pulse, probe.clock))
+            kept.enter_context(_patched(Loop, "end_step", ended))
+            kept.enter_context(_patched(Meter, "start", started))
+            kept.enter_context(probe.kept)
+            try:
+                self.entry(config, world)
+            except _EnoughError as enough:
+                if world.is_main and enough.folder is not None:
+                    write_json(enough.folder / FILE, enough.told)
+                return
+        raise RunError(
+            f"The job has ended after {probe.made} steps, and {WARM_UP + self.steps} were to be measured: give it more "
+            "--epochs, or fewer --steps."
+        )
+
+
+class _EnoughError(BaseException):
+    """Ends the job once its steps are measured; no `except Exception` of a script's may hold it up."""
+
+    def __init__(self, folder: Path | None, told: dict[str, Any]) -> None:
+        super().__init__("measured")
+        self.folder, self.told = folder, told
+
+
+class Clock:
+    """Seconds of steps, and of the phases in them; what lies between an epoch's end and the next is left out."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all, and begin a step now."""
+        self.phase_s: defaultdict[str, float] = defaultdict(float)
+        self.step_s: list[float] = []
+        self._whole = self.phase_s.copy()
+        self._begun_s = self._since_s = time.perf_counter()
+
+    def note(self, phase: str) -> None:
+        """Take note that a phase is over."""
+        now_s = time.perf_counter()
+        self.phase_s[phase] += now_s - self._since_s
+        self._since_s = now_s
+
+    def end_step(self, phase: str) -> None:
+        """End a step, in this phase, and begin the next one."""
+        self.note(phase)
+        self.step_s.append(self._since_s - self._begun_s)
+        self._begun_s = self._since_s
+        self._whole = self.phase_s.copy()
+
+    def go_on(self) -> None:
+        """Begin the step now: what was since the last one's end is none of it."""
+        self.phase_s = self._whole.copy()
+        self._begun_s = self._since_s = time.perf_counter()
+
+
+@contextlib.contextmanager
+def _timed(pulse: Pulse, clock: Clock) -> Iterator[None]:
+    """Have the pulse note how long each phase lasts; it stays the object that the watch looks at."""
+
+    class Timed(Pulse):
+        __slots__ = ()
+
+        def enter(self, phase: str) -> None:
+            clock.note(self.phase)
+            super().enter(phase)
+
+    pulse.__class__ = Timed
+    try:
+        yield
+    finally:
+        pulse.__class__ = Pulse
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class Probe:
+    """Counts a job's steps as they end, and times those that are to be timed."""
+
+    def __init__(self, world: World, steps: int) -> None:
+        self.clock = Clock()
+        self.kept = contextlib.ExitStack()
+        """What has to be put back in the end."""
+        self.made = 0
+        self._world, self._steps = world, steps
+        self._timed_to = WARM_UP + steps
+        self._last = self._timed_to + (max(1, round(steps * _SILENT)) if world.size > 1 else 0)
+        self._counting = contextlib.ExitStack()
+        self._counter: Any = None
+        self._cpu_s = self._joules = 0.0
+        self._told: dict[str, Any] = {}
+
+    def after_step(self, loop: Loop) -> None:
+        """Take note of a step that is over (*collective*)."""
+        self.made += 1
+        if self.made == 1:
+            self._told["first_step_time"] = time.time()
+            self._count()
+        elif self.made == 2:
+            self._counting.close()
+        if self.made >= WARM_UP:
+            self.clock.end_step(self._world.pulse.phase)
+        if self.made == WARM_UP:
+            self._begin(loop)
+        if self.made == self._timed_to:
+            self._note(loop)
+            self._be_silent()
+            self._begin(loop)
+        if self.made == self._last:
+            if self._last > self._timed_to:
+                self._told["silent_step_s"] = list(self.clock.step_s)
+            raise _EnoughError(loop.folder, self._told)
+
+    def _count(self) -> None:
+        """Count the operations of the next step."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        self._counter = self._counting.enter_context(FlopCounterMode(display=False))
+
+    def _begin(self, loop: Loop) -> None:
+        self._world.barrier()
+        self._cpu_s, self._joules = time.process_time(), self._joules_now(loop)
+        self.clock.restart()
+
+    def _joules_now(self, loop: Loop) -> float:
+        return energy.joules(loop.meter.telemetry.handles, processors=self._world.topology.local_rank == 0)
+
+    def _note(self, loop: Loop) -> None:
+        import torch
+
+        cpu_s, joules = time.process_time() - self._cpu_s, self._joules_now(loop) - self._joules
+        peak = loop.meter.telemetry.peak_memory_bytes()
+        flops = self._counter.get_total_flops()
+        own = torch.tensor([cpu_s, joules, peak["host"] or 0, peak["device"] or 0, flops], dtype=torch.float64)
+        cpu_s, joules, host, device, flops = self._world.sum(own.to(self._world.device)).tolist()
+        seconds = sum(self.clock.step_s)
+        self._told |= {
+            "ranks": self._world.size,
+            "step_s": self.clock.step_s,
+            "phase_s": {phase: each / self._steps for phase, each in self.clock.phase_s.items()},
+            "busy_processors": cpu_s / seconds,
+            "joules_a_step": joules / self._steps or None,
+            "peak_memory_bytes": {"host": host, "device": device or None},
+            "flops_a_step": flops or None,
+        }
+
+    def _be_silent(self) -> None:
+        """Have gradients exchanged no more, and the replicas, which part then, compared no more."""
+        from ..gradients import Gradients
+        from ..proofs import Proofs
+
+        self.kept.enter_context(_patched(Proofs, "after_step", lambda *_: None))
+        self.kept.enter_context(_patched(Gradients, "_sum", lambda *_: None))
+        for kind in KINDS.values():
+            if kind.has_ranks:
+                strategy = getattr(import_module(f"..strategies.{kind.module}", __package__), kind.type)
+                self.kept.enter_context(_patched(strategy, "sync_on", _unheard(strategy.sync_on)))
+
+
+def _unheard(sync_on: Any) -> Any:
+    return lambda strategy, replica, *, last: sync_on(strategy, replica, last=False)

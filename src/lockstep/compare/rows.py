@@ -1,0 +1,158 @@
+"""The table of a comparison: a row a variant, each number with what it covers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..files import parse_json, read, understanding
+from . import numbers, trials
+from .numbers import Interval
+from .rounds import Series
+
+PARTS = ("data", "compute", "communication", "optimizer", "rest")
+"""Of a step: waiting for data, forward and backward, exchanges that nothing hides, the optimizer, and what is left."""
+_COMPARED = 5
+"""First steps whose losses are compared: rounding that grows from step to step is no other model."""
+_PHASES = {"data": "data", "step": "optimizer"}
+_EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
+_COMPUTE = ("forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is known of a variant; what could not be measured is None."""
+
+    name: str
+    flags: tuple[str, ...]
+    failed: str = ""
+    devices: int = 1
+    ranks: int = 1
+    rounds: int = 0
+    batch: int | None = None
+    samples_per_s: Interval | None = None
+    ratio: Interval | None = None
+    """Of samples/s, to the first row that is one device; 1 of that one itself."""
+    efficiency: float | None = None
+    """The ratio, by the number of devices."""
+    step_p50_s: float | None = None
+    step_p95_s: float | None = None
+    epoch_s: float | None = None
+    parts_s: dict[str, float] = field(default_factory=dict)
+    """Of a mean step, by `PARTS`: they sum to it."""
+    teraflops: float | None = None
+    """Floating-point operations of matrix products and convolutions, in 10¹² a second."""
+    host_memory_bytes: float | None = None
+    device_memory_bytes: float | None = None
+    busy_processors: float | None = None
+    joules_a_step: float | None = None
+    to_first_step_s: float | None = None
+    loss_gap: float | None = None
+    """The largest relative difference of the first steps' losses to the first row's, of the same global batch."""
+    same_model: bool | None = None
+    """Whether that is within the tolerance; None where they compute in another precision, which rounds otherwise."""
+
+
+def rows(found: Sequence[Series], *, tolerance: float) -> list[Row]:
+    """Return a row for each variant that was tried, in their order."""
+    working = [each for each in found if each.rates and not each.failed]
+    base = next((each for each in working if each.cell.devices == 1), working[0] if working else None)
+    tried = [each for each in found if not each.cell.why_not]
+    return [_row(each, base, working[0] if working else None, tolerance) for each in tried]
+
+
+def _row(series: Series, base: Series | None, first: Series | None, tolerance: float) -> Row:
+    cell = series.cell
+    if series.failed or not series.rates or base is None or first is None:
+        return Row(name=cell.name, flags=cell.flags, failed=series.failed or "not run", devices=cell.devices)
+    start, whole = _start(series), [trial for trial in series.trials if not trial.failed]
+    batch, base_batch = _batch(start), _batch(_start(base))
+    rates = [rate * batch for rate in series.rates]
+    ratio = numbers.ratio(rates, [rate * base_batch for rate in base.rates])
+    step_s = [each for trial in whole for each in trial.step_s]
+    told = [trial.told for trial in whole]
+    middle_s = 1 / numbers.of_rounds(series.rates).middle
+    flops = (base.trials[0].told["flops_a_step"] or 0) * batch / base_batch
+    gap = trials.gap(_losses(series), _losses(first)) if batch == _batch(_start(first)) else None
+    percents = statistics.quantiles(step_s, n=20) if len(step_s) > 1 else [step_s[0]] * 19
+    steps = start["steps_per_epoch"]
+    return Row(
+        name=cell.name,
+        flags=cell.flags,
+        devices=cell.devices,
+        ranks=told[0]["ranks"],
+        rounds=len(whole),
+        batch=batch,
+        samples_per_s=numbers.of_rounds(rates),
+        ratio=ratio,
+        efficiency=ratio.middle / cell.devices,
+        step_p50_s=statistics.median(step_s),
+        step_p95_s=percents[18],
+        epoch_s=steps * middle_s if steps else None,
+        parts_s=_parts(told),
+        teraflops=flops / middle_s / 1e12 if flops else None,
+        host_memory_bytes=max(each["peak_memory_bytes"]["host"] for each in told),
+        device_memory_bytes=_most(each["peak_memory_bytes"]["device"] for each in told),
+        busy_processors=statistics.fmean(each["busy_processors"] for each in told),
+        joules_a_step=_mean(each["joules_a_step"] for each in told),
+        to_first_step_s=_mean(trial.to_first_step_s for trial in whole),
+        loss_gap=gap,
+        same_model=gap <= tolerance if gap is not None and _precision(series) == _precision(first) else None,
+    )
+
+
+def _parts(told: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the parts of a mean step, over all trials."""
+    each = [_parts_of(one) for one in told]
+    return {part: statistics.fmean(one[part] for one in each) for part in PARTS}
+
+
+def _parts_of(told: dict[str, Any]) -> dict[str, float]:
+    phases, steps = told["phase_s"], told["step_s"]
+    step_s = sum(steps) / len(steps)
+    found = dict.fromkeys(PARTS, 0.0)
+    for phase, seconds in phases.items():
+        part = (
+            "communication" if phase in _EXCHANGES else "compute" if phase in _COMPUTE else _PHASES.get(phase, "rest")
+        )
+        found[part] += seconds
+    if "forward" not in phases:  # a loop of one's own, whose forward pass is in its own code
+        found["compute"], found["rest"] = found["compute"] + phases.get("", 0.0), found["rest"] - phases.get("", 0.0)
+    if silent := told.get("silent_step_s"):
+        # What a backward pass waits for inside, no phase tells: it is the time that steps without exchange are faster.
+        hidden = step_s - sum(silent) / len(silent)
+        outside = min(max(hidden - found["communication"], 0.0), found["compute"])
+        found["compute"] -= outside
+        found["communication"] += outside
+    found["rest"] += step_s - sum(found.values())
+    return found
+
+
+def _start(series: Series) -> dict[str, Any]:
+    path = series.folder / "round-01" / trials.RUN / "steps.jsonl"
+    with understanding(path):
+        start: dict[str, Any] = parse_json(read(path).partition(b"\n")[0])
+        return start
+
+
+def _batch(start: dict[str, Any]) -> int:
+    return int(start["plan"].get("global_size", 1))
+
+
+def _losses(series: Series) -> list[float]:
+    return trials.losses(series.folder / "round-01" / trials.RUN)[:_COMPARED]
+
+
+def _precision(series: Series) -> str:
+    return "" if series.cell.config is None else series.cell.config.precision.name
+
+
+def _mean(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _most(values: Any) -> float | None:
+    return max((value for value in values if value is not None), default=None)

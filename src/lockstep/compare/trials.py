@@ -1,0 +1,96 @@
+"""One trial of a variant: a command of its own, in a folder of its own, and what became of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import LockstepError, RequestError
+from ..files import lines_of, own_folder, parse_json, read, understanding, write_json
+from ..prove import commands
+from . import measured
+from .grid import Words
+
+_RESULT = "trial.json"
+RUN = "run"
+"""The run's folder, in that of its trial."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What one command has measured; or why it has not."""
+
+    told: dict[str, Any]
+    """What `measured.Probe` tells; empty where it failed."""
+    seconds: float
+    """From its start to its end."""
+    to_first_step_s: float | None = None
+    failed: str = ""
+
+    @property
+    def step_s(self) -> list[float]:
+        """Seconds of each timed step."""
+        return [float(each) for each in self.told["step_s"]]
+
+    @property
+    def steps_a_second(self) -> float:
+        """Over all timed steps."""
+        return len(self.step_s) / sum(self.step_s)
+
+
+def done(folder: Path) -> Trial | None:
+    """Return the trial that was run in that folder before; None where none came to its end."""
+    path = folder / _RESULT
+    if not path.exists():
+        return None
+    with understanding(path):
+        return Trial(**parse_json(read(path)))
+
+
+def run(name: str, folder: Path, command: Words, *, steps: int, limit_s: float) -> Trial:
+    """Run a variant's command and note what became of it in `folder`; what fails is a trial too.
+
+    Raises KeyboardInterrupt, and OSError where the folder cannot be written.
+    """
+    own_folder(folder)
+    begun_s, begun_time = time.monotonic(), time.time()
+    words = (sys.executable, "-P", "-m", "lockstep", "compare", "measured", str(steps), *command)
+    failed, told = "", {}
+    try:
+        commands.run(name, [words], [folder / "log"], limit_s=limit_s)
+        path = folder / RUN / measured.FILE
+        with understanding(path):
+            told = parse_json(read(path))
+    except LockstepError as error:
+        failed = str(error).removeprefix(f"The variant {name} failed: ")
+        if isinstance(error, RequestError):
+            failed = f"refused: {failed}"
+    first = told.get("first_step_time")
+    found = Trial(
+        told=told,
+        seconds=time.monotonic() - begun_s,
+        to_first_step_s=None if first is None else first - begun_time,
+        failed=failed,
+    )
+    write_json(folder / _RESULT, vars(found))
+    return found
+
+
+def losses(folder: Path) -> list[float]:
+    """Return the losses of the steps that a trial has recorded, in order."""
+    path = folder / "steps.jsonl"
+    with understanding(path):
+        rows = [parse_json(line) for line in lines_of(path) if line.startswith(b'{"event": "step"')]
+        return [float(row["loss"]) for row in rows]
+
+
+def gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the largest relative difference of two runs' losses, over the steps that both have."""
+    return max(
+        (abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours, theirs, strict=False)),
+        default=0.0,
+    )

@@ -1,0 +1,124 @@
+"""Comparing variants: which there are, what noisy rounds say of a ratio, and what is recommended."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from lockstep.compare import answer, grid, numbers, rows
+from lockstep.compare.grid import Cell, Words
+from lockstep.compare.measured import Clock
+from lockstep.compare.rounds import Series
+from lockstep.compare.trials import Trial
+from lockstep.config import RunConfig
+from lockstep.errors import RequestError
+from lockstep.options import override
+
+from ..command import refusal
+
+
+def parsed(flags: Words) -> RunConfig:
+    names = [flag.removeprefix("--").replace("-", "_") for flag in flags[::2]]
+    values = [int(value) if value.isdecimal() else value for value in flags[1::2]]
+    return override(RunConfig(), **dict(zip(names, values, strict=True)))
+
+
+def test_each_combination_is_a_variant_or_says_why_it_is_none() -> None:
+    varied = grid.axes(["strategy=single,ddp", "devices=1,2", "precision=fp32"])
+    found = grid.cells(varied, parsed)
+    assert [cell.name for cell in found] == ["single-1-fp32", "single-2-fp32", "ddp-1-fp32", "ddp-2-fp32"]
+    assert [bool(cell.why_not) for cell in found] == [False, True, True, False]
+    assert found[3].flags == ("--strategy", "ddp", "--devices", "2", "--precision", "fp32")
+    weak = grid.cells(varied, parsed, weak=True)
+    assert weak[3].config is not None
+    assert weak[3].config.batch.size == 2 * RunConfig().batch.size
+
+
+@pytest.mark.parametrize(
+    ("vary", "words"),
+    [
+        (["devises=1,2"], "did you mean devices"),
+        (["devices"], "give an option and its values"),
+        (["devices=1", "devices=2"], "given twice"),
+        (["strategy=single", "devices=2"], "None of 1 variant can be run; single-2: single is one device"),
+        (["seed=" + ",".join(map(str, range(65)))], "asks for 65 variants; vary less, or add --yes"),
+    ],
+)
+def test_what_cannot_be_varied_is_refused(vary: list[str], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        grid.cells(grid.axes(vary), parsed)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["digits", "--budget", "soon"], "give a time, such as 90s, 5m or 1h"),
+        (["digits", "--scaling", "other"], "strong (one global batch) or weak"),
+        (["digits", "--steps", "0"], "give a whole number of 1 or more"),
+        (["measured", "5", "eval"], "run or train"),
+    ],
+)
+def test_bad_requests_are_told(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    assert told in refusal(capsys, "compare", *words)
+
+
+def noisy(mean: float, rounds: int, drawn: random.Random, machine: list[float]) -> list[float]:
+    return [mean * factor * drawn.lognormvariate(0, 0.03) for factor in machine[:rounds]]
+
+
+def test_an_interval_holds_the_ratio_and_the_same_is_no_winner() -> None:
+    drawn, held, found = random.Random(0), 0, 0
+    for _ in range(400):
+        machine = [drawn.lognormvariate(0, 0.3) for _ in range(8)]  # which slows all for a round
+        ours, same, slower = (noisy(mean, 8, drawn, machine) for mean in (10.0, 10.0, 9.0))
+        held += numbers.ratio(same, ours).holds(1.0)
+        found += numbers.ratio(slower, ours).high < 1
+    assert 370 <= held <= 390, "95 of 100"
+    assert found > 395
+
+
+def test_a_single_round_knows_no_ratio() -> None:
+    assert not numbers.ratio([2.0], [1.0]).low
+    assert numbers.ratio([2.0], [1.0]).high == float("inf")
+
+
+def test_what_lies_between_epochs_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 2.0, 9.0, 9.5, 10.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    clock = Clock()
+    clock.note("data")
+    clock.end_step("step")
+    clock.go_on()  # after seven seconds of evaluation
+    clock.note("data")
+    clock.end_step("step")
+    assert clock.step_s == [2.0, 1.0]
+    assert dict(clock.phase_s) == {"data": 1.5, "step": 1.5}
+
+
+def row(name: str, rate: float, devices: int = 1, **values: object) -> rows.Row:
+    parts = dict.fromkeys(rows.PARTS, 0.1) | {"communication": 0.6}
+    known = {"samples_per_s": numbers.Interval(rate, rate, rate), "ratio": numbers.Interval(rate / 10, 0.9, 1.1)}
+    return rows.Row(name=name, flags=("--devices", str(devices)), devices=devices, parts_s=parts, **known | values)  # type: ignore[arg-type]
+
+
+def series(name: str, rates: list[float]) -> Series:
+    trials = [Trial(told={"step_s": [1 / rate]}, seconds=1.0) for rate in rates]
+    return Series(Cell(name=name, flags=()), trials=trials, folder=Path(name))
+
+
+def test_the_answer_names_the_fastest_same_model_or_the_plainest_of_equals() -> None:
+    both = [series("one", [10.0, 10.1, 9.9]), series("two", [15.0, 15.2, 14.9])]
+    table = [row("one", 10.0), row("two", 15.0, 2, same_model=True)]
+    take, why, limit = answer.sentences(table, both, ["lockstep", "train", "digits"])
+    assert take == "Take: lockstep train digits --devices 2"
+    assert why.startswith("It is 1.50× as fast as one, the next")
+    assert limit.startswith("60% of its step is exchanging gradients")
+    other = [table[0], row("two", 15.0, 2, same_model=False, loss_gap=0.1)]
+    take, _, but, _ = answer.sentences(other, both, ["lockstep"])
+    assert take == "Take: lockstep --devices 1"
+    assert but.startswith("two would be 1.50× as fast, but its model is another one")
+    noise = [both[0], series("two", [15.0, 8.0, 9.0])]
+    _, why, _ = answer.sentences([table[0], row("two", 10.2, 2)], noise, [])
+    assert why == "Within the noise it is as fast as two; it needs the fewest devices."
