@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import math
 import random
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from lockstep.compare import answer, grid, numbers, rows
 from lockstep.compare.grid import Cell, Words
 from lockstep.compare.measured import Clock
+from lockstep.compare.past import Run, check_one_job
+from lockstep.compare.report import Report, write
 from lockstep.compare.rounds import Series
 from lockstep.compare.trials import Trial
 from lockstep.config import RunConfig
 from lockstep.errors import RequestError
-from lockstep.options import override
+from lockstep.options import flatten, override
 
 from ..command import refusal
 
@@ -122,3 +129,43 @@ def test_the_answer_names_the_fastest_same_model_or_the_plainest_of_equals() -> 
     noise = [both[0], series("two", [15.0, 8.0, 9.0])]
     _, why, _ = answer.sentences([table[0], row("two", 10.2, 2)], noise, [])
     assert why == "Within the noise it is as fast as two; it needs the fewest devices."
+
+
+def told(name: str = "two<script>") -> Report:
+    table = [
+        row("one", 10.0, step_p50_s=0.1, host_memory_bytes=1e9),
+        row(name, 15.0, 2, step_p50_s=0.07, host_memory_bytes=2e9, loss_gap=1e-7, same_model=True),
+        rows.Row(name="broken", flags=(), failed="out of memory"),
+    ]
+    losses = {"one": [2.0, 1.5, math.nan, 1.0], name: [2.0, 1.5, 1.2]}
+    busy = {"one": [(0.0, 90.0), (1.0, 100.0)]}
+    return Report(title="a & b", about="here", made="now", rows=table, answer=["Take: x <y>"], losses=losses, busy=busy)
+
+
+def test_a_report_says_the_same_in_every_form_and_asks_no_network(tmp_path: Path) -> None:
+    names = write(told(), tmp_path)
+    assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
+    page = (tmp_path / "report.html").read_text()
+    assert "two&lt;script&gt;" in page
+    assert "<script>two" not in page
+    assert re.findall(r"""(?:src|href)=|url\(|https?://(?!www\.w3\.org/2000/svg")""", page) == []
+    assert len(page) < 100_000
+    for name in names:
+        if name.endswith(".svg"):
+            drawing = ElementTree.fromstring((tmp_path / name).read_text())
+            assert drawing.get("aria-label")
+            assert not any("nan" in value for each in drawing.iter() for value in each.attrib.values()), name
+    with (tmp_path / "report.csv").open(newline="") as file:
+        one, two, broken = csv.DictReader(file)
+    assert (float(one["samples/s"]), float(two["samples/s"]), broken["failed"]) == (10.0, 15.0, "out of memory")
+    assert one["J a step"] == "", "blank, not zero"
+    assert json.loads((tmp_path / "report.json").read_text())["rows"][0]["name"] == "one"
+    assert "| one | 10 |" in (tmp_path / "report.md").read_text()
+
+
+def test_runs_of_other_jobs_are_not_compared() -> None:
+    one, other = (
+        Run(name, {}, flatten(override(RunConfig(), batch=batch)), {}) for name, batch in (("a", 64), ("b", 32))
+    )
+    with pytest.raises(RequestError, match=r"b is of another job than a: batch 32 \(not 64\)"):
+        check_one_job([one, other])

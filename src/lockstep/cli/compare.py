@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +18,25 @@ from rich.table import Table
 
 from .. import folders, hardware
 from ..batching import BatchPlan
-from ..compare import answer, grid, numbers, rounds, rows
+from ..compare import answer, grid, past, rounds, rows, trials
 from ..compare.grid import Cell, Words
 from ..compare.measured import Measured
+from ..compare.report import HTML, Report, write
 from ..compare.rows import PARTS, Row
 from ..config import RunConfig
 from ..errors import RequestError, Stopped
-from ..files import parse_json, read, shown, understanding, write_json
+from ..files import own_folder, parse_json, read, shown, understanding, write_json
 from ..launchers import table as launchers
 from ..launchers.table import visible_gpus
 from ..screen import Screen, line
+from ..versions import version_of
 from . import flags, output, run, words
 from .train import entry, preflight
 
 _USAGE = """\
 usage: lockstep compare [RECIPE] [--vary OPTION=VALUE,VALUE …] [flags of lockstep train]
        lockstep compare [--vary OPTION=VALUE,VALUE …] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
+       lockstep compare --from RUN … [--output FOLDER]       a report on runs that have ended
 
 Measures variants of one job side by side: the same seed, global batch and order, each in processes of its own, by turns
 (A B C A B C …), until the ratios of their speeds are known to a few per cent. Says which to take, and where the time
@@ -67,6 +74,8 @@ def main(given: list[str]) -> int:
         return _measured(given[1:])
     if output.helped(given, _USAGE):
         return 0
+    if given[:1] == ["--from"]:
+        return _from(given[1:])
     has_script = run.names_script(given, ("--yes",))
     ours, script = run.split(given, ("--yes",)) if has_script else (given, [])
     asked, rest = words.take(ours, _OWN)
@@ -94,10 +103,68 @@ def main(given: list[str]) -> int:
             raise folders.unwritable(folder, error) from error
     table = rows.rows(found, tolerance=tolerance)
     told = answer.sentences(table, found, job.shown())
-    write_json(folder / _FILE, _plan(cells) | {"rows": [_json(row) for row in table], "answer": told, "busy": busy})
-    with output.written():
-        _print(Screen(), table, told, folder, busy)
+    if busy > _BUSY:
+        told.append(f"Other programs used {busy:.0%} of the processors when it began, which widens the intervals.")
+    runs = {each.cell.name: past.curves(each.folder / "round-01" / trials.RUN) for each in found if each.rates}
+    _tell(_made(f"{job.shown()[2]}: ways to train", table, told, runs), folder)
     return 0
+
+
+def _from(given: list[str]) -> int:
+    """Report on runs that have ended."""
+    asked, leading = words.take(given, {"--output": str})
+    report_of([Path(each) for each in leading], Path(asked["--output"]) if "--output" in asked else None)
+    return 0
+
+
+def report_of(given: Sequence[Path], folder: Path | None) -> Path:
+    """Write and print a report on runs that have ended; return its page.
+
+    Raises `RequestError` where there is no run, or they are of several jobs.
+    """
+    if not given:
+        raise RequestError("There is no run to report on; give the folders of some that have ended.")
+    runs = [past.load(each) for each in given]
+    past.check_one_job(runs)
+    folder = folder or folders.fresh("compared")
+    try:
+        own_folder(folder)
+    except OSError as error:
+        raise folders.unwritable(folder, error) from error
+    table = past.rows(runs)
+    fastest = max((row for row in table if row.samples_per_s), key=lambda row: row.samples_per_s or (), default=None)
+    told = "No run has a speed." if fastest is None else f"{fastest.name} was the fastest; each run was measured once."
+    _tell(_made(f"{len(runs)} runs", table, [told], {run.name: (run.losses, run.busy) for run in runs}), folder)
+    return folder / HTML
+
+
+def _made(
+    title: str,
+    table: Sequence[Row],
+    told: Sequence[str],
+    curves: Mapping[str, tuple[list[float], list[tuple[float, float]]]],
+) -> Report:
+    facts = hardware.survey(visible_gpus())
+    gpus = Counter(gpu.name for gpu in facts.gpus)
+    about = ", ".join([f"{facts.cpus} × {facts.cpu_name}", *(f"{count} × {name}" for name, count in gpus.items())])
+    return Report(
+        title=title,
+        about=f"{about}; {version_of('lockstep-torch')}",
+        made=f"Made {time.strftime('%Y-%m-%d %H:%M')} by: {shlex.join(['lockstep', *sys.argv[1:]])}",
+        rows=table,
+        answer=told,
+        losses={name: each for name, (each, _) in curves.items()},
+        busy={name: each for name, (_, each) in curves.items()},
+    )
+
+
+def _tell(report: Report, folder: Path) -> None:
+    try:
+        names = write(report, folder)
+    except OSError as error:
+        raise folders.unwritable(folder, error) from error
+    with output.written():
+        _print(Screen(), report, folder, names)
 
 
 class _Job:
@@ -213,14 +280,6 @@ def _plan(cells: Sequence[Cell]) -> dict[str, Any]:
     return {"cells": [{"name": each.name, "flags": list(each.flags)} for each in cells]}
 
 
-def _json(row: Row) -> dict[str, Any]:
-    found = dataclasses.asdict(row)
-    for key in ("samples_per_s", "ratio"):
-        if found[key] is not None:
-            found[key] = dict(zip(numbers.Interval._fields, found[key], strict=True))
-    return found
-
-
 def _announce(screen: Screen, cells: Sequence[Cell], plan: rounds.Plan, busy: float) -> None:
     able = [each for each in cells if not each.why_not]
     screen.say(f"{len(able)} variants, at most {plan.budget_s:.0f} s: {', '.join(each.name for each in able)}")
@@ -240,17 +299,17 @@ def _telling(screen: Screen) -> Iterator[Any]:
     yield screen.say
 
 
-def _print(screen: Screen, table: Sequence[Row], told: Sequence[str], folder: Path, busy: float) -> None:
+def _print(screen: Screen, report: Report, folder: Path, names: Sequence[str]) -> None:
     if not screen.is_terminal:
         screen.width = _WIDE
-    screen.print(_table(table))
-    for row in table:
+    screen.print(_table(report.rows))
+    for row in report.rows:
         if row.failed:
             screen.say((f"{row.name}: {row.failed}", "dim"))
     screen.print()
-    for sentence in told:
+    for sentence in report.answer:
         screen.say(sentence)
-    screen.say((f"trials, logs and {_FILE} in {shown(folder)}", "dim"))
+    screen.say((f"{', '.join(names)} in {shown(folder)}", "dim"))
 
 
 def _table(found: Sequence[Row]) -> Table:
@@ -268,14 +327,15 @@ def _cells(row: Row) -> list[str]:
     if row.samples_per_s is None or row.ratio is None:
         return ["–"] * (8 + len(PARTS))
     total_s = sum(row.parts_s.values())
+    between = f" ({row.ratio.low:.2f}–{row.ratio.high:.2f})" if row.ratio.low else ""
     memory = row.device_memory_bytes or row.host_memory_bytes
     return [
         f"{row.samples_per_s.middle:,.0f}",
-        f"{row.ratio.middle:.2f} ({row.ratio.low:.2f}–{row.ratio.high:.2f})",
+        f"{row.ratio.middle:.2f}{between}",
         f"{row.efficiency:.0%}",
         f"{1000 * (row.step_p50_s or 0):.3g}",
         f"{1000 * (row.step_p95_s or 0):.3g}",
-        *(f"{row.parts_s[part] / total_s:.0%}" for part in PARTS),
+        *(f"{row.parts_s[part] / total_s:.0%}" if total_s else "" for part in PARTS),
         "" if memory is None else f"{memory / 2**30:.2f} GiB",
         "" if row.to_first_step_s is None else f"{row.to_first_step_s:.1f} s",
         "" if row.loss_gap is None else "same" if row.loss_gap == 0 else f"{row.loss_gap:.1e}",

@@ -49,6 +49,8 @@ class Row:
     busy_processors: float | None = None
     joules_a_step: float | None = None
     to_first_step_s: float | None = None
+    accuracy: float | None = None
+    """At the end of a whole run: the share of samples that are right."""
     loss_gap: float | None = None
     """The largest relative difference of the first steps' losses to the first row's, of the same global batch."""
     same_model: bool | None = None

@@ -1,0 +1,282 @@
+"""The report of a comparison: one HTML file without network, the same as Markdown, JSON and CSV, its charts as SVG."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ..files import legal, write_json, write_whole
+from . import charts
+from .charts import Bar, Line
+from .rows import PARTS, Row
+
+HTML, MARKDOWN, JSON, CSV = "report.html", "report.md", "report.json", "report.csv"
+COVERS = (
+    "samples/s and ratios: with the interval that holds them with 95 %, over all rounds; step times: over all timed "
+    "steps of rank 0; memory and processors: the sum over all ranks; losses: the largest relative difference of the "
+    "first steps"
+)
+_POINTS = 400
+"""Of a curve, that a report draws."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a report tells."""
+
+    title: str
+    about: str
+    made: str
+    rows: Sequence[Row]
+    answer: Sequence[str]
+    losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """By variant, of each step."""
+    busy: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """By variant, (seconds since its start, percent of a processor or of the GPUs)."""
+
+    @property
+    def whole(self) -> list[Row]:
+        """The rows that have numbers."""
+        return [row for row in self.rows if row.samples_per_s is not None]
+
+
+@dataclass(frozen=True)
+class _Column:
+    head: str
+    value: Callable[[Row], float | None]
+    text: Callable[[Any], str]
+
+
+def _gibibytes(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB"
+
+
+def _known(row: Row) -> Any:
+    return row.ratio if row.ratio is not None and row.ratio.low > 0 else None
+
+
+def _part_ms(part: str, row: Row) -> float | None:
+    return 1000 * row.parts_s[part] if row.parts_s else None
+
+
+_COLUMNS = (
+    _Column("samples/s", lambda row: row.samples_per_s and row.samples_per_s.middle, "{:,.0f}".format),
+    _Column("× one device", lambda row: row.ratio and row.ratio.middle, "{:.2f}".format),
+    _Column("low", lambda row: _known(row) and _known(row).low, "{:.2f}".format),
+    _Column("high", lambda row: _known(row) and _known(row).high, "{:.2f}".format),
+    _Column("efficiency", lambda row: row.efficiency, "{:.0%}".format),
+    _Column("step p50, ms", lambda row: row.step_p50_s and 1000 * row.step_p50_s, "{:.3g}".format),
+    _Column("step p95, ms", lambda row: row.step_p95_s and 1000 * row.step_p95_s, "{:.3g}".format),
+    _Column("epoch, s", lambda row: row.epoch_s, "{:.3g}".format),
+    *(_Column(f"{part}, ms", partial(_part_ms, part), "{:.3g}".format) for part in PARTS),
+    _Column("TFLOP/s", lambda row: row.teraflops, "{:.3g}".format),
+    _Column("host memory", lambda row: row.host_memory_bytes, _gibibytes),
+    _Column("device memory", lambda row: row.device_memory_bytes, _gibibytes),
+    _Column("processors busy", lambda row: row.busy_processors, "{:.2f}".format),
+    _Column("J a step", lambda row: row.joules_a_step, "{:.3g}".format),
+    _Column("first step, s", lambda row: row.to_first_step_s, "{:.1f}".format),
+    _Column("accuracy", lambda row: row.accuracy, "{:.2%}".format),
+    _Column("losses", lambda row: row.loss_gap, lambda gap: "the same" if gap == 0 else f"{gap:.1e}"),
+    _Column("rounds", lambda row: row.rounds, "{:.0f}".format),
+)
+
+
+def write(report: Report, folder: Path) -> list[str]:
+    """Write the report's files into `folder` and return their names. Raises OSError."""
+    drawn = _charts(report)
+    for name, chart in drawn.items():
+        write_whole(folder / f"{name}.svg", chart["svg"].encode())
+    write_whole(folder / HTML, _html(report, list(drawn.values())).encode())
+    write_whole(folder / MARKDOWN, _markdown(report).encode())
+    write_whole(folder / CSV, _csv(report).encode())
+    write_json(folder / JSON, as_json(report))
+    return [HTML, MARKDOWN, JSON, CSV, *(f"{name}.svg" for name in drawn)]
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Return all numbers of the report."""
+    rows = []
+    for row in report.rows:
+        found = dataclasses.asdict(row)
+        for key in ("samples_per_s", "ratio"):
+            found[key] = None if (interval := getattr(row, key)) is None else interval._asdict()
+        rows.append(legal(found))
+    told = {"title": report.title, "about": report.about, "made": report.made, "covers": COVERS}
+    return {**told, "answer": list(report.answer), "rows": rows}
+
+
+def _html(report: Report, drawn: Sequence[Mapping[str, str]]) -> str:
+    from jinja2 import Environment
+
+    template = files(__package__).joinpath("report.html.jinja").read_text("utf-8")
+    columns = _filled(report)
+    table = [
+        {
+            "cells": [
+                {"key": None, "text": row.name},
+                *({"key": value, "text": _shown(column, value)} for column in columns for value in [column.value(row)]),
+            ]
+        }
+        for row in report.whole
+    ]
+    return (
+        Environment(autoescape=True)
+        .from_string(template)
+        .render(
+            title=report.title,
+            about=report.about,
+            made=report.made,
+            answer=report.answer,
+            covers=COVERS,
+            heads=["variant", *(column.head for column in columns)],
+            table=table,
+            failed=[(row.name, row.failed) for row in report.rows if row.failed],
+            charts=drawn,
+            configs=[(row.name, " ".join(row.flags)) for row in report.rows],
+        )
+    )
+
+
+def _filled(report: Report) -> list[_Column]:
+    """Return the columns of which any variant has a number: what could not be measured is blank, or not there."""
+    return [each for each in _COLUMNS if any(each.value(row) is not None for row in report.whole)]
+
+
+def _shown(column: _Column, value: float | None) -> str:
+    return "" if value is None else column.text(value)
+
+
+def _markdown(report: Report) -> str:
+    columns = _filled(report)
+    heads = ["variant", *(column.head for column in columns)]
+    told = [f"# {report.title}", "", report.about, "", *report.answer, ""]
+    told += [f"| {' | '.join(heads)} |", f"| --- |{' ---: |' * len(columns)}"]
+    for row in report.whole:
+        cells = [row.name, *(_shown(column, column.value(row)) for column in columns)]
+        told.append(f"| {' | '.join(re.sub(r'[|<>]', ' ', cell) for cell in cells)} |")
+    told += [
+        "",
+        *(f"- {row.name}: {row.failed}" for row in report.rows if row.failed),
+        "",
+        f"{COVERS}.",
+        "",
+        report.made,
+    ]
+    return "\n".join(told) + "\n"
+
+
+def _csv(report: Report) -> str:
+    text = io.StringIO()
+    out = csv.writer(text, lineterminator="\n")
+    out.writerow(["variant", "flags", *(column.head for column in _COLUMNS), "failed"])
+    for row in report.rows:
+        values = ["" if (value := column.value(row)) is None else repr(value) for column in _COLUMNS]
+        out.writerow([row.name, " ".join(row.flags), *values, row.failed])
+    return text.getvalue()
+
+
+def _charts(report: Report) -> dict[str, dict[str, str]]:
+    """Return {file name: title, drawing and caption} of what there is to draw."""
+    rows = report.whole
+    timed = [_time(row) for row in rows if row.parts_s]
+    found = {
+        "throughput": (
+            "Throughput",
+            charts.bars("Throughput", [_rate(row) for row in rows], "samples/s") if rows else "",
+            "Samples a second; the line on a bar is the interval that holds it with 95 %.",
+        ),
+        "time": (
+            "Where a step's time goes",
+            charts.bars("Where a step's time goes", timed, "ms") if timed else "",
+            "A mean step. Communication is what no computation hides; the parts sum to the step.",
+        ),
+        "scaling": (
+            "Scaling",
+            _scaling(rows),
+            "Speed over one device, against the ideal (dashed): as many times as fast as there are devices.",
+        ),
+        "memory": (
+            "Memory",
+            charts.bars("Memory", held, "GiB") if (held := [_memory(row) for row in rows if _held(row)]) else "",
+            "The most that all ranks held together: tensors on GPUs where there are some, else all of the processes.",
+        ),
+        "losses": (
+            "Losses",
+            charts.lines(
+                "Losses",
+                [Line(name, _thin(list(enumerate(each, 1)))) for name, each in report.losses.items() if each],
+                "step",
+                "loss",
+            ),
+            "Of the global batch, by optimizer step: the same model has one curve.",
+        ),
+        "utilisation": (
+            "Utilisation",
+            charts.lines(
+                "Utilisation",
+                [Line(name, _thin(each)) for name, each in report.busy.items() if len(each) > 1],
+                "seconds since the start",
+                "%",
+            ),
+            "Rank 0's process (100 % is one processor), or its GPUs.",
+        ),
+    }
+    return {
+        name: {"title": title, "svg": svg, "caption": caption} for name, (title, svg, caption) in found.items() if svg
+    }
+
+
+def _rate(row: Row) -> Bar:
+    rate = row.samples_per_s
+    assert rate is not None
+    known = rate.low > 0
+    return Bar(
+        row.name,
+        {"samples/s": rate.middle},
+        f"{rate.middle:,.0f}",
+        rate.low if known else None,
+        rate.high if known else None,
+    )
+
+
+def _time(row: Row) -> Bar:
+    parts = {part: 1000 * max(0.0, row.parts_s.get(part, 0.0)) for part in PARTS}
+    return Bar(row.name, parts, f"{sum(parts.values()):.3g} ms")
+
+
+def _held(row: Row) -> float:
+    return row.device_memory_bytes or row.host_memory_bytes or 0.0
+
+
+def _memory(row: Row) -> Bar:
+    held = _held(row) / 2**30
+    return Bar(row.name, {"memory": held}, f"{held:.2f} GiB")
+
+
+def _scaling(rows: Sequence[Row]) -> str:
+    """Return the speed by devices, a line for each set of other options; "" where all have as many."""
+    if len({row.devices for row in rows}) < 2:
+        return ""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    alone = [row for row in rows if row.devices == 1]
+    for row in rows:
+        if row.devices > 1 and row.ratio is not None:
+            other = [word for flag, word in zip(row.flags[::2], row.flags[1::2], strict=False) if flag != "--devices"]
+            groups.setdefault(" ".join(other) or "devices", []).append((row.devices, row.ratio.middle))
+    begin = [(1.0, alone[0].ratio.middle)] if alone and alone[0].ratio is not None else []
+    return charts.lines(
+        "Scaling", [Line(name, begin + sorted(points)) for name, points in groups.items()], "devices", "×", ideal=True
+    )
+
+
+def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    every = -(-len(points) // _POINTS)
+    return [*points[::every], *points[-1:]] if points else []
