@@ -530,7 +530,7 @@ a mean over nothing is taken: sessions.py
 + return loss * factor
 = unit/test_engine.py::test_weights_that_nobody_has_scored_are_scored_where_no_step_is_left
 a finished run has the scores of another step: loop.py
-- return self._parts.is_scored and progress.evaluated != progress.step
+- return self.parts.is_scored and progress.evaluated != progress.step
 + return False
 = unit/test_engine.py::test_the_loss_and_its_scale_are_one_matter_in_half_precision
 a loss is scaled by another scale than its step: sessions.py

@@ -80,7 +80,7 @@ class Loop:
         self.meter: Meter
         self.proofs: Proofs
         """There once the loop has begun, as the meter is."""
-        self._config, self._world, self._parts, self._precision = config, world, parts, precision
+        self._config, self._world, self.parts, self.precision = config, world, parts, precision
         self._recorder, self._stop, self._state = recorder, stop, state
         self._saver = Saver(self.folder, world, recorder, taken_up=state, again=again)
         self._is_proof_told = self._is_stopping = False
@@ -101,16 +101,16 @@ class Loop:
         self._plan, self._samples, self._steps, self._epochs = plan, samples, steps, epochs
         whole = epochs * steps if epochs and steps else 0
         self.total_steps = min(whole or config.max_steps, config.max_steps) if config.max_steps is not None else whole
-        self._parts.begin(source)
+        self.parts.begin(source)
         if self._state is None:
             # From here on the generators serve the model's own randomness, which each rank draws for itself.
-            seed_all(config.seed, world.rank, devices=self._parts.devices)
+            seed_all(config.seed, world.rank, devices=self.parts.devices)
         else:
             self._restore(self._state)
         progress = self.progress
         world.pulse.step = progress.step
         world.together(self._tell)
-        every, devices, sums = config.record.log_every, self._parts.devices, self._parts.takes_sums
+        every, devices, sums = config.record.log_every, self.parts.devices, self.parts.takes_sums
         self.meter = Meter(
             world, self._recorder, log_every=every, total_steps=self.total_steps, devices=devices, sums=sums
         )
@@ -118,7 +118,7 @@ class Loop:
         if plan is not None and samples is not None and steps is not None:
             known = {"samples": samples, "accumulation": plan.accumulation, "steps_per_epoch": steps}
             known["devices"] = plan.devices
-        self.proofs = Proofs(config, world, self._parts, self._remedy, step=progress.step, ledger=known)
+        self.proofs = Proofs(config, world, self.parts, self._remedy, step=progress.step, ledger=known)
         self.has_begun = True
         self.meter.start()
 
@@ -136,7 +136,7 @@ class Loop:
                 steps_per_epoch=self._steps or 0,
                 epochs=self._epochs or 0,
                 covers=COVERS,
-                **self._parts.told(self.progress),
+                **self.parts.told(self.progress),
             )
         except OSError as error:
             raise unwritable(output, error) from error
@@ -153,7 +153,7 @@ class Loop:
             return False
         if progress.epochs < epochs and (not self.is_done or progress.within == self._steps):
             return True
-        return self._parts.is_scored and progress.evaluated != progress.step
+        return self.parts.is_scored and progress.evaluated != progress.step
 
     def note_samples(self, indices: Indices) -> None:
         """Note the samples (n,) that this rank computes in the step under way."""
@@ -291,7 +291,7 @@ class Loop:
             self.save()
         top1 = -1.0 if progress.scores is None else progress.scores.top1
         unsaved = self._saver.conclude(lambda: self._captured(top1), step=progress.step, top1=top1)
-        fields = self._parts.result(self)
+        fields = self.parts.result(self)
         self._tell_proof()
         self._recorder.record("finish", **fields | {"proof": self.checks()})
         if unsaved:
@@ -319,8 +319,8 @@ class Loop:
             stopping = self.meter.flush(stop=self._stop.asked, wait_s=wait_s, last=self.last)
         except NonFiniteLossError as bad:
             doubt = self.proofs.explain_loss(progress.step, bad.step)
-            where = f"{ranks_named(bad.ranks)}{self._parts.note_bad(bad)}"
-            advice = f"{self._parts.remedy()} {doubt}".rstrip()
+            where = f"{ranks_named(bad.ranks)}{self.parts.note_bad(bad)}"
+            advice = f"{self.parts.remedy()} {doubt}".rstrip()
             raise RunError(f"The loss at step {bad.step} is not a finite number on {where}. {advice}") from bad
         self._saver.poll()
         self.proofs.keep(progress.epochs)
@@ -333,31 +333,31 @@ class Loop:
 
     def _remedy(self) -> str:
         self.settle()  # raises where the loss itself was not finite, which is then the better explanation
-        return self._parts.remedy()
+        return self.parts.remedy()
 
     def _captured(self, score: float) -> State:
         """Return all that an exact continuation needs (*collective*)."""
         self.progress.partial_s = self.meter.train_s - self._train_s
-        state = self._parts.state(self.progress)
+        state = self.parts.state(self.progress)
         meta = self.progress.meta()
         if meta["scores"] is None and score > -math.inf:
             meta["scores"] = {"top1": score}
         meta |= state.meta | {
             "planned_epochs": self._epochs,
             "ranks": self._world.size,
-            "scaler": self._precision.state(),
-            "generators": save_generators(self._world, self._parts.devices),
+            "scaler": self.precision.state(),
+            "generators": save_generators(self._world, self.parts.devices),
             "config": identity(self._config),
         }
         return State(state.tensors, meta)
 
     def _restore(self, state: State) -> None:
         with understanding(state.origin or Path("the checkpoint")):
-            self._parts.load(state)
-            self._precision.load_state(state.meta["scaler"])
+            self.parts.load(state)
+            self.precision.load_state(state.meta["scaler"])
             self.progress = Progress.of(state, self._steps)
             self.resumed_at = self.progress.within
             self._train_s = -self.progress.partial_s
             self._saved_at = self.progress.step
             seed = (self._config.seed, self.progress.step)
-            load_generators(self._world, state.meta["generators"], *seed, devices=self._parts.devices)
+            load_generators(self._world, state.meta["generators"], *seed, devices=self.parts.devices)

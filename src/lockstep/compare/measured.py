@@ -20,7 +20,7 @@ from ..errors import RunError
 from ..files import write_json
 from ..kinds import KINDS
 from ..pulse import Pulse
-from . import energy
+from . import energy, matrix
 
 if TYPE_CHECKING:
     from ..loop import Loop
@@ -156,6 +156,7 @@ class Probe:
         self._last = self._timed_to + (max(1, round(steps * _SILENT)) if world.size > 1 else 0)
         self._counting = contextlib.ExitStack()
         self._counter: Any = None
+        self._bytes = 0
         self._cpu_s = self._joules = 0.0
         self._told: dict[str, Any] = {}
 
@@ -167,6 +168,7 @@ class Probe:
             self._count()
         elif self.made == 2:
             self._counting.close()
+            self._bytes += _of_gradients(loop, self._world)
         if self.made >= WARM_UP:
             self.clock.end_step(self._world.pulse.phase)
         if self.made == WARM_UP:
@@ -181,9 +183,20 @@ class Probe:
             raise _EnoughError(loop.folder, self._told)
 
     def _count(self) -> None:
-        """Count the operations of the next step."""
+        """Count the operations of the next step, and the bytes that this rank gives to collectives in it."""
         from torch.utils.flop_counter import FlopCounterMode
 
+        from ..world import World
+
+        def counted(exchange: Any) -> Any:
+            def run(world: World, *given: Any) -> Any:
+                self._bytes += sum(each.nbytes for each in given if hasattr(each, "nbytes"))
+                return exchange(world, *given)
+
+            return run
+
+        for name in ("sum_", "max", "stack", "numbers"):
+            self._counting.enter_context(_patched(World, name, counted(getattr(World, name))))
         self._counter = self._counting.enter_context(FlopCounterMode(display=False))
 
     def _begin(self, loop: Loop) -> None:
@@ -200,8 +213,10 @@ class Probe:
         cpu_s, joules = time.process_time() - self._cpu_s, self._joules_now(loop) - self._joules
         peak = loop.meter.telemetry.peak_memory_bytes()
         flops = self._counter.get_total_flops()
-        own = torch.tensor([cpu_s, joules, peak["host"] or 0, peak["device"] or 0, flops], dtype=torch.float64)
-        cpu_s, joules, host, device, flops = self._world.sum(own.to(self._world.device)).tolist()
+        rate = matrix.flops_per_s(self._world.device, loop.precision.name)  # by all ranks at the same time
+        numbers = [cpu_s, joules, peak["host"] or 0, peak["device"] or 0, flops, rate]
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._world.device)
+        cpu_s, joules, host, device, flops, rate = self._world.sum(own).tolist()
         seconds = sum(self.clock.step_s)
         self._told |= {
             "ranks": self._world.size,
@@ -211,6 +226,8 @@ class Probe:
             "joules_a_step": joules / self._steps or None,
             "peak_memory_bytes": {"host": host, "device": device or None},
             "flops_a_step": flops or None,
+            "matrix_flops_per_s": rate,
+            "bytes_a_step": self._bytes if self._world.size > 1 else None,
         }
 
     def _be_silent(self) -> None:
@@ -224,6 +241,14 @@ class Probe:
             if kind.has_ranks:
                 strategy = getattr(import_module(f"..strategies.{kind.module}", __package__), kind.type)
                 self.kept.enter_context(_patched(strategy, "sync_on", _unheard(strategy.sync_on)))
+
+
+def _of_gradients(loop: Loop, world: World) -> int:
+    """Return the bytes that DistributedDataParallel exchanges by itself, past the world's own collectives."""
+    job = getattr(loop.parts, "job", None)
+    if job is None or world.size == 1 or (world.memory is not None and world.device.type == "cpu"):
+        return 0
+    return sum(each.nbytes for each in job.model.parameters() if each.requires_grad)
 
 
 def _unheard(sync_on: Any) -> Any:

@@ -78,6 +78,8 @@ _COLUMNS = (
     _Column("epoch, s", lambda row: row.epoch_s, "{:.3g}".format),
     *(_Column(f"{part}, ms", partial(_part_ms, part), "{:.3g}".format) for part in PARTS),
     _Column("TFLOP/s", lambda row: row.teraflops, "{:.3g}".format),
+    _Column("of matrix rate", lambda row: row.matrix_share, "{:.1%}".format),
+    _Column("bytes a step", lambda row: row.bytes_a_step, "{:,.0f}".format),
     _Column("host memory", lambda row: row.host_memory_bytes, _gibibytes),
     _Column("device memory", lambda row: row.device_memory_bytes, _gibibytes),
     _Column("processors busy", lambda row: row.busy_processors, "{:.2f}".format),

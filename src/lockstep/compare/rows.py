@@ -44,6 +44,10 @@ class Row:
     """Of a mean step, by `PARTS`: they sum to it."""
     teraflops: float | None = None
     """Floating-point operations of matrix products and convolutions, in 10¹² a second."""
+    matrix_share: float | None = None
+    """Of the rate at which all ranks multiply large matrices, measured then."""
+    bytes_a_step: float | None = None
+    """That a rank gives to collectives: gradients, and statistics of BatchNorm."""
     host_memory_bytes: float | None = None
     device_memory_bytes: float | None = None
     busy_processors: float | None = None
@@ -95,6 +99,10 @@ def _row(series: Series, base: Series | None, first: Series | None, tolerance: f
         epoch_s=steps * middle_s if steps else None,
         parts_s=_parts(told),
         teraflops=flops / middle_s / 1e12 if flops else None,
+        matrix_share=flops / middle_s / statistics.fmean(each["matrix_flops_per_s"] for each in told)
+        if flops
+        else None,
+        bytes_a_step=told[0]["bytes_a_step"],
         host_memory_bytes=max(each["peak_memory_bytes"]["host"] for each in told),
         device_memory_bytes=_most(each["peak_memory_bytes"]["device"] for each in told),
         busy_processors=statistics.fmean(each["busy_processors"] for each in told),
