@@ -9,18 +9,18 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from rich.table import Table
 
 from .. import folders, hardware
 from ..batching import BatchPlan
-from ..compare import answer, grid, past, rounds, rows, trials
+from ..compare import answer, grid, past, rounds, rows
 from ..compare.grid import Cell, Words
-from ..compare.measured import Measured
+from ..compare.measured import Measured, Raced
 from ..compare.report import HTML, Report, write
 from ..compare.rows import PARTS, Row
 from ..config import RunConfig
@@ -33,19 +33,22 @@ from ..versions import version_of
 from . import flags, output, run, words
 from .train import entry, preflight
 
+if TYPE_CHECKING:
+    from ..world import World
+
 _USAGE = """\
 usage: lockstep compare [RECIPE] [--vary OPTION=VALUE,VALUE …] [flags of lockstep train]
        lockstep compare [--vary OPTION=VALUE,VALUE …] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
        lockstep compare --from RUN … [--output FOLDER]       a report on runs that have ended
 
-Measures variants of one job side by side: the same seed, global batch and order, each in processes of its own, by turns
-(A B C A B C …), until the ratios of their speeds are known to a few per cent. Says which to take, and where the time
-goes. Without --vary, those that make sense on this machine.
+Measures variants of one job side by side: the same seed, global batch and order, each in processes of its own. They run
+by turns (A B C C B A …), until the ratios of their speeds are known to 2 %, or the time is used. Says which to take and
+where the time goes. Without --vary, those that make sense on this machine.
 
   --vary OPTION=…    values of any flag of lockstep train: --vary strategy=single,dp,ddp --vary devices=1,2
   --budget TIME      how long it may take (default: 2m; s, m or h)
   --scaling weak     the same batch for each device; by default the same global batch (strong)
-  --steps N          timed steps of a trial; by default as many as fill two seconds
+  --steps N          steps of the trial that tells where the time goes; by default as many as fill its time
   --tolerance T      relative difference of losses that counts as the same model (default: 1e-3, 1e-9 in fp64)
   --yes              run more than 64 variants
   --output FOLDER    default: runs/NAME-compare; a comparison that was stopped there goes on
@@ -70,8 +73,8 @@ _BUSY = 0.15
 
 def main(given: list[str]) -> int:
     """Compare, and return 0."""
-    if given[:1] == ["measured"]:
-        return _measured(given[1:])
+    if given[:1] in (["measured"], ["raced"]):
+        return _watched(given)
     if output.helped(given, _USAGE):
         return 0
     if given[:1] == ["--from"]:
@@ -105,7 +108,7 @@ def main(given: list[str]) -> int:
     told = answer.sentences(table, found, job.shown())
     if busy > _BUSY:
         told.append(f"Other programs used {busy:.0%} of the processors when it began, which widens the intervals.")
-    runs = {each.cell.name: past.curves(each.folder / "round-01" / trials.RUN) for each in found if each.rates}
+    runs = {each.cell.name: past.curves(each.run) for each in found if each.races}
     _tell(_made(f"{job.shown()[2]}: ways to train", table, told, runs), folder)
     return 0
 
@@ -207,20 +210,18 @@ def _anything(names: Any, config: RunConfig) -> None:
     """Nothing is refused yet: what varies is not there."""
 
 
-def _measured(given: list[str]) -> int:
-    """Run a variant's command, measured; `rounds` starts it, and people have no need of it."""
-    steps, verb, *rest = [*given, "", ""][: max(2, len(given))]
-    if not steps.isdecimal() or verb not in ("run", "train"):
-        raise RequestError(
-            "lockstep compare measured takes a number of steps, and the command to measure, run or train."
-        )
+def _watched(given: list[str]) -> int:
+    """Run a variant's command, watched; `rounds` starts it, and people have no need of it."""
+    how, told, verb, *rest = [*given, "", "", ""][: max(3, len(given))]
+    if verb not in ("run", "train") or (how == "measured" and not told.isdecimal()):
+        raise RequestError(f"lockstep compare {how} takes a word, and the command to watch, run or train.")
+    job: Callable[[RunConfig, World], Any] = entry
     if verb == "run":
-        config, script = run.asked(rest, prog="lockstep run")
-        watched = Measured(script, int(steps))
+        config, job = run.asked(rest, prog="lockstep run")
     else:
-        config, watched = flags.parse(rest, prog="lockstep train"), Measured(entry, int(steps))
+        config = flags.parse(rest, prog="lockstep train")
     folders.check(config)
-    launchers.launch(watched, config)
+    launchers.launch(Measured(job, int(told)) if how == "measured" else Raced(job, told), config)
     return 0
 
 

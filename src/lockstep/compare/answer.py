@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from . import numbers
+from . import rounds
 from .rounds import Series
 from .rows import Row
 
@@ -46,8 +46,8 @@ def _rate(row: Row) -> float:
 
 
 def _is_slower(ours: Series, best: Series) -> bool:
-    """Whether a variant is slower than the best, beyond the noise of the rounds that both have."""
-    return numbers.ratio(ours.rates, best.rates).high < 1
+    """Whether a variant is slower than the best, beyond the noise of the turns that both had."""
+    return rounds.ratio(ours, best).high < 1
 
 
 def _why(chosen: Row, best: Row, equal: Sequence[Row], rows: Sequence[Row]) -> str:

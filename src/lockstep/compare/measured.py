@@ -7,13 +7,14 @@ are faster by is the communication that no computation hides. Nothing is evaluat
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import RunConfig
 from ..errors import RunError
@@ -30,6 +31,8 @@ FILE = "measured.json"
 """In the run's folder."""
 _SILENT = 0.5
 """Steps that exchange nothing, as a share of those that are timed."""
+_TIMED_S = 1.5
+_FEWEST, _MOST = 4, 500
 WARM_UP = 3
 """Steps before the timed ones: what happens once is over, and the operations of the last but one are counted."""
 
@@ -39,40 +42,72 @@ class Measured:
     """An entry for the launchers: runs `entry` for some steps, and writes what they cost into the run's folder."""
 
     entry: Callable[[RunConfig, World], Any]
-    steps: int
+    steps: int = 0
+    """Those that are timed; 0 for as many as fill `_TIMED_S`."""
 
     def __call__(self, config: RunConfig, world: World) -> None:
         """Measure (*collective*). Raises what the job does, and `RunError` where it ends before all steps are made."""
-        from ..loop import Loop
-        from ..meter import Meter
-
         probe = Probe(world, self.steps)
-        end_step: Any = Loop.end_step
-        start: Any = Meter.start
-
-        def ended(loop: Loop) -> None:
-            end_step(loop)
-            probe.after_step(loop)
-
-        def started(meter: Meter) -> None:
-            start(meter)
-            probe.clock.go_on()
-
-        with contextlib.ExitStack() as kept:
-            kept.enter_context(_timed(world.pulse, probe.clock))
-            kept.enter_context(_patched(Loop, "end_step", ended))
-            kept.enter_context(_patched(Meter, "start", started))
-            kept.enter_context(probe.kept)
-            try:
-                self.entry(config, world)
-            except _EnoughError as enough:
-                if world.is_main and enough.folder is not None:
-                    write_json(enough.folder / FILE, enough.told)
-                return
+        if _watched(self.entry, config, world, probe):
+            return
         raise RunError(
-            f"The job has ended after {probe.made} steps, and {WARM_UP + self.steps} were to be measured: give it more "
-            "--epochs, or fewer --steps."
+            f"The job has ended after {probe.made} steps, before enough were measured: give it more --epochs, or fewer "
+            "--steps."
         )
+
+
+@dataclass(frozen=True)
+class Raced:
+    """An entry for the launchers: runs `entry`, some steps at a time, whenever whoever listens at `address` says so."""
+
+    entry: Callable[[RunConfig, World], Any]
+    address: str
+
+    def __call__(self, config: RunConfig, world: World) -> None:
+        """Run until whoever listens is gone. Raises what the job raises, and `RunError` where it ends before that."""
+        with Racer(world, self.address) as racer:
+            if not _watched(self.entry, config, world, racer):
+                raise RunError(f"The job has ended after {racer.made} steps: give it more --epochs.")
+
+
+class Watcher(Protocol):
+    """Is told when a job's step is over, and has its clock."""
+
+    clock: Clock
+    kept: contextlib.ExitStack
+
+    def after_step(self, loop: Loop) -> None:
+        """Take note of it (*collective*)."""
+
+
+def _watched(entry: Callable[[RunConfig, World], Any], config: RunConfig, world: World, watcher: Watcher) -> bool:
+    """Run the entry until the watcher has seen enough; return whether it has."""
+    from ..loop import Loop
+    from ..meter import Meter
+
+    end_step: Any = Loop.end_step
+    start: Any = Meter.start
+
+    def ended(loop: Loop) -> None:
+        end_step(loop)
+        watcher.after_step(loop)
+
+    def started(meter: Meter) -> None:
+        start(meter)
+        watcher.clock.go_on()
+
+    with contextlib.ExitStack() as kept:
+        kept.enter_context(_timed(world.pulse, watcher.clock))
+        kept.enter_context(_patched(Loop, "end_step", ended))
+        kept.enter_context(_patched(Meter, "start", started))
+        kept.enter_context(watcher.kept)
+        try:
+            entry(config, world)
+        except _EnoughError as enough:
+            if world.is_main and enough.folder is not None and enough.told:
+                write_json(enough.folder / FILE, enough.told)
+            return True
+    return False
 
 
 class _EnoughError(BaseException):
@@ -152,8 +187,7 @@ class Probe:
         """What has to be put back in the end."""
         self.made = 0
         self._world, self._steps = world, steps
-        self._timed_to = WARM_UP + steps
-        self._last = self._timed_to + (max(1, round(steps * _SILENT)) if world.size > 1 else 0)
+        self._timed_to = self._last = 0
         self._counting = contextlib.ExitStack()
         self._counter: Any = None
         self._bytes = 0
@@ -169,9 +203,9 @@ class Probe:
         elif self.made == 2:
             self._counting.close()
             self._bytes += _of_gradients(loop, self._world)
-        if self.made >= WARM_UP:
-            self.clock.end_step(self._world.pulse.phase)
+        self.clock.end_step(self._world.pulse.phase)
         if self.made == WARM_UP:
+            self._plan()
             self._begin(loop)
         if self.made == self._timed_to:
             self._note(loop)
@@ -181,6 +215,13 @@ class Probe:
             if self._last > self._timed_to:
                 self._told["silent_step_s"] = list(self.clock.step_s)
             raise _EnoughError(loop.folder, self._told)
+
+    def _plan(self) -> None:
+        """Decide how many steps are timed, the same on every rank (*collective*)."""
+        fill = max(_FEWEST, min(_MOST, round(_TIMED_S / self.clock.step_s[-1])))
+        self._steps = self._steps or self._world.gather(fill)[0]
+        self._timed_to = WARM_UP + self._steps
+        self._last = self._timed_to + (max(1, round(self._steps * _SILENT)) if self._world.size > 1 else 0)
 
     def _count(self) -> None:
         """Count the operations of the next step, and the bytes that this rank gives to collectives in it."""
@@ -211,6 +252,7 @@ class Probe:
         import torch
 
         cpu_s, joules = time.process_time() - self._cpu_s, self._joules_now(loop) - self._joules
+        phase_s = {phase: each / self._steps for phase, each in self.clock.phase_s.items()}
         peak = loop.meter.telemetry.peak_memory_bytes()
         flops = self._counter.get_total_flops()
         rate = matrix.flops_per_s(self._world.device, loop.precision.name)  # by all ranks at the same time
@@ -221,7 +263,7 @@ class Probe:
         self._told |= {
             "ranks": self._world.size,
             "step_s": self.clock.step_s,
-            "phase_s": {phase: each / self._steps for phase, each in self.clock.phase_s.items()},
+            "phase_s": phase_s,
             "busy_processors": cpu_s / seconds,
             "joules_a_step": joules / self._steps or None,
             "peak_memory_bytes": {"host": host, "device": device or None},
@@ -235,12 +277,58 @@ class Probe:
         from ..gradients import Gradients
         from ..proofs import Proofs
 
-        self.kept.enter_context(_patched(Proofs, "after_step", lambda *_: None))
+        for name in ("after_step", "before_save"):
+            self.kept.enter_context(_patched(Proofs, name, lambda *_: None))
         self.kept.enter_context(_patched(Gradients, "_sum", lambda *_: None))
         for kind in KINDS.values():
             if kind.has_ranks:
                 strategy = getattr(import_module(f"..strategies.{kind.module}", __package__), kind.type)
                 self.kept.enter_context(_patched(strategy, "sync_on", _unheard(strategy.sync_on)))
+
+
+class Racer:
+    """Runs as many steps as it is told to, and waits at their end; all ranks do at the same one."""
+
+    def __init__(self, world: World, address: str) -> None:
+        """Connect to the socket at `address`, and say which rank comes."""
+        self.clock, self.kept, self.made = Clock(), contextlib.ExitStack(), 0
+        self._world, self._left = world, 0
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(address)
+        self._lines = self._socket.makefile("rw", encoding="ascii", newline="\n")
+        self._say(f"{world.rank} {world.size}")
+
+    def __enter__(self) -> Racer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def after_step(self, loop: Loop) -> None:
+        """Wait for the next turn once this one is over; raise where there is none any more."""
+        self.made += 1
+        if self.made < WARM_UP:
+            return
+        if self._left:
+            self.clock.end_step("")
+            self._left -= 1
+            if self._left:
+                return
+            if self._world.device.type == "cuda":
+                import torch
+
+                torch.cuda.synchronize(self._world.device)
+                self.clock.end_step("")
+        self._say(f"{sum(self.clock.step_s)}")
+        told = self._lines.readline()
+        if not told:
+            raise _EnoughError(loop.folder, {})
+        self._left = int(told)
+        self.clock.restart()
+
+    def _say(self, text: str) -> None:
+        self._lines.write(f"{text}\n")
+        self._lines.flush()
 
 
 def _of_gradients(loop: Loop, world: World) -> int:

@@ -38,11 +38,31 @@ def of_rounds(values: Sequence[float]) -> Interval:
     if len(logs) < 2:
         return Interval(math.exp(middle), 0.0, math.inf)
     freedom = len(logs) - 1
-    t = _T975[freedom - 1] if freedom <= len(_T975) else 1.96 + 2.6 / freedom
-    reach = t * statistics.stdev(logs) / math.sqrt(len(logs))
+    reach = _t(freedom) * statistics.stdev(logs) / math.sqrt(len(logs))
     return Interval(*(math.exp(each) for each in (middle, middle - reach, middle + reach)))
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Return ours ÷ theirs, round by round: what slows the machine for a while slows both."""
-    return of_rounds([a / b for a, b in zip(ours, theirs, strict=False)])
+def of_groups(groups: Sequence[Sequence[float]]) -> Interval:
+    """Return the geometric mean of positive values that come in groups, with its interval.
+
+    What differs from group to group widens it, as a random effect: its variance is what the groups' means vary by
+    beyond what their values make them (Searle, Casella & McCulloch, Variance Components, 1992, chapter 3).
+    """
+    logs = [[math.log(value) for value in group] for group in groups if group]
+    if len(logs) == 1:
+        return of_rounds([math.exp(each) for each in logs[0]])
+    means = [statistics.fmean(group) for group in logs]
+    middle = statistics.fmean(means)
+    within = statistics.fmean(_variance(group) / len(group) for group in logs)
+    between = max(0.0, statistics.variance(means) - within)
+    freedom = len(logs) - 1 if between else sum(map(len, logs)) - len(logs)
+    reach = _t(freedom) * math.sqrt((within + between) / len(logs))
+    return Interval(*(math.exp(each) for each in (middle, middle - reach, middle + reach)))
+
+
+def _variance(values: Sequence[float]) -> float:
+    return statistics.variance(values) if len(values) > 1 else 0.0
+
+
+def _t(freedom: int) -> float:
+    return _T975[freedom - 1] if 0 < freedom <= len(_T975) else 1.96 + 2.6 / max(1, freedom)

@@ -1,145 +1,226 @@
-"""All variants by turns, A B C A B C …, until their ratios are known well enough, or the time is used.
+"""All variants, until the ratios of their speeds are known well enough, or the time is used.
 
-Each trial is a command of its own: what differs from start to start, such as where memory lies, is part of the noise
-that an interval has to hold. A first, short round finds out how long a step takes, and which variants fail.
+First a trial of each: whether it runs, where its time goes, what it holds. Then races: all of them live and run by
+turns (see `race`). Each race starts them anew, since what differs from start to start, such as where memory lies, is
+part of what an interval has to hold.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ..errors import RequestError, RunError, counted
-from ..files import own_folder
+import psutil
+
+from ..errors import LockstepError, RequestError, RunError, counted
+from ..files import own_folder, parse_json, read, understanding, write_json
 from . import numbers, trials
 from .grid import Cell, Words
+from .numbers import Interval
+from .race import Race
 from .trials import Trial
 
-FEWEST = 5
-"""Rounds before an interval may be called narrow."""
-_PILOT_STEPS = 4
-_TIMED_S = 2.0
-"""What the steps of a trial should take: long enough that their clock's noise is none."""
-_MOST_STEPS = 2000
-_LIMIT = 10.0
-"""Times what the pilot took, after which a trial hangs."""
+_FEWEST = 3
+"""Races before an interval may be called narrow."""
+_TURN_S = 0.4
+_TURNS = (6, 40)
+"""At least and at most, in a race."""
+_RACES = 4
+"""Into which the time is divided."""
 _LEAST_LIMIT_S = 120.0
+_MEMORY = 0.7
+"""Of what is free, that variants may hold at the same time."""
 
 
 @dataclass
 class Series:
-    """A variant, and its trials so far."""
+    """A variant, its trial, and its turns."""
 
     cell: Cell
-    pilot: Trial | None = None
-    trials: list[Trial] = field(default_factory=list)
     folder: Path = Path()
+    trial: Trial | None = None
+    races: list[list[float]] = field(default_factory=list)
+    """Of each race, the steps a second of its turns."""
+    trouble: str = ""
+    """Why it failed in a race."""
 
     @property
     def failed(self) -> str:
         """Why it is tried no more; "" while it is."""
-        found = (each.failed for each in (self.pilot, *self.trials) if each is not None and each.failed)
-        return self.cell.why_not or next(found, "")
+        return self.cell.why_not or ("" if self.trial is None else self.trial.failed) or self.trouble
 
     @property
-    def rates(self) -> list[float]:
-        """Steps a second, by round."""
-        return [each.steps_a_second for each in self.trials if not each.failed]
+    def run(self) -> Path:
+        """The folder of its trial's run."""
+        return self.folder / "trial" / trials.RUN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long the rounds go on."""
+    """How long the races go on."""
 
     budget_s: float
     width: float
     """Half an interval, relative to its ratio, that is narrow enough."""
     steps: int | None = None
-    """Timed steps of a trial; None to find them out."""
+    """Timed steps of a trial; None for as many as fill its time."""
+
+
+Commands = Callable[[Cell, Path], Words]
 
 
 def run(
-    cells: Sequence[Cell],
-    command: Callable[[Cell, Path], Words],
-    folder: Path,
-    plan: Plan,
-    tell: Callable[[str], None],
+    cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, tell: Callable[[str], None]
 ) -> list[Series]:
-    """Run the trials that `folder` does not hold yet, and return all.
+    """Run the trials and races that `folder` does not hold yet, and return all.
 
     `command` returns the words of a cell's command that writes to the run's folder it is given. Raises `RequestError`
-    where the budget is too small for a round, and `RunError` where no variant can be run.
+    where the budget is too small for a race, and `RunError` where no variant can be run.
     """
     begun_s = time.monotonic()
-    series = [Series(cell, folder=folder / _safe(cell.name)) for cell in cells]
-    living = [each for each in series if not each.failed]
-    for number, each in enumerate(living, start=1):
-        tell(f"trying {each.cell.name} ({number} of {len(living)})")
-        each.pilot = _trial(each, 0, command, steps=_PILOT_STEPS, limit_s=max(plan.budget_s, _LEAST_LIMIT_S))
-    living = [each for each in living if not each.failed]
+    series = [Series(cell, folder / _safe(cell.name)) for cell in cells]
+    able = [each for each in series if not each.failed]
+    for number, each in enumerate(able, start=1):
+        tell(f"trying {each.cell.name} ({number} of {len(able)})")
+        limit_s = max(plan.budget_s, _LEAST_LIMIT_S)
+        each.trial = _trial(each, command, steps=plan.steps, limit_s=limit_s)
+    living = [each for each in able if not each.failed]
     if not living:
         first = next(each for each in series if each.failed)
         raise RunError(f"None of {counted(len(series), 'variant')} can be run; {first.cell.name}: {first.failed}")
-    pilots = {each.cell.name: each.pilot for each in living if each.pilot is not None}
-    steps = plan.steps or _steps([*pilots.values()])
-    round_s = sum(_expected_s(each, steps) for each in pilots.values())
     tried_s = time.monotonic() - begun_s
-    if tried_s + round_s > plan.budget_s:
+    start_s, turn_s = _start_s(living), sum(map(_turn_s, living))
+    least_s = start_s + _TURNS[0] * turn_s
+    if tried_s + least_s > plan.budget_s:
         raise RequestError(
-            f"--budget {plan.budget_s:.0f}s is too small: trying each variant took {tried_s:.0f} s, and a round of "
-            f"{counted(steps, 'step')} takes about {round_s:.0f} s; give {math.ceil(tried_s + FEWEST * round_s)}s for "
-            f"{FEWEST} rounds."
+            f"--budget {plan.budget_s:.0f}s is too small: trying each variant took {tried_s:.0f} s, and a race takes "
+            f"{least_s:.0f} s at least; give {math.ceil(tried_s + _FEWEST * least_s)}s for {_FEWEST} races."
         )
+    share_s = (plan.budget_s - tried_s) / _RACES
+    turns = min(_TURNS[1], max(_TURNS[0], int((share_s - start_s) / turn_s)))
     number = 0
-    while living and (number == 0 or not _is_over(living, plan, begun_s, number)):
+    while living and (number == 0 or not _is_over(living, plan, begun_s, start_s + turns * turn_s)):
         number += 1
-        tell(f"round {number}: {counted(steps, 'step')} of {counted(len(living), 'variant')}{_known(living)}")
-        for each in living:
-            limit_s = max(_LEAST_LIMIT_S, _LIMIT * _expected_s(pilots[each.cell.name], steps))
-            each.trials.append(_trial(each, number, command, steps=steps, limit_s=limit_s))
+        tell(f"race {number}: {counted(turns, 'turn')} of {counted(len(living), 'variant')}{_known(living)}")
+        _race(living, command, folder / f"race-{number:02}", turns)
         living = [each for each in living if not each.failed]
     return series
 
 
-def _trial(series: Series, number: int, command: Callable[[Cell, Path], Words], *, steps: int, limit_s: float) -> Trial:
-    folder = series.folder / f"round-{number:02}"
+def ratio(ours: Series, theirs: Series) -> Interval:
+    """Return how many times as many steps a second."""
+    pairs = [
+        [a / b for a, b in zip(mine, other, strict=False)]
+        for mine, other in zip(ours.races, theirs.races, strict=False)
+    ]
+    return numbers.of_groups(pairs)
+
+
+def _trial(series: Series, command: Commands, *, steps: int | None, limit_s: float) -> Trial:
+    folder = series.folder / "trial"
     if found := trials.done(folder):
         return found
+    own_folder(series.folder)
     own_folder(folder)
     return trials.run(series.cell.name, folder, command(series.cell, folder / trials.RUN), steps=steps, limit_s=limit_s)
 
 
-def _steps(pilots: Sequence[Trial]) -> int:
-    """Return how many steps fill the time of a trial, by the geometric mean of the variants' steps."""
-    each_s = [numbers.of_rounds(trial.step_s).middle for trial in pilots]
-    mean_s = numbers.of_rounds(each_s).middle
-    return min(_MOST_STEPS, max(_PILOT_STEPS, math.ceil(_TIMED_S / mean_s)))
+def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int) -> None:
+    """Run a race, or take what it left when it was run before."""
+    path = folder / "race.json"
+    if path.exists():
+        with understanding(path):
+            told: dict[str, Any] = parse_json(read(path))
+            for each in living:
+                if each.cell.name in told["rates"]:
+                    each.races.append([float(rate) for rate in told["rates"][each.cell.name]])
+                else:
+                    each.trouble = told["failed"].get(each.cell.name, "it was in no race")
+        return
+    own_folder(folder)
+    rates: dict[str, list[float]] = {}
+    for group in [living] if _fit(living) else [[each] for each in living]:
+        with Race() as race:
+            for each in group:
+                _enter(race, each, command, folder)
+            try:
+                race.run(turns)
+            except LockstepError as error:  # one that fails ends the race, and is in the next no more
+                failing = [each for each in group if f"The variant {each.cell.name} failed" in str(error)]
+                for each in failing or group:
+                    each.trouble = each.trouble or str(error)
+            rates |= {name: list(each) for name, each in race.rates.items()}
+    fewest = min((len(rates[each.cell.name]) for each in living if not each.failed), default=0)
+    for each in living:
+        if not each.failed and fewest:
+            each.races.append(rates[each.cell.name][:fewest])
+    failed = {each.cell.name: each.trouble for each in living if each.trouble}
+    rates = {each.cell.name: each.races[-1] for each in living if not each.failed and fewest}
+    write_json(path, {"rates": rates, "failed": failed})
 
 
-def _expected_s(pilot: Trial, steps: int) -> float:
-    """Return what a trial of so many steps takes, the silent ones included."""
-    return pilot.seconds + 1.5 * (steps - _PILOT_STEPS) * sum(pilot.step_s) / len(pilot.step_s)
+def _enter(race: Race, series: Series, command: Commands, folder: Path) -> None:
+    name = _safe(series.cell.name)
+    words = command(series.cell, folder / name)
+    raced = (sys.executable, "-P", "-m", "lockstep", "compare", "raced", race.address(), *words)
+    try:
+        race.add(series.cell.name, raced, folder / f"{name}.log", steps=_steps_of_turn(series))
+    except LockstepError as error:
+        series.trouble = str(error).removeprefix(f"The variant {series.cell.name} failed: ")
 
 
-def _is_over(living: Sequence[Series], plan: Plan, begun_s: float, rounds: int) -> bool:
-    round_s = sum(each.trials[-1].seconds for each in living)
-    if time.monotonic() - begun_s + round_s > plan.budget_s:
+def _fit(living: Sequence[Series]) -> bool:
+    """Whether the variants' memory is there for all of them at the same time."""
+    peaks = [_told(each)["peak_memory_bytes"] for each in living]
+    if any(peak["device"] for peak in peaks):
+        import torch
+
+        free, _ = torch.cuda.mem_get_info()
+        if sum(peak["device"] or 0 for peak in peaks) > _MEMORY * free:
+            return False
+    return bool(sum(peak["host"] for peak in peaks) < _MEMORY * psutil.virtual_memory().available)
+
+
+def _told(series: Series) -> dict[str, Any]:
+    assert series.trial is not None
+    return series.trial.told
+
+
+def _step_s(series: Series) -> float:
+    steps = _told(series)["step_s"]
+    return float(sum(steps) / len(steps))
+
+
+def _steps_of_turn(series: Series) -> int:
+    return max(1, round(_TURN_S / _step_s(series)))
+
+
+def _turn_s(series: Series) -> float:
+    return _steps_of_turn(series) * _step_s(series)
+
+
+def _start_s(living: Sequence[Series]) -> float:
+    return sum((each.trial.to_first_step_s or 0.0) + 3 * _step_s(each) for each in living if each.trial is not None)
+
+
+def _is_over(living: Sequence[Series], plan: Plan, begun_s: float, race_s: float) -> bool:
+    if time.monotonic() - begun_s + race_s > plan.budget_s:
         return True
-    return rounds >= FEWEST and _widest(living) <= plan.width
+    return len(living[0].races) >= _FEWEST and _widest(living) <= plan.width
 
 
 def _widest(living: Sequence[Series]) -> float:
     first, *others = living
-    return max((numbers.ratio(each.rates, first.rates).half_width for each in others), default=0.0)
+    return max((ratio(each, first).half_width for each in others), default=0.0)
 
 
 def _known(living: Sequence[Series]) -> str:
-    if len(living[0].trials) < 2:
-        return ""
-    return f", ratios known to ±{_widest(living):.1%}"
+    return f", ratios known to ±{_widest(living):.1%}" if len(living[0].races) > 1 else ""
 
 
 def _safe(name: str) -> str:

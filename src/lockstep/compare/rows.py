@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..files import parse_json, read, understanding
-from . import numbers, trials
+from . import numbers, rounds, trials
 from .numbers import Interval
 from .rounds import Series
 
@@ -63,24 +63,22 @@ class Row:
 
 def rows(found: Sequence[Series], *, tolerance: float) -> list[Row]:
     """Return a row for each variant that was tried, in their order."""
-    working = [each for each in found if each.rates and not each.failed]
+    working = [each for each in found if each.races and not each.failed]
     base = next((each for each in working if each.cell.devices == 1), working[0] if working else None)
     tried = [each for each in found if not each.cell.why_not]
     return [_row(each, base, working[0] if working else None, tolerance) for each in tried]
 
 
 def _row(series: Series, base: Series | None, first: Series | None, tolerance: float) -> Row:
-    cell = series.cell
-    if series.failed or not series.rates or base is None or first is None:
+    cell, trial = series.cell, series.trial
+    if series.failed or not series.races or trial is None or base is None or base.trial is None or first is None:
         return Row(name=cell.name, flags=cell.flags, failed=series.failed or "not run", devices=cell.devices)
-    start, whole = _start(series), [trial for trial in series.trials if not trial.failed]
+    start, told, step_s = _start(series), trial.told, trial.step_s
     batch, base_batch = _batch(start), _batch(_start(base))
-    rates = [rate * batch for rate in series.rates]
-    ratio = numbers.ratio(rates, [rate * base_batch for rate in base.rates])
-    step_s = [each for trial in whole for each in trial.step_s]
-    told = [trial.told for trial in whole]
-    middle_s = 1 / numbers.of_rounds(series.rates).middle
-    flops = (base.trials[0].told["flops_a_step"] or 0) * batch / base_batch
+    rate = numbers.of_groups([[each * batch for each in race] for race in series.races])
+    ratio = _times(rounds.ratio(series, base), batch / base_batch)
+    middle_s = batch / rate.middle
+    flops = (base.trial.told["flops_a_step"] or 0) * batch / base_batch
     gap = trials.gap(_losses(series), _losses(first)) if batch == _batch(_start(first)) else None
     percents = statistics.quantiles(step_s, n=20) if len(step_s) > 1 else [step_s[0]] * 19
     steps = start["steps_per_epoch"]
@@ -88,35 +86,31 @@ def _row(series: Series, base: Series | None, first: Series | None, tolerance: f
         name=cell.name,
         flags=cell.flags,
         devices=cell.devices,
-        ranks=told[0]["ranks"],
-        rounds=len(whole),
+        ranks=told["ranks"],
+        rounds=sum(map(len, series.races)),
         batch=batch,
-        samples_per_s=numbers.of_rounds(rates),
+        samples_per_s=rate,
         ratio=ratio,
         efficiency=ratio.middle / cell.devices,
         step_p50_s=statistics.median(step_s),
         step_p95_s=percents[18],
         epoch_s=steps * middle_s if steps else None,
-        parts_s=_parts(told),
+        parts_s=_parts_of(told),
         teraflops=flops / middle_s / 1e12 if flops else None,
-        matrix_share=flops / middle_s / statistics.fmean(each["matrix_flops_per_s"] for each in told)
-        if flops
-        else None,
-        bytes_a_step=told[0]["bytes_a_step"],
-        host_memory_bytes=max(each["peak_memory_bytes"]["host"] for each in told),
-        device_memory_bytes=_most(each["peak_memory_bytes"]["device"] for each in told),
-        busy_processors=statistics.fmean(each["busy_processors"] for each in told),
-        joules_a_step=_mean(each["joules_a_step"] for each in told),
-        to_first_step_s=_mean(trial.to_first_step_s for trial in whole),
+        matrix_share=flops / middle_s / told["matrix_flops_per_s"] if flops else None,
+        bytes_a_step=told["bytes_a_step"],
+        host_memory_bytes=told["peak_memory_bytes"]["host"],
+        device_memory_bytes=told["peak_memory_bytes"]["device"],
+        busy_processors=told["busy_processors"],
+        joules_a_step=told["joules_a_step"],
+        to_first_step_s=trial.to_first_step_s,
         loss_gap=gap,
         same_model=gap <= tolerance if gap is not None and _precision(series) == _precision(first) else None,
     )
 
 
-def _parts(told: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the parts of a mean step, over all trials."""
-    each = [_parts_of(one) for one in told]
-    return {part: statistics.fmean(one[part] for one in each) for part in PARTS}
+def _times(interval: Interval, factor: float) -> Interval:
+    return Interval(*(each * factor for each in interval))
 
 
 def _parts_of(told: dict[str, Any]) -> dict[str, float]:
@@ -141,7 +135,7 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
 
 
 def _start(series: Series) -> dict[str, Any]:
-    path = series.folder / "round-01" / trials.RUN / "steps.jsonl"
+    path = series.run / "steps.jsonl"
     with understanding(path):
         start: dict[str, Any] = parse_json(read(path).partition(b"\n")[0])
         return start
@@ -152,17 +146,8 @@ def _batch(start: dict[str, Any]) -> int:
 
 
 def _losses(series: Series) -> list[float]:
-    return trials.losses(series.folder / "round-01" / trials.RUN)[:_COMPARED]
+    return trials.losses(series.run)[:_COMPARED]
 
 
 def _precision(series: Series) -> str:
     return "" if series.cell.config is None else series.cell.config.precision.name
-
-
-def _mean(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
-def _most(values: Any) -> float | None:
-    return max((value for value in values if value is not None), default=None)

@@ -36,11 +36,6 @@ class Trial:
         """Seconds of each timed step."""
         return [float(each) for each in self.told["step_s"]]
 
-    @property
-    def steps_a_second(self) -> float:
-        """Over all timed steps."""
-        return len(self.step_s) / sum(self.step_s)
-
 
 def done(folder: Path) -> Trial | None:
     """Return the trial that was run in that folder before; None where none came to its end."""
@@ -51,14 +46,14 @@ def done(folder: Path) -> Trial | None:
         return Trial(**parse_json(read(path)))
 
 
-def run(name: str, folder: Path, command: Words, *, steps: int, limit_s: float) -> Trial:
+def run(name: str, folder: Path, command: Words, *, steps: int | None, limit_s: float) -> Trial:
     """Run a variant's command and note what became of it in `folder`; what fails is a trial too.
 
     Raises KeyboardInterrupt, and OSError where the folder cannot be written.
     """
     own_folder(folder)
     begun_s, begun_time = time.monotonic(), time.time()
-    words = (sys.executable, "-P", "-m", "lockstep", "compare", "measured", str(steps), *command)
+    words = (sys.executable, "-P", "-m", "lockstep", "compare", "measured", str(steps or 0), *command)
     failed, told = "", {}
     try:
         commands.run(name, [words], [folder / "log"], limit_s=limit_s)

@@ -49,6 +49,31 @@ def run(
         raise _error(name, children[failed].returncode, logs[failed])
 
 
+class Running(contextlib.AbstractContextManager["Running"]):
+    """One command that runs while the block does, and does not outlive it."""
+
+    def __init__(self, name: str, command: Command, log: Path) -> None:
+        """Start it; what it says goes to `log`."""
+        self._name, self._log = name, log
+        with open(log, "wb", buffering=0, opener=ours) as file:
+            self._child = _start(command, file)
+
+    def __exit__(self, *_: object) -> None:
+        _end([self._child], 0.0)
+
+    def check(self) -> None:
+        """Raise the error that the command has ended with, if it has ended."""
+        if self._child.poll() is not None:
+            raise _error(self._name, self._child.returncode, self._log)
+
+    def wait_for_failure(self) -> None:
+        """Raise the error of a command that is about to end, once it has."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(_GRACE_S)
+        self.check()
+        raise RunError(f"The variant {self._name} failed: it went away; its output is in {self._log}.")
+
+
 def _start(command: Command, log: IO[bytes]) -> subprocess.Popen[bytes]:
     log.write(f"$ {shlex.join(command)}\n".encode())
     # A session of its own: Ctrl-C reaches this process alone, which ends the others.

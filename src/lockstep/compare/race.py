@@ -1,0 +1,133 @@
+"""Variants that live at the same time and run by turns, some steps each: what slows the machine slows all of them.
+
+On a machine that others share, a second is not like the next: one and the same loop varies by a half within minutes,
+and by a tenth from one half second to the next. Turns of half a second each, A B C C B A, see the same machine, and a
+race has a hundred of them in the time that ten trials from the start would take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from ..errors import LockstepError, RunError
+from ..prove.commands import Command, Running
+
+_START_S = 300.0
+"""For a variant to come to its first turn."""
+_LOOK_S = 0.2
+
+
+@dataclass
+class Runner:
+    """A variant in a race: its command, its ranks' connections, and the steps a second of its turns."""
+
+    name: str
+    command: Running
+    listener: socket.socket
+    steps: int
+    ranks: list[_Rank] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    def meet(self) -> None:
+        """Return once all ranks have come to their first turn. Raises what the command has told where it ends."""
+        until_s, size = time.monotonic() + _START_S, 1
+        while len(self.ranks) < size:
+            self.command.check()
+            if time.monotonic() > until_s:
+                raise RunError(f"The variant {self.name} failed: it came to no step within {_START_S:.0f} s.")
+            with contextlib.suppress(TimeoutError):
+                connection, _ = self.listener.accept()
+                rank = _Rank(connection)
+                number, size = map(int, rank.hear(self.command).split())
+                rank.number = number
+                self.ranks.append(rank)
+        for rank in self.ranks:
+            rank.hear(self.command)
+        self.ranks.sort(key=lambda rank: rank.number)
+
+    def turn(self) -> None:
+        """Run some steps, and note their speed, by rank 0's clock."""
+        for rank in self.ranks:
+            rank.say(str(self.steps))
+        took_s = [float(rank.hear(self.command)) for rank in self.ranks]
+        self.rates.append(self.steps / took_s[0])
+
+
+class _Rank:
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(_LOOK_S)
+        self.number = 0
+        self._connection = connection
+        self._heard = b""
+
+    def say(self, text: str) -> None:
+        self._connection.sendall(f"{text}\n".encode())
+
+    def hear(self, command: Running) -> str:
+        """Return the next line; raises where the command has ended before it came."""
+        while b"\n" not in self._heard:
+            with contextlib.suppress(TimeoutError):
+                part = self._connection.recv(4096)
+                if not part:
+                    command.wait_for_failure()
+                self._heard += part
+            command.check()
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line.decode()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Race(contextlib.AbstractContextManager["Race"]):
+    """Variants that have come to their first turns. At its end none of their processes is left."""
+
+    def __init__(self) -> None:
+        self.runners: list[Runner] = []
+        self._kept = contextlib.ExitStack()
+        # Of this user alone, and short: a socket's path has at most 107 bytes.
+        self._folder = Path(self._kept.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-")))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for runner in self.runners:
+            for rank in runner.ranks:
+                rank.close()
+        self._kept.__exit__(kind, error, trace)
+
+    def address(self) -> str:
+        """Return where the next variant's ranks are to connect."""
+        return str(self._folder / str(len(self.runners)))
+
+    def add(self, name: str, command: Command, log: Path, *, steps: int) -> None:
+        """Start a variant that was given `address`, and wait until it is ready. Raises what it has told of its end."""
+        listener = self._kept.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(self.address())
+        listener.listen()
+        listener.settimeout(_LOOK_S)
+        runner = Runner(name, self._kept.enter_context(Running(name, command, log)), listener, steps)
+        self.runners.append(runner)
+        try:
+            runner.meet()
+        except LockstepError:
+            self.runners.remove(runner)
+            raise
+
+    def run(self, turns: int) -> None:
+        """Give each variant so many turns: A B C, C B A, …"""
+        for number in range(turns):
+            for runner in self.runners[:: -1 if number % 2 else 1]:
+                runner.turn()
+
+    @property
+    def rates(self) -> Mapping[str, Sequence[float]]:
+        """Steps a second by variant and turn."""
+        return {runner.name: runner.rates for runner in self.runners}
