@@ -1,8 +1,8 @@
 """Variants that live at the same time and run by turns, some steps each: what slows the machine slows all of them.
 
-On a machine that others share, a second is not like the next: one and the same loop varies by a half within minutes,
-and by a tenth from one half second to the next. Turns of half a second each, A B C C B A, see the same machine, and a
-race has a hundred of them in the time that ten trials from the start would take.
+On a machine that others share, a second is not like the next: here one and the same loop's turns of a tenth of a second
+vary by a seventh, and so do those of half a second. Many short turns, A B C C B A, see the same machine, and a race has
+hundreds of them in the time that ten trials from the start would take.
 """
 
 from __future__ import annotations
@@ -108,18 +108,24 @@ class Race(contextlib.AbstractContextManager["Race"]):
         return str(self._folder / str(len(self.runners)))
 
     def add(self, name: str, command: Command, log: Path, *, steps: int) -> None:
-        """Start a variant that was given `address`, and wait until it is ready. Raises what it has told of its end."""
+        """Start a variant that was given `address`."""
         listener = self._kept.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(self.address())
         listener.listen()
         listener.settimeout(_LOOK_S)
-        runner = Runner(name, self._kept.enter_context(Running(name, command, log)), listener, steps)
-        self.runners.append(runner)
-        try:
-            runner.meet()
-        except LockstepError:
-            self.runners.remove(runner)
-            raise
+        running = self._kept.enter_context(Running(name, command, log))
+        self.runners.append(Runner(name, running, listener, steps))
+
+    def meet(self) -> dict[str, str]:
+        """Wait until all are ready; return, by name, what those that are not have told, which race no more."""
+        failed = {}
+        for runner in list(self.runners):
+            try:
+                runner.meet()
+            except LockstepError as error:
+                failed[runner.name] = str(error)
+                self.runners.remove(runner)
+        return failed
 
     def run(self, turns: int) -> None:
         """Give each variant so many turns: A B C, C B A, …"""

@@ -20,7 +20,7 @@ from .rows import PARTS, Row
 
 HTML, MARKDOWN, JSON, CSV = "report.html", "report.md", "report.json", "report.csv"
 COVERS = (
-    "samples/s and ratios: with the interval that holds them with 95 %, over all rounds; step times: over all timed "
+    "samples/s and ratios: with the interval that holds them with 99 %, over all turns; step times: over all timed "
     "steps of rank 0; memory and processors: the sum over all ranks; losses: the largest relative difference of the "
     "first steps"
 )
@@ -87,7 +87,7 @@ _COLUMNS = (
     _Column("first step, s", lambda row: row.to_first_step_s, "{:.1f}".format),
     _Column("accuracy", lambda row: row.accuracy, "{:.2%}".format),
     _Column("losses", lambda row: row.loss_gap, lambda gap: "the same" if gap == 0 else f"{gap:.1e}"),
-    _Column("rounds", lambda row: row.rounds, "{:.0f}".format),
+    _Column("turns", lambda row: row.rounds, "{:.0f}".format),
 )
 
 
@@ -193,7 +193,7 @@ def _charts(report: Report) -> dict[str, dict[str, str]]:
         "throughput": (
             "Throughput",
             charts.bars("Throughput", [_rate(row) for row in rows], "samples/s") if rows else "",
-            "Samples a second; the line on a bar is the interval that holds it with 95 %.",
+            "Samples a second; the line on a bar is the interval that holds it with 99 %.",
         ),
         "time": (
             "Where a step's time goes",

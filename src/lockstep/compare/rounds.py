@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from .. import hardware
 from ..errors import LockstepError, RequestError, RunError, counted
 from ..files import own_folder, parse_json, read, understanding, write_json
 from . import numbers, trials
@@ -27,11 +28,9 @@ from .trials import Trial
 
 _FEWEST = 3
 """Races before an interval may be called narrow."""
-_TURN_S = 0.4
-_TURNS = (6, 40)
+_TURN_S = 0.1
+_TURNS = (12, 400)
 """At least and at most, in a race."""
-_RACES = 4
-"""Into which the time is divided."""
 _LEAST_LIMIT_S = 120.0
 _MEMORY = 0.7
 """Of what is free, that variants may hold at the same time."""
@@ -101,8 +100,8 @@ def run(
             f"--budget {plan.budget_s:.0f}s is too small: trying each variant took {tried_s:.0f} s, and a race takes "
             f"{least_s:.0f} s at least; give {math.ceil(tried_s + _FEWEST * least_s)}s for {_FEWEST} races."
         )
-    share_s = (plan.budget_s - tried_s) / _RACES
-    turns = min(_TURNS[1], max(_TURNS[0], int((share_s - start_s) / turn_s)))
+    # As long as it takes to start: more turns narrow what turns differ by, more races what starts do.
+    turns = min(_TURNS[1], max(_TURNS[0], round(start_s / turn_s)))
     number = 0
     while living and (number == 0 or not _is_over(living, plan, begun_s, start_s + turns * turn_s)):
         number += 1
@@ -113,7 +112,7 @@ def run(
 
 
 def ratio(ours: Series, theirs: Series) -> Interval:
-    """Return how many times as many steps a second."""
+    """Return how many times as many steps a second `ours` makes."""
     pairs = [
         [a / b for a, b in zip(mine, other, strict=False)]
         for mine, other in zip(ours.races, theirs.races, strict=False)
@@ -147,7 +146,13 @@ def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int)
     for group in [living] if _fit(living) else [[each] for each in living]:
         with Race() as race:
             for each in group:
-                _enter(race, each, command, folder)
+                name = _safe(each.cell.name)
+                words = command(each.cell, folder / name)
+                raced = (sys.executable, "-P", "-m", "lockstep", "compare", "raced", race.address(), *words)
+                race.add(each.cell.name, raced, folder / f"{name}.log", steps=_steps_of_turn(each))
+            failed = race.meet()
+            for each in group:
+                each.trouble = failed.get(each.cell.name, "").removeprefix(f"The variant {each.cell.name} failed: ")
             try:
                 race.run(turns)
             except LockstepError as error:  # one that fails ends the race, and is in the next no more
@@ -159,19 +164,9 @@ def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int)
     for each in living:
         if not each.failed and fewest:
             each.races.append(rates[each.cell.name][:fewest])
-    failed = {each.cell.name: each.trouble for each in living if each.trouble}
-    rates = {each.cell.name: each.races[-1] for each in living if not each.failed and fewest}
-    write_json(path, {"rates": rates, "failed": failed})
-
-
-def _enter(race: Race, series: Series, command: Commands, folder: Path) -> None:
-    name = _safe(series.cell.name)
-    words = command(series.cell, folder / name)
-    raced = (sys.executable, "-P", "-m", "lockstep", "compare", "raced", race.address(), *words)
-    try:
-        race.add(series.cell.name, raced, folder / f"{name}.log", steps=_steps_of_turn(series))
-    except LockstepError as error:
-        series.trouble = str(error).removeprefix(f"The variant {series.cell.name} failed: ")
+    told = {"failed": {each.cell.name: each.trouble for each in living if each.trouble}}
+    told["rates"] = {each.cell.name: each.races[-1] for each in living if not each.failed and fewest}
+    write_json(path, told)
 
 
 def _fit(living: Sequence[Series]) -> bool:
@@ -197,15 +192,16 @@ def _step_s(series: Series) -> float:
 
 
 def _steps_of_turn(series: Series) -> int:
-    return max(1, round(_TURN_S / _step_s(series)))
+    return max(2, round(_TURN_S / _step_s(series)))
 
 
 def _turn_s(series: Series) -> float:
-    return _steps_of_turn(series) * _step_s(series)
+    return (1 + _steps_of_turn(series)) * _step_s(series)  # the first one is not timed
 
 
 def _start_s(living: Sequence[Series]) -> float:
-    return sum((each.trial.to_first_step_s or 0.0) + 3 * _step_s(each) for each in living if each.trial is not None)
+    each_s = [(each.trial.to_first_step_s or 0.0) + 3 * _step_s(each) for each in living if each.trial is not None]
+    return max(max(each_s), sum(each_s) / hardware.cpus())  # they start at the same time
 
 
 def _is_over(living: Sequence[Series], plan: Plan, begun_s: float, race_s: float) -> bool:
