@@ -108,7 +108,7 @@ def main(given: list[str]) -> int:
     told = answer.sentences(table, found, job.shown())
     if busy > _BUSY:
         told.append(f"Other programs used {busy:.0%} of the processors when it began, which widens the intervals.")
-    runs = {each.cell.name: past.curves(each.run) for each in found if each.races}
+    runs = {each.cell.name: past.curves(each.run, steps=each.timed_to) for each in found if each.races}
     _tell(_made(f"{job.shown()[2]}: ways to train", table, told, runs), folder)
     return 0
 
@@ -152,7 +152,7 @@ def _made(
     about = ", ".join([f"{facts.cpus} × {facts.cpu_name}", *(f"{count} × {name}" for name, count in gpus.items())])
     return Report(
         title=title,
-        about=f"{about}; {version_of('lockstep-torch')}",
+        about=f"{about}; {', '.join(f'{name} {version_of(name)}' for name in ('lockstep-torch', 'torch'))}",
         made=f"Made {time.strftime('%Y-%m-%d %H:%M')} by: {shlex.join(['lockstep', *sys.argv[1:]])}",
         rows=table,
         answer=told,

@@ -60,10 +60,12 @@ def _why(chosen: Row, best: Row, equal: Sequence[Row], rows: Sequence[Row]) -> s
         return "It is the only variant that could be measured."
     slower = [row for row in rows if row is not chosen]
     next_best = max(slower, key=_rate)
-    return (
-        f"It is {_rate(chosen) / _rate(next_best):.2f}× as fast as {next_best.name}, the next, and "
-        f"{chosen.ratio.middle:.2f}× ({chosen.ratio.low:.2f}–{chosen.ratio.high:.2f}) as fast as one device."
-    )
+    told = f"It is {_rate(chosen) / _rate(next_best):.2f}× as fast as {next_best.name}, the next"
+    if chosen.devices > 1:
+        told += (
+            f", and {chosen.ratio.middle:.2f}× ({chosen.ratio.low:.2f}–{chosen.ratio.high:.2f}) as fast as one device"
+        )
+    return f"{told}."
 
 
 def _limit(row: Row) -> str:

@@ -96,7 +96,7 @@ def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal:
     xs, ys = [x for x, _ in points], [y for _, y in points]
     if ideal:
         ys = [*ys, *xs, 0.0]
-    x_ticks, y_ticks = _ticks(min(xs), max(xs)), _ticks(min(ys), max(ys))
+    x_ticks, y_ticks = sorted(set(xs)) if ideal else _ticks(min(xs), max(xs)), _ticks(min(ys), max(ys))
     (x_low, x_high), (y_low, y_high) = _ends(x_ticks, xs), _ends(y_ticks, ys)
     top, left = _TOP + 24 * math.ceil(len(given) / 4), 64
     height = top + _HEIGHT

@@ -46,8 +46,11 @@ def load(folder: Path) -> Run:
     return found
 
 
-def curves(folder: Path) -> tuple[list[float], list[tuple[float, float]]]:
-    """Return a run's losses by step, and (seconds since its start, percent) of a processor, or of its GPUs."""
+def curves(folder: Path, *, steps: int | None = None) -> tuple[list[float], list[tuple[float, float]]]:
+    """Return a run's losses by step, and (seconds since its start, percent) of a processor, or of its GPUs.
+
+    `steps` is how many of them are wanted, by default all.
+    """
     losses: list[float] = []
     busy: list[tuple[float, float]] = []
     begun: float | None = None
@@ -62,7 +65,7 @@ def curves(folder: Path) -> tuple[list[float], list[tuple[float, float]]]:
                 percent = row.get("device_percent", row.get("process_cpu_percent"))
                 if percent is not None:
                     busy.append((float(row["time"]) - begun, float(percent)))
-    return losses, busy
+    return losses[:steps], busy
 
 
 def check_one_job(runs: Sequence[Run]) -> None:

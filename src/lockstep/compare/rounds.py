@@ -22,6 +22,7 @@ from ..errors import LockstepError, RequestError, RunError, counted
 from ..files import own_folder, parse_json, read, understanding, write_json
 from . import numbers, trials
 from .grid import Cell, Words
+from .measured import WARM_UP
 from .numbers import Interval
 from .race import Race
 from .trials import Trial
@@ -52,6 +53,11 @@ class Series:
     def failed(self) -> str:
         """Why it is tried no more; "" while it is."""
         return self.cell.why_not or ("" if self.trial is None else self.trial.failed) or self.trouble
+
+    @property
+    def timed_to(self) -> int:
+        """The last of its trial's steps that exchanged gradients, as training does."""
+        return 0 if self.trial is None else WARM_UP + len(self.trial.step_s)
 
     @property
     def run(self) -> Path:

@@ -1,0 +1,81 @@
+"""`lockstep compare`, whole: real commands that run by turns, a report, and a comparison that goes on where it was."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lockstep.compare.report import write
+
+from ..command import command
+from ..needs import need
+from ..unit.test_compare import told
+from .test_script import LOOP
+
+FAILS = LOOP.replace("    x = torch.randn", "    if session.world.size > 2:\n        labels()\n    x = torch.randn")
+
+
+def test_a_script_is_compared_and_a_variant_that_fails_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS.replace("session.epochs(3)", "session.epochs(10**6)"))
+    words = ("--vary", "devices=1,2,3", "--budget", "45s", "--steps", 8, "--accelerator", "cpu", "--output", "found")
+    ended = command(tmp_path, "compare", *words, "train.py", "found/ignored")
+    assert ended.code == 0, ended
+    report = json.loads((tmp_path / "found" / "report.json").read_text())
+    one, two, three = report["rows"]
+    assert three["name"] == "3"
+    assert "labels reach 10" in three["failed"]
+    for row in (one, two):
+        assert row["samples_per_s"]["low"] < row["samples_per_s"]["middle"] < row["samples_per_s"]["high"]
+        parts = row["parts_s"]
+        assert sum(parts.values()) > 0
+        assert abs(parts["rest"]) < 0.05 * sum(parts.values()), "the others add up to the step"
+    assert two["loss_gap"] < 1e-9, "the same model"
+    assert two["bytes_a_step"] > 0
+    assert one["bytes_a_step"] is None
+    assert report["answer"][0].startswith("Take: lockstep run --accelerator cpu --devices ")
+    again = command(tmp_path, "compare", *words, "train.py", "found/ignored")
+    assert again.code == 0, again
+    assert json.loads((tmp_path / "found" / "report.json").read_text())["rows"][0]["parts_s"] == one["parts_s"]
+    other = command(tmp_path, "compare", "--vary", "devices=1,2", *words[2:], "train.py", "x")
+    assert (other.code, "holds another comparison" in other.err) == (2, True)
+
+
+LOOK = """<script>
+document.querySelectorAll("th button")[1].click();
+const names = [...document.querySelectorAll("table.sortable tbody tr")].map(row => row.cells[0].textContent);
+document.title = JSON.stringify({
+  names, sorted: document.querySelectorAll("th")[1].getAttribute("aria-sort"),
+  wide: document.documentElement.scrollWidth - window.innerWidth,
+  ink: getComputedStyle(document.querySelector("svg text")).fill,
+  charts: [...document.querySelectorAll("svg")].filter(svg => svg.getBoundingClientRect().height > 50).length,
+  labels: [...document.querySelectorAll("[role=img]")].every(image => image.getAttribute("aria-label")),
+  asked: performance.getEntriesByType("resource").length,
+});
+</script>"""
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280])
+def test_a_report_in_a_browser_fits_sorts_and_asks_no_network(width: int, tmp_path: Path) -> None:
+    need([] if shutil.which("chromium") else ["chromium"])
+    write(told("two"), tmp_path)
+    page = tmp_path / "looked.html"
+    page.write_text((tmp_path / "report.html").read_text().replace("</body>", f"{LOOK}</body>"))
+    words = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--window-size={width},900"]
+    home = tmp_path / "profile"
+    done = subprocess.run(
+        [*words, f"--user-data-dir={home}", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    title, *_ = re.findall("<title>(.*?)</title>", done.stdout)
+    found = json.loads(html.unescape(title))
+    assert found["names"] == ["two", "one"], "the fastest first"
+    assert found["sorted"] == "descending"
+    assert found["wide"] <= 0, "no page that scrolls sideways"
+    assert found["charts"] == 6
+    assert found["labels"]
+    assert found["asked"] == 0
