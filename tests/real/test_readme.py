@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import flags
+from lockstep.cli import compare, flags
 from lockstep.cli.main import main
+from lockstep.cli.words import take
+from lockstep.compare import grid
 
 from ..command import CODE, COLD, ROOT, command, events, refusal
 
@@ -90,6 +92,10 @@ def test_each_command_is_understood(
     elif rest[:1] in (["gradients"], ["curve"]):
         known = list(takewhile(lambda word: not word.endswith(".py"), rest[1:]))  # a script's own flags are its own
         assert flags.parse(known, prog=f"lockstep verify {rest[0]}")
+    elif verb == "compare" and rest[0] != "--from":
+        own, known = take([word for word in rest if not word.endswith(".py")], compare.OWN)
+        assert grid.axes(own.get("--vary", [])) or known == ["digits"]
+        assert flags.parse(known, prog="lockstep compare", check=lambda *_: None)
     elif verb == "submit":
         assert main([verb, *rest, "--dry-run"]) == 0
     elif rest:  # of runs that are not there
@@ -100,7 +106,7 @@ def test_each_command_is_understood(
 
 def test_each_flag_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     named = {flag for code in _code() if "lockstep" in code or code.startswith(("…", "--")) for flag in _flags(code)}
-    for words in ("train", "run", "eval", "submit slurm", "verify gradients", "verify curve", "doctor"):
+    for words in ("train", "run", "eval", "submit slurm", "verify gradients", "verify curve", "doctor", "compare"):
         with contextlib.suppress(SystemExit):
             main([*words.split(), "--help"])
     known = _flags(capsys.readouterr().out)

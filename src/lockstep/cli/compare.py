@@ -51,12 +51,13 @@ where the time goes. Without --vary, those that make sense on this machine.
   --steps N          steps of the trial that tells where the time goes; by default as many as fill its time
   --tolerance T      relative difference of losses that counts as the same model (default: 1e-3, 1e-9 in fp64)
   --yes              run more than 64 variants
+  --from RUN …       a report on runs that have ended, which are ways of one job
   --output FOLDER    default: runs/NAME-compare; a comparison that was stopped there goes on
 
 Exit code: 0 measured, 1 no variant could be, 2 it cannot be tried.
 """
 _PROG = "lockstep compare"
-_OWN: dict[str, type] = {
+OWN: dict[str, type] = {
     "--vary": list,
     "--budget": str,
     "--scaling": str,
@@ -81,7 +82,7 @@ def main(given: list[str]) -> int:
         return _from(given[1:])
     has_script = run.names_script(given, ("--yes",))
     ours, script = run.split(given, ("--yes",)) if has_script else (given, [])
-    asked, rest = words.take(ours, _OWN)
+    asked, rest = words.take(ours, OWN)
     job = _Job(rest, script)
     base = job.config(())
     varied = grid.axes(asked.get("--vary", [])) or _usual(base, is_script=has_script)

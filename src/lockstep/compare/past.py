@@ -34,6 +34,8 @@ class Run:
 def load(folder: Path) -> Run:
     """Return what a run has recorded. Raises `RequestError` where `folder` is no run that has ended, or is damaged."""
     summary, config, steps = (folder / name for name in ("summary.json", "config.toml", "steps.jsonl"))
+    if not folder.is_dir():
+        raise RequestError(f"{shown(folder)} is not there; give the folder of a run that has ended.")
     for path in (summary, config, steps):
         if not path.exists():
             raise RequestError(f"{shown(folder)} is no run that has ended: it has no {path.name}; give another folder.")
