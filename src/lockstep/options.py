@@ -161,10 +161,12 @@ def to_toml(config: RunConfig, only: Collection[str] | None = None) -> str:
 
     With `only`, the other options are left out as well.
     """
-    return visible_json(tomli_w.dumps({key: value for key, value in told(config, only).items() if value is not None}))
+    return visible_json(
+        tomli_w.dumps({key: value for key, value in recorded(config, only).items() if value is not None})
+    )
 
 
-def told(config: RunConfig, only: Collection[str] | None = None) -> dict[str, Any]:
+def recorded(config: RunConfig, only: Collection[str] | None = None) -> dict[str, Any]:
     """Return {public key: value} of the options in `only`, or of all."""
     return {key: value for key, value in flatten(config).items() if only is None or key in only}
 

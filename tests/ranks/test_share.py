@@ -42,7 +42,11 @@ class _Samples(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         drawn = 0.0 if self._drawn is None else self._drawn.random()
-        return {"x": torch.tensor([(self._first + index) % 12 + drawn]), "name": "a", "at": (torch.rand(2),)}
+        return {
+            "x": torch.tensor([(self._first + index) % 12 + drawn]),
+            "name": "a",
+            "at": (torch.rand(2), torch.ones(1).bfloat16()),
+        }
 
 
 class _Stream(IterableDataset[Any]):

@@ -17,7 +17,6 @@ import psutil
 from rich.table import Table
 
 from .. import folders, hardware
-from ..batching import BatchPlan
 from ..compare import answer, grid, past, rounds, rows
 from ..compare.grid import Cell, Words
 from ..compare.measured import Measured, Raced
@@ -31,7 +30,7 @@ from ..launchers.table import visible_gpus
 from ..screen import Screen, line
 from ..versions import version_of
 from . import flags, output, run, words
-from .train import entry, preflight
+from .train import check, entry
 
 if TYPE_CHECKING:
     from ..world import World
@@ -186,13 +185,7 @@ class _Job:
             config, _ = run.asked([*self._given, *more, *self._script], prog=_PROG)
         else:
             config = flags.parse([*self._given, *more], prog=_PROG)
-            preflight(config)
-            BatchPlan.solve(
-                config.batch.size,
-                launchers.least_ranks(config),
-                micro_size=config.batch.micro_batch,
-                accumulation=config.batch.accumulate,
-            )
+            check(config)
         return dataclasses.replace(config, record=dataclasses.replace(config.record, output=self.output))
 
     def command(self, cell: Cell, folder: Path) -> Words:

@@ -25,13 +25,7 @@ def main(given: list[str]) -> int:
     if not given:
         raise RequestError(f"lockstep train lacks what to train: give a recipe ({', '.join(recipes())}), or flags.")
     config = flags.parse(given, prog="lockstep train")
-    preflight(config)
-    BatchPlan.solve(
-        config.batch.size,
-        launchers.least_ranks(config),
-        micro_size=config.batch.micro_batch,
-        accumulation=config.batch.accumulate,
-    )
+    check(config)
     if not launchers.starts_here(config):
         launchers.launch(entry, config)
         return 0
@@ -39,6 +33,17 @@ def main(given: list[str]) -> int:
     with folders.begun(config) as begun:
         launchers.launch(entry, begun)
     return 0
+
+
+def check(config: RunConfig) -> None:
+    """Refuse what can be seen to be impossible, a batch that cannot be shared out included."""
+    preflight(config)
+    BatchPlan.solve(
+        config.batch.size,
+        launchers.least_ranks(config),
+        micro_size=config.batch.micro_batch,
+        accumulation=config.batch.accumulate,
+    )
 
 
 def preflight(config: RunConfig) -> None:

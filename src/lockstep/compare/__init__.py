@@ -1,10 +1,12 @@
 """Variants of one job, run side by side: which way is best on this hardware, and why.
 
 grid       the variants that were asked for, and those that cannot be
-measured   one of them in a rank: what some steps of the job's own loop cost, and where the time goes
+measured   one of them in a rank, watched: what its steps cost, and where their time goes (energy, matrix)
 trials     one of them as a command of its own; what became of it, on the disk
-rounds     all of them by turns, until their ratios are known well enough
-numbers    a ratio and its interval from noisy rounds
-rows       the table that comes of it
+race       several that live at the same time, and run by turns
+rounds     the course of a comparison: trials, then races, until the ratios are known well enough
+numbers    a ratio, and the interval that holds it
+rows       the table that comes of it; past, the same of runs that have ended
 answer     the recommendation in words
+report     what is written down, with its charts; listed, the runs of a folder
 """

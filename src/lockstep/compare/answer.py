@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from . import rounds
 from .rounds import Series
@@ -26,7 +26,7 @@ def sentences(found: Sequence[Row], series: Sequence[Series], command: Sequence[
     by_name = {each.cell.name: each for each in series}
     fair = [row for row in rows if row.same_model is not False] or rows
     best = max(fair, key=lambda row: _rate(row))
-    equal = [row for row in fair if row is not best and not _is_slower(by_name[row.name], by_name[best.name])]
+    equal = [row for row in fair if row is not best and not _is_slower(row, best, by_name)]
     chosen = min([best, *equal], key=lambda row: (row.devices, rows.index(row)))
     told = [f"Take: {shlex.join([*command, *chosen.flags])}"]
     told.append(_why(chosen, best, equal, rows))
@@ -45,9 +45,10 @@ def _rate(row: Row) -> float:
     return row.samples_per_s.middle
 
 
-def _is_slower(ours: Series, best: Series) -> bool:
-    """Whether a variant is slower than the best, beyond the noise of the turns that both had."""
-    return rounds.ratio(ours, best).high < 1
+def _is_slower(row: Row, best: Row, by_name: Mapping[str, Series]) -> bool:
+    """Whether a variant has fewer samples a second than the best, beyond the noise of the turns that both had."""
+    steps = rounds.ratio(by_name[row.name], by_name[best.name])
+    return steps.high * (row.batch or 1) / (best.batch or 1) < 1
 
 
 def _why(chosen: Row, best: Row, equal: Sequence[Row], rows: Sequence[Row]) -> str:

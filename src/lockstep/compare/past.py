@@ -112,7 +112,6 @@ def _row(run: Run, flags: tuple[str, ...]) -> Row:
         flags=flags,
         devices=int(chosen.get("devices") or plan.get("ranks") or 1),
         ranks=int(plan.get("ranks") or 1),
-        rounds=1,
         batch=plan.get("global_size"),
         samples_per_s=None if not rate else Interval(float(rate), 0.0, math.inf),
         failed="" if rate else f"ended with exit code {summary.get('exit')}, and no speed was recorded",

@@ -22,6 +22,9 @@ from ..prove.commands import Command, Running
 _START_S = 300.0
 """For a variant to come to its first turn."""
 _LOOK_S = 0.2
+_TURN = 50.0
+"""Times what a turn should take, after which a variant hangs; at least `_LEAST_TURN_S`."""
+_LEAST_TURN_S = 60.0
 
 
 @dataclass
@@ -32,6 +35,8 @@ class Runner:
     command: Running
     listener: socket.socket
     steps: int
+    turn_s: float
+    """What a turn should take."""
     ranks: list[_Rank] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
 
@@ -39,25 +44,33 @@ class Runner:
         """Return once all ranks have come to their first turn. Raises what the command has told where it ends."""
         until_s, size = time.monotonic() + _START_S, 1
         while len(self.ranks) < size:
-            self.command.check()
-            if time.monotonic() > until_s:
-                raise RunError(f"The variant {self.name} failed: it came to no step within {_START_S:.0f} s.")
+            self._check(until_s)
             with contextlib.suppress(TimeoutError):
-                connection, _ = self.listener.accept()
-                rank = _Rank(connection)
-                number, size = map(int, rank.hear(self.command).split())
-                rank.number = number
+                rank = _Rank(self.listener.accept()[0])
+                rank.number, size = map(int, self._hear(rank, until_s).split())
                 self.ranks.append(rank)
         for rank in self.ranks:
-            rank.hear(self.command)
+            self._hear(rank, until_s)
         self.ranks.sort(key=lambda rank: rank.number)
 
     def turn(self) -> None:
         """Run some steps, and note their speed, by rank 0's clock."""
         for rank in self.ranks:
             rank.say(str(self.steps))
-        took_s = [float(rank.hear(self.command)) for rank in self.ranks]
+        until_s = time.monotonic() + max(_LEAST_TURN_S, _TURN * self.turn_s)
+        took_s = [float(self._hear(rank, until_s)) for rank in self.ranks]
         self.rates.append(self.steps / took_s[0])
+
+    def _hear(self, rank: _Rank, until_s: float) -> str:
+        """Return the rank's next line. Raises what the command has told where it ends, or `RunError` where it hangs."""
+        while (line := rank.heard()) is None:
+            self._check(until_s)
+        return line
+
+    def _check(self, until_s: float) -> None:
+        self.command.check()
+        if time.monotonic() > until_s:
+            raise RunError(f"The variant {self.name} failed: it hangs; the log of its race may say where.")
 
 
 class _Rank:
@@ -70,15 +83,15 @@ class _Rank:
     def say(self, text: str) -> None:
         self._connection.sendall(f"{text}\n".encode())
 
-    def hear(self, command: Running) -> str:
-        """Return the next line; raises where the command has ended before it came."""
-        while b"\n" not in self._heard:
-            with contextlib.suppress(TimeoutError):
-                part = self._connection.recv(4096)
-                if not part:
-                    command.wait_for_failure()
-                self._heard += part
-            command.check()
+    def heard(self) -> str | None:
+        """Return the next line; None where it has not come within a moment."""
+        if b"\n" not in self._heard:
+            begun_s = time.monotonic()
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                self._heard += self._connection.recv(4096)
+            if b"\n" not in self._heard:
+                time.sleep(max(0.0, _LOOK_S - (time.monotonic() - begun_s)))  # it went away, and its command ends too
+                return None
         line, _, self._heard = self._heard.partition(b"\n")
         return line.decode()
 
@@ -107,14 +120,14 @@ class Race(contextlib.AbstractContextManager["Race"]):
         """Return where the next variant's ranks are to connect."""
         return str(self._folder / str(len(self.runners)))
 
-    def add(self, name: str, command: Command, log: Path, *, steps: int) -> None:
+    def add(self, name: str, command: Command, log: Path, *, steps: int, turn_s: float) -> None:
         """Start a variant that was given `address`."""
         listener = self._kept.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(self.address())
         listener.listen()
         listener.settimeout(_LOOK_S)
         running = self._kept.enter_context(Running(name, command, log))
-        self.runners.append(Runner(name, running, listener, steps))
+        self.runners.append(Runner(name, running, listener, steps, turn_s))
 
     def meet(self) -> dict[str, str]:
         """Wait until all are ready; return, by name, what those that are not have told, which race no more."""

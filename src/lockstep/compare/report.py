@@ -87,7 +87,7 @@ _COLUMNS = (
     _Column("first step, s", lambda row: row.to_first_step_s, "{:.1f}".format),
     _Column("accuracy", lambda row: row.accuracy, "{:.2%}".format),
     _Column("losses", lambda row: row.loss_gap, lambda gap: "the same" if gap == 0 else f"{gap:.1e}"),
-    _Column("turns", lambda row: row.rounds, "{:.0f}".format),
+    _Column("turns", lambda row: row.turns, "{:.0f}".format),
 )
 
 

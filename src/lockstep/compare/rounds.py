@@ -155,10 +155,11 @@ def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int)
                 name = _safe(each.cell.name)
                 words = command(each.cell, folder / name)
                 raced = (sys.executable, "-P", "-m", "lockstep", "compare", "raced", race.address(), *words)
-                race.add(each.cell.name, raced, folder / f"{name}.log", steps=_steps_of_turn(each))
+                log, steps = folder / f"{name}.log", _steps_of_turn(each)
+                race.add(each.cell.name, raced, log, steps=steps, turn_s=_turn_s(each))
             failed = race.meet()
             for each in group:
-                each.trouble = failed.get(each.cell.name, "").removeprefix(f"The variant {each.cell.name} failed: ")
+                each.trouble = failed.get(each.cell.name, "")
             try:
                 race.run(turns)
             except LockstepError as error:  # one that fails ends the race, and is in the next no more
@@ -170,6 +171,8 @@ def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int)
     for each in living:
         if not each.failed and fewest:
             each.races.append(rates[each.cell.name][:fewest])
+    for each in living:
+        each.trouble = each.trouble.removeprefix(f"The variant {each.cell.name} failed: ")
     told = {"failed": {each.cell.name: each.trouble for each in living if each.trouble}}
     told["rates"] = {each.cell.name: each.races[-1] for each in living if not each.failed and fewest}
     write_json(path, told)

@@ -30,7 +30,7 @@ class Row:
     failed: str = ""
     devices: int = 1
     ranks: int = 1
-    rounds: int = 0
+    turns: int = 0
     batch: int | None = None
     samples_per_s: Interval | None = None
     ratio: Interval | None = None
@@ -87,7 +87,7 @@ def _row(series: Series, base: Series | None, first: Series | None, tolerance: f
         flags=cell.flags,
         devices=cell.devices,
         ranks=told["ranks"],
-        rounds=sum(map(len, series.races)),
+        turns=sum(map(len, series.races)),
         batch=batch,
         samples_per_s=rate,
         ratio=ratio,

@@ -35,7 +35,8 @@ def signature(value: Any) -> Signature:
 def _leaves(value: Any) -> Iterator[Signature]:
     if isinstance(value, Tensor):
         if value.layout == torch.strided and not value.is_nested and not value.is_quantized:
-            yield from _leaves(value.detach().resolve_conj().resolve_neg().cpu().numpy(force=True))
+            value = value.double() if value.is_floating_point() else value  # NumPy knows no bfloat16
+            yield from _leaves(value.numpy(force=True))
     elif isinstance(value, bool | int | np.integer | np.bool_ | bytes):
         yield [repr(value)]
     elif isinstance(value, str):

@@ -66,13 +66,6 @@ class Running(contextlib.AbstractContextManager["Running"]):
         if self._child.poll() is not None:
             raise _error(self._name, self._child.returncode, self._log)
 
-    def wait_for_failure(self) -> None:
-        """Raise the error of a command that is about to end, once it has."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(_GRACE_S)
-        self.check()
-        raise RunError(f"The variant {self._name} failed: it went away; its output is in {self._log}.")
-
 
 def _start(command: Command, log: IO[bytes]) -> subprocess.Popen[bytes]:
     log.write(f"$ {shlex.join(command)}\n".encode())

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..files import write_whole
-from ..options import to_toml, told
+from ..options import recorded, to_toml
 from ..screen import Screen
 from ..topology import Topology
 from .base import FromStart, Recorder, Recorders
@@ -50,7 +50,7 @@ def build(
         recorders = Recorders(
             [
                 JsonLines(folder / "steps.jsonl"),
-                TensorBoard(folder, config=told(config, only), identity=identity, resume_step=resume_step),
+                TensorBoard(folder, config=recorded(config, only), identity=identity, resume_step=resume_step),
                 Manifest(folder, topology=topology, hardware=hardware),
                 Summary(folder),
                 shown,  # the last: it tells which files are there, and what failed
