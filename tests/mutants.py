@@ -517,10 +517,6 @@ ranks with other data train on: sessions.py
 an evaluation is a part of a step: compare/measured.py
 - self.phase_s = self._whole.copy()
 + self._whole = self.phase_s
-= unit/test_compare.py::test_an_interval_holds_the_ratio_and_the_same_is_no_winner[0.03]
-what differs from start to start is no noise: compare/numbers.py
-- max(within, among)
-+ within
 = unit/test_session.py::test_steps_that_are_made_once_in_several_batches_are_continued_where_they_stood
 a batch without a step is not counted: sessions.py
 - if micro.last and loop.has_begun:

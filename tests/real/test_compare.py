@@ -46,7 +46,10 @@ def test_a_script_is_compared_and_a_variant_that_fails_is_a_row(
     assert two["bytes_a_step"] > 0
     assert one["bytes_a_step"] is None
     assert report["answer"][0].startswith("Take: lockstep run --accelerator cpu --devices ")
+    race = tmp_path / "found" / "race-01" / "race.json"
+    race.unlink()  # as where it was stopped in its midst
     assert main(["compare", *words, "train.py", "found/ignored"]) == 0
+    assert set(json.loads(race.read_text())["rates"]) == {"1", "2"}
     assert json.loads((tmp_path / "found" / "report.json").read_text())["rows"][0]["parts_s"] == one["parts_s"]
     words[1] = "devices=1,2"
     assert "holds another comparison" in refusal(capsys, "compare", *words, "train.py", "x")

@@ -109,12 +109,13 @@ def test_a_single_turn_knows_no_ratio() -> None:
 
 
 def test_what_lies_between_epochs_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 1.0, 2.0, 9.0, 9.5, 10.0])
+    now = iter([0.0, 1.0, 2.0, 8.0, 9.0, 9.5, 10.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     clock = Clock()
     clock.note("data")
     clock.end_step("step")
-    clock.go_on()  # after seven seconds of evaluation
+    clock.note("eval")
+    clock.go_on()  # after seven seconds
     clock.note("data")
     clock.end_step("step")
     assert clock.step_s == [2.0, 1.0]

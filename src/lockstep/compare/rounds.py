@@ -8,6 +8,7 @@ part of what an interval has to hold.
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -131,7 +132,7 @@ def _trial(series: Series, command: Commands, *, steps: int | None, limit_s: flo
     if found := trials.done(folder):
         return found
     own_folder(series.folder)
-    own_folder(folder)
+    _make_anew(folder)
     return trials.run(series.cell.name, folder, command(series.cell, folder / trials.RUN), steps=steps, limit_s=limit_s)
 
 
@@ -147,7 +148,7 @@ def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int)
                 else:
                     each.trouble = told["failed"].get(each.cell.name, "it was in no race")
         return
-    own_folder(folder)
+    _make_anew(folder)
     rates: dict[str, list[float]] = {}
     for group in [living] if _fit(living) else [[each] for each in living]:
         with Race() as race:
@@ -176,6 +177,13 @@ def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int)
     told = {"failed": {each.cell.name: each.trouble for each in living if each.trouble}}
     told["rates"] = {each.cell.name: each.races[-1] for each in living if not each.failed and fewest}
     write_json(path, told)
+
+
+def _make_anew(folder: Path) -> None:
+    """Make an empty folder: what was begun there and came to no end has left runs, which are not continued."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    own_folder(folder)
 
 
 def _fit(living: Sequence[Series]) -> bool:
