@@ -82,10 +82,10 @@ def main(given: list[str]) -> int:
     has_script = run.names_script(given, ("--yes",))
     ours, script = run.split(given, ("--yes",)) if has_script else (given, [])
     asked, rest = words.take(ours, OWN)
-    job = _Job(rest, script)
+    job = Job(rest, script)
     base = job.config(())
     varied = grid.axes(asked.get("--vary", [])) or _usual(base, is_script=has_script)
-    weak = _scaling(asked.get("--scaling", "strong"))
+    weak = scaling(asked.get("--scaling", "strong"))
     cells = grid.cells(varied, job.config, weak=weak, yes=asked.get("--yes", False))
     plan = rounds.Plan(
         budget_s=_seconds(asked.get("--budget", "2m")), width=0.02, steps=_whole("--steps", asked.get("--steps"))
@@ -95,7 +95,7 @@ def main(given: list[str]) -> int:
     screen = Screen(stderr=True)
     busy = psutil.cpu_percent(0.5) / 100
     _announce(screen, cells, plan, busy)
-    with _telling(screen) as tell:
+    with telling(screen) as tell:
         try:
             found = rounds.run(cells, job.command, folder, plan, tell)
         except KeyboardInterrupt:
@@ -170,21 +170,22 @@ def _tell(report: Report, folder: Path) -> None:
         _print(Screen(), report, folder, names)
 
 
-class _Job:
+class Job:
     """What all variants have: the command's own words."""
 
-    def __init__(self, given: Sequence[str], script: Sequence[str]) -> None:
+    def __init__(self, given: Sequence[str], script: Sequence[str], *, prog: str = _PROG) -> None:
+        self._prog = prog
         self._given = flags.without([*given], ("output",))
         self._script = tuple(script)
-        output = flags.parse([*given], prog=_PROG, check=_anything) if not script else None
-        self.output = output.record.output if output else run.asked([*given, *script], prog=_PROG)[0].record.output
+        output = flags.parse([*given], prog=prog, check=_anything) if not script else None
+        self.output = output.record.output if output else run.asked([*given, *script], prog=prog)[0].record.output
 
     def config(self, more: Words) -> RunConfig:
         """Return the config of the job with more flags. Raises `RequestError` where it cannot be."""
         if self._script:
-            config, _ = run.asked([*self._given, *more, *self._script], prog=_PROG)
+            config, _ = run.asked([*self._given, *more, *self._script], prog=self._prog)
         else:
-            config = flags.parse([*self._given, *more], prog=_PROG)
+            config = flags.parse([*self._given, *more], prog=self._prog)
             check(config)
         return dataclasses.replace(config, record=dataclasses.replace(config.record, output=self.output))
 
@@ -225,7 +226,8 @@ def _usual(base: RunConfig, *, is_script: bool) -> dict[str, list[str]]:
     return grid.usual(found.cpus, gpus, has_bf16=found.has_bf16_units, is_script=is_script)
 
 
-def _scaling(text: str) -> bool:
+def scaling(text: str) -> bool:
+    """Return whether scaling is weak. Raises `RequestError` for another word than strong or weak."""
     if text not in ("strong", "weak"):
         raise RequestError(f"--scaling {text}: give strong (one global batch) or weak (one batch a device).")
     return text == "weak"
@@ -286,7 +288,8 @@ def _announce(screen: Screen, cells: Sequence[Cell], plan: rounds.Plan, busy: fl
 
 
 @contextlib.contextmanager
-def _telling(screen: Screen) -> Iterator[Any]:
+def telling(screen: Screen) -> Iterator[Any]:
+    """Yield what says what is being done: in one line that changes, or line by line where nobody watches."""
     if screen.is_terminal:
         with screen.status("") as status:
             yield lambda phrase: status.update(line(phrase))

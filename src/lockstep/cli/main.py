@@ -25,6 +25,7 @@ VERBS = {
     "eval": "evaluate a checkpoint exactly: lockstep eval RUN [flags]",
     "verify": "proofs: N ranks against one, variants of a run, a run's records: lockstep verify WHAT",
     "compare": "ways to train side by side, and which to take: lockstep compare RECIPE [--vary OPTION=VALUES]",
+    "forecast": "what more devices would bring: lockstep forecast RECIPE --devices 1:64 --network 100GbE",
     "runs": "the runs of a folder as a table: lockstep runs [FOLDER]",
     "diff": "how two checkpoints differ: lockstep diff A B",
     "submit": "hand a run to a cluster: lockstep submit slurm [its flags] RECIPE [flags]",

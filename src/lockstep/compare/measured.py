@@ -7,6 +7,7 @@ are faster by is the communication that no computation hides. Nothing is evaluat
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import time
 from collections import defaultdict
@@ -34,7 +35,9 @@ _SILENT = 0.5
 _TIMED_S = 1.5
 _FEWEST, _MOST = 4, 500
 WARM_UP = 3
-"""Steps before the timed ones: what happens once is over, and the operations of the last but one are counted."""
+"""Steps before anything is timed: what happens once is over, and the operations of the last but one are counted."""
+_WARM_S = 1.0
+"""For which the job then runs at full speed before the timed steps: memory never touched before comes slowly."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,37 @@ class Measured:
     entry: Callable[[RunConfig, World], Any]
     steps: int = 0
     """Those that are timed; 0 for as many as fill `_TIMED_S`."""
+    is_profiled: bool = False
+    """Whether as many steps follow in which each exchange's place is noted, and none without exchange."""
 
     def __call__(self, config: RunConfig, world: World) -> None:
         """Measure (*collective*). Raises what the job does, and `RunError` where it ends before all steps are made."""
-        probe = Probe(world, self.steps)
+        probe = Probe(world, self.steps, is_profiled=self.is_profiled)
         if _watched(self.entry, config, world, probe):
             return
         raise RunError(
             f"The job has ended after {probe.made} steps, before enough were measured: give it more --epochs, or fewer "
             "--steps."
         )
+
+
+@dataclass(frozen=True)
+class Share:
+    """An entry for the launchers: runs `entry` on one rank as the first of `ranks`, without the others.
+
+    It computes that rank's share, by the code that runs on several; nothing is exchanged. What it costs, and where its
+    steps meet what would be exchanged, is written into the run's folder.
+    """
+
+    entry: Callable[[RunConfig, World], Any]
+    ranks: int
+
+    def __call__(self, config: RunConfig, world: World) -> None:
+        """Measure. Raises what the job does, and `RunError` where it ends before all steps are made."""
+        alone = dataclasses.replace(
+            world, topology=dataclasses.replace(world.topology, size=self.ranks), group=None, memory=None
+        )
+        Measured(self.entry, is_profiled=True)(config, alone)
 
 
 @dataclass(frozen=True)
@@ -73,7 +97,7 @@ class Raced:
 class Watcher(Protocol):
     """Is told when a job's step is over, and has its clock."""
 
-    clock: Clock
+    clock: Any
     kept: contextlib.ExitStack
 
     def after_step(self, loop: Loop) -> None:
@@ -181,13 +205,13 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 class Probe:
     """Counts a job's steps as they end, and times those that are to be timed."""
 
-    def __init__(self, world: World, steps: int) -> None:
-        self.clock = Clock()
+    def __init__(self, world: World, steps: int, *, is_profiled: bool = False) -> None:
+        self.clock: Any = Clock()
         self.kept = contextlib.ExitStack()
         """What has to be put back in the end."""
         self.made = 0
-        self._world, self._steps = world, steps
-        self._timed_to = self._last = 0
+        self._world, self._steps, self._is_profiled = world, steps, is_profiled
+        self._warm_to, self._timed_to, self._last = WARM_UP, 0, 0
         self._counting = contextlib.ExitStack()
         self._counter: Any = None
         self._bytes = 0
@@ -204,24 +228,37 @@ class Probe:
             self._counting.close()
             self._bytes += _of_gradients(loop, self._world)
         self.clock.end_step(self._world.pulse.phase)
-        if self.made == WARM_UP:
-            self._plan()
-            self._begin(loop)
+        if self.made == self._warm_to:
+            more = self._as_many_as_fill(_WARM_S) - (self.made - WARM_UP)
+            if more > 0:
+                self._warm_to += more
+            else:
+                self._plan()
+                self._begin(loop)
         if self.made == self._timed_to:
             self._note(loop)
-            self._be_silent()
-            self._begin(loop)
+            if self._is_profiled:
+                self._profile(loop)
+            else:
+                self._be_silent()
+                self._begin(loop)
         if self.made == self._last:
-            if self._last > self._timed_to:
+            if self._is_profiled:
+                self._told["profile"] = self.clock.told()
+            elif self._last > self._timed_to:
                 self._told["silent_step_s"] = list(self.clock.step_s)
             raise _EnoughError(loop.folder, self._told)
 
     def _plan(self) -> None:
         """Decide how many steps are timed, the same on every rank (*collective*)."""
-        fill = max(_FEWEST, min(_MOST, round(_TIMED_S / self.clock.step_s[-1])))
-        self._steps = self._steps or self._world.gather(fill)[0]
-        self._timed_to = WARM_UP + self._steps
-        self._last = self._timed_to + (max(1, round(self._steps * _SILENT)) if self._world.size > 1 else 0)
+        self._steps = self._steps or max(_FEWEST, self._as_many_as_fill(_TIMED_S))
+        self._timed_to = self._warm_to + self._steps
+        more = self._steps if self._is_profiled else max(1, round(self._steps * _SILENT)) if self._world.size > 1 else 0
+        self._last = self._timed_to + more
+
+    def _as_many_as_fill(self, seconds: float) -> int:
+        """Return how many steps fill so many seconds, the same on every rank (*collective*)."""
+        return int(self._world.gather(min(_MOST, round(seconds / self.clock.step_s[-1])))[0])
 
     def _count(self) -> None:
         """Count the operations of the next step, and the bytes that this rank gives to collectives in it."""
@@ -262,6 +299,7 @@ class Probe:
         seconds = sum(self.clock.step_s)
         self._told |= {
             "ranks": self._world.size,
+            "warm_up": self._warm_to,
             "step_s": self.clock.step_s,
             "phase_s": phase_s,
             "busy_processors": cpu_s / seconds,
@@ -271,6 +309,15 @@ class Probe:
             "matrix_flops_per_s": rate,
             "bytes_a_step": self._bytes if self._world.size > 1 else None,
         }
+
+    def _profile(self, loop: Loop) -> None:
+        """Have the points of each step noted from now on."""
+        from .profiler import Stamps
+
+        job = getattr(loop.parts, "job", None)
+        models = [job.model] if job is not None else loop.parts.models.values()  # type: ignore[attr-defined]
+        self._told["overlaps"] = job is not None  # a loop of one's own exchanges its gradients after the backward pass
+        self.clock = Stamps(models, self._world.device)
 
     def _be_silent(self) -> None:
         """Have gradients exchanged no more, and the replicas, which part then, compared no more."""

@@ -8,7 +8,6 @@ part of what an interval has to hold.
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ from ..errors import LockstepError, RequestError, RunError, counted
 from ..files import own_folder, parse_json, read, understanding, write_json
 from . import numbers, trials
 from .grid import Cell, Words
-from .measured import WARM_UP
 from .numbers import Interval
 from .race import Race
 from .trials import Trial
@@ -58,7 +56,7 @@ class Series:
     @property
     def timed_to(self) -> int:
         """The last of its trial's steps that exchanged gradients, as training does."""
-        return 0 if self.trial is None else WARM_UP + len(self.trial.step_s)
+        return 0 if self.trial is None else self.trial.told["warm_up"] + len(self.trial.step_s)
 
     @property
     def run(self) -> Path:
@@ -132,8 +130,9 @@ def _trial(series: Series, command: Commands, *, steps: int | None, limit_s: flo
     if found := trials.done(folder):
         return found
     own_folder(series.folder)
-    _make_anew(folder)
-    return trials.run(series.cell.name, folder, command(series.cell, folder / trials.RUN), steps=steps, limit_s=limit_s)
+    trials.make_anew(folder)
+    watched = ("compare", "measured", str(steps or 0), *command(series.cell, folder / trials.RUN))
+    return trials.run(series.cell.name, folder, watched, limit_s=limit_s)
 
 
 def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int) -> None:
@@ -148,7 +147,7 @@ def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int)
                 else:
                     each.trouble = told["failed"].get(each.cell.name, "it was in no race")
         return
-    _make_anew(folder)
+    trials.make_anew(folder)
     rates: dict[str, list[float]] = {}
     for group in [living] if _fit(living) else [[each] for each in living]:
         with Race() as race:
@@ -177,13 +176,6 @@ def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int)
     told = {"failed": {each.cell.name: each.trouble for each in living if each.trouble}}
     told["rates"] = {each.cell.name: each.races[-1] for each in living if not each.failed and fewest}
     write_json(path, told)
-
-
-def _make_anew(folder: Path) -> None:
-    """Make an empty folder: what was begun there and came to no end has left runs, which are not continued."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    own_folder(folder)
 
 
 def _fit(living: Sequence[Series]) -> bool:

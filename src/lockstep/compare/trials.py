@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -46,14 +47,16 @@ def done(folder: Path) -> Trial | None:
         return Trial(**parse_json(read(path)))
 
 
-def run(name: str, folder: Path, command: Words, *, steps: int | None, limit_s: float) -> Trial:
-    """Run a variant's command and note what became of it in `folder`; what fails is a trial too.
+def run(name: str, folder: Path, watched: Words, *, limit_s: float) -> Trial:
+    """Run a variant's command, `watched` by a verb of lockstep's; note in `folder` what became of it.
+
+    What fails is a trial too.
 
     Raises KeyboardInterrupt, and OSError where the folder cannot be written.
     """
     own_folder(folder)
     begun_s, begun_time = time.monotonic(), time.time()
-    words = (sys.executable, "-P", "-m", "lockstep", "compare", "measured", str(steps or 0), *command)
+    words = (sys.executable, "-P", "-m", "lockstep", *watched)
     failed, told = "", {}
     try:
         commands.run(name, [words], [folder / "log"], limit_s=limit_s)
@@ -73,6 +76,13 @@ def run(name: str, folder: Path, command: Words, *, steps: int | None, limit_s: 
     )
     write_json(folder / _RESULT, vars(found))
     return found
+
+
+def make_anew(folder: Path) -> None:
+    """Make an empty folder: what was begun there and came to no end has left runs, which are not continued."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    own_folder(folder)
 
 
 def losses(folder: Path) -> list[float]:

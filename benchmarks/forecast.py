@@ -1,0 +1,210 @@
+"""Whether `lockstep forecast` is right: its times of a step against measured ones, on nodes with throttled links.
+
+The nodes are the tests' network namespaces, with a processor each (more than there are processors share them). A rank's
+share is measured on all nodes at once, so that it has what the real rank has of the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lockstep.compare import forecast, networks
+from lockstep.compare.forecast import Cluster, Job
+from lockstep.compare.networks import Links
+from lockstep.compare.numbers import Interval
+from lockstep.compare.timeline import Link
+from tests.command import Running
+from tests.real.hosts import Host, hosts, missing
+
+from .harness import Report, Skipped, verdict
+
+WORLDS = (2, 3, 4)
+STEPS = 30
+GOAL_MEDIAN, GOAL_WORST, GOAL_HELD = 0.08, 0.20, 0.9
+_LIMIT_S = 400
+_PORTS = count(29600)
+_LINKS = {"100 Mbit/s": ("100mbit", 100e6 / 8, "16kb"), "1 Gbit/s": ("1gbit", 1e9 / 8, "64kb")}
+"""{name: (rate in tc's words, bytes/s, what may pass at once)}."""
+_ON_THE_WIRE = 1448 / 1514
+"""The part of an Ethernet frame, as tc counts it, that TCP carries with time stamps."""
+
+
+class Wide(nn.Sequential):
+    """13 MB of gradients in several buckets, and no BatchNorm."""
+
+    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
+        wide = 1024
+        layers: list[nn.Module] = [nn.Flatten(), nn.Linear(in_channels * image_size**2, wide), nn.ReLU()]
+        for _ in range(3):
+            layers += [nn.Linear(wide, wide), nn.ReLU()]
+        super().__init__(*layers, nn.Linear(wide, classes))
+
+
+JOBS: Mapping[str, Sequence[str]] = {
+    "resnet8, 0.3 MB, 18 exchanges of BatchNorm": ("--batch", "64"),
+    "4 × 1,024, 13 MB in 13 buckets": ("--batch", "256", "--model", "benchmarks.forecast:Wide", "--lr", "0.01"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job on so many nodes over a link: what was said of it, and what it was."""
+
+    job: str
+    world: int
+    link: str
+    forecast_s: Interval
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """The forecast's, relative to what was measured."""
+        return self.forecast_s.middle / self.measured_s - 1
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the error bar holds what was measured."""
+        return self.forecast_s.holds(self.measured_s)
+
+
+def measure() -> Report:
+    """Return the forecasts beside what was measured."""
+    if why := missing():
+        raise Skipped(why)
+    cases: list[Case] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, words in JOBS.items():
+            for world in WORLDS:
+                with hosts(world) as nodes:
+                    cases += _of(nodes, name, words, Path(folder) / f"{len(cases)}")
+    errors = sorted(abs(each.error) for each in cases)
+    median, worst = statistics.median(errors), errors[-1]
+    held = sum(each.is_held for each in cases)
+    return Report(
+        title="Forecasts against measurements",
+        finding=f"The median error of {len(cases)} forecasts is {median:.0%} (goal {GOAL_MEDIAN:.0%}, "
+        f"{verdict(median <= GOAL_MEDIAN)}), the worst {worst:.0%} (goal {GOAL_WORST:.0%}, "
+        f"{verdict(worst <= GOAL_WORST)}); the error bar holds what was measured in {held} (goal "
+        f"{GOAL_HELD:.0%}, {verdict(held >= GOAL_HELD * len(cases))}).",
+        columns=("job", "nodes", "link", "forecast, ms", "90 %", "measured, ms", "error", "held"),
+        rows=[
+            (
+                each.job,
+                f"{each.world}",
+                each.link,
+                f"{1000 * each.forecast_s.middle:.1f}",
+                f"{1000 * each.forecast_s.low:.1f}–{1000 * each.forecast_s.high:.1f}",
+                f"{1000 * each.measured_s:.1f}",
+                f"{each.error:+.0%}",
+                "yes" if each.is_held else "no",
+            )
+            for each in cases
+        ],
+        method="`lockstep train digits` under ddp on network namespaces with one processor each, whose links `tc tbf` "
+        "slows down. A rank's share is measured on all nodes at the same time, without exchange; gloo's own message "
+        "time between two nodes without a limit; the limit's rate is added by arithmetic. Nothing is fitted to a "
+        f"measured step of several ranks. Measured: {STEPS} steps after the warm-up, mean.",
+        n=f"one run of each case, {forecast.PASSES} of each share",
+    )
+
+
+def _of(nodes: Sequence[Host], name: str, words: Sequence[str], folder: Path) -> Iterator[Case]:
+    """Yield the cases of one job on these nodes."""
+    world = len(nodes)
+    told = [_shares(nodes, words, folder / f"share-{number}") for number in range(forecast.PASSES)]
+    shares = [forecast.share(ranks, 1, [one for each in told for one in each]) for ranks in (1, world)]
+    own = _message(nodes[:2], folder)
+    for link, (rate, bytes_per_s, burst) in _LINKS.items():
+        with _throttled(nodes, rate, burst):
+            real = _together(nodes, folder / rate, ("compare", "measured", f"{STEPS}"), words)
+        wire = Link.of(bytes_per_s * _ON_THE_WIRE, 0.0).behind(own)
+        cluster = Cluster(between=Links(wire, wire, wire), within=Links(wire, wire, wire), per_node=1)
+        job = Job(batch=int(words[1]), steps_per_epoch=None, epochs=1, on_gpu=False)
+        (row,) = forecast.forecast(shares, job, cluster, [world])
+        yield Case(name, world, link, row.step_s, statistics.fmean(real["step_s"]))
+
+
+def _shares(nodes: Sequence[Host], words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+    """Return what each node tells of the first rank's share, all at the same time."""
+    how = ("--strategy", "ddp", "--devices", "1", "--eval-every", 10**9, "--epochs", 1000)
+    started = [
+        each.lockstep(
+            folder, "forecast", "share", len(nodes), "train", "digits", *words, *how, "--output", folder / each.name
+        )
+        for each in _made(folder, nodes)
+    ]
+    _ended(started)
+    return [json.loads((folder / each.name / "measured.json").read_text()) for each in nodes]
+
+
+def _together(nodes: Sequence[Host], folder: Path, watched: Sequence[str], words: Sequence[str]) -> dict[str, Any]:
+    """Return what rank 0 tells of the job on all nodes."""
+    meets = f"tcp://{nodes[0].address}:{next(_PORTS)}"
+    how = ("--strategy", "ddp", "--init-method", meets, "--world-size", len(nodes), "--eval-every", 10**9)
+    started = [
+        each.lockstep(
+            folder,
+            *watched,
+            "train",
+            "digits",
+            *words,
+            *how,
+            "--rank",
+            rank,
+            "--epochs",
+            1000,
+            "--output",
+            folder / "run",
+        )
+        for rank, each in enumerate(_made(folder, nodes))
+    ]
+    _ended(started)
+    found: dict[str, Any] = json.loads((folder / "run" / "measured.json").read_text())
+    return found
+
+
+def _message(nodes: Sequence[Host], folder: Path) -> Link:
+    """Return gloo's own message time between two nodes."""
+    meets = f"tcp://{nodes[0].address}:{next(_PORTS)}"
+    how = ("doctor", "--json", "--accelerator", "cpu", "--init-method", meets, "--world-size", len(nodes))
+    started = [each.lockstep(folder, *how, "--rank", rank) for rank, each in enumerate(_made(folder, nodes))]
+    first = _ended(started)[0]
+    return networks.measured(json.loads(first))
+
+
+def _made(folder: Path, nodes: Sequence[Host]) -> Sequence[Host]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return nodes
+
+
+def _ended(started: Sequence[Running]) -> list[str]:
+    """Return what the commands have printed; raise `RuntimeError` where one failed."""
+    said = [each.communicate(timeout=_LIMIT_S) for each in started]
+    for each, (_, trouble) in zip(started, said, strict=True):
+        if each.returncode:
+            raise RuntimeError(trouble)
+    return [text for text, _ in said]
+
+
+@contextlib.contextmanager
+def _throttled(nodes: Sequence[Host], rate: str, burst: str) -> Iterator[None]:
+    """Slow down what each node sends within the block."""
+    for each in nodes:
+        each.do(f"tc qdisc add dev eth0 root tbf rate {rate} burst {burst} latency 1s")
+    try:
+        yield
+    finally:
+        for each in nodes:
+            with contextlib.suppress(AssertionError, subprocess.SubprocessError):
+                each.do("tc qdisc del dev eth0 root")

@@ -1,0 +1,290 @@
+"""What more devices would bring: steps of one rank's share, measured here, laid out over a cluster that is described.
+
+For each number of devices in a selection the first rank's share of the job is run here alone, twice, in processes of
+its own (`measured.Share`); shares between these are interpolated. `timeline` says what N such ranks come to. The error
+bar holds a step's time with 90 %: how much a process's steps differ from the next one's (a prediction interval of all
+processes that were run), and how good the links are, taken together as independent errors are.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import RunError
+from ..files import parse_json, read, understanding
+from . import numbers, timeline, trials
+from .grid import Cell, Words
+from .networks import Links
+from .numbers import Interval
+from .timeline import FREE, GATHER, Network, Point, Profile
+from .trials import Trial
+
+SURE = 0.9
+"""That an error bar holds the time."""
+PASSES = 2
+_MOST_MEASURED = 5
+_LIMIT_S = 600.0
+LOSSES = ("smaller shares", "the slowest rank", "the network's rate", "the network's latency")
+"""What keeps N devices from being N times as fast."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What was measured of the first rank of so many, which has the profile's samples of each step."""
+
+    ranks: int
+    profile: Profile
+    process_s: tuple[float, ...]
+    """A mean step, of each process."""
+    memory_bytes: float
+    """The most that a rank held: on the GPU where it has one, else of its process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the job is, whatever the devices."""
+
+    batch: int
+    steps_per_epoch: int | None
+    epochs: int
+    on_gpu: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What so many devices come to."""
+
+    devices: int
+    share: int
+    """Samples of a step that the fullest rank has."""
+    step_s: Interval
+    speed_up: Interval
+    """Of samples a second, over one device."""
+    samples_per_s: float
+    epoch_s: float | None
+    cost: float | None
+    """Of the whole run, in the price's unit."""
+    memory_bytes: float
+    """Of a device."""
+    bytes_a_step: int
+    losses_s: dict[str, float] = field(default_factory=dict)
+    """Of a step, by `LOSSES`: with an N-th of one device's step they sum to it."""
+    dp_speed_up: float | None = None
+    """Under dp instead; None where that cannot be."""
+
+    @property
+    def efficiency(self) -> float:
+        """The speed-up, by the devices."""
+        return self.speed_up.middle / self.devices
+
+    @property
+    def limit(self) -> str:
+        """What costs most; "" where nothing costs much."""
+        name, seconds = max(self.losses_s.items(), key=lambda each: each[1], default=("", 0.0))
+        return name if seconds > 0.02 * self.step_s.middle else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What would run it."""
+
+    between: Links
+    within: Links
+    per_node: int
+    price: float | None = None
+    """Of a device and hour."""
+    is_weak: bool = False
+    """Whether each device has as many samples as one has now."""
+
+    def network(self, quality: int, *, has_trees: bool) -> Network:
+        """Return the network as it is at worst (0), in the middle (1) or at best (2)."""
+        return Network(
+            between=self.between[quality], within=self.within[quality], per_node=self.per_node, has_trees=has_trees
+        )
+
+
+def chosen(devices: Sequence[int], batch: int, *, is_weak: bool) -> list[int]:
+    """Return the numbers of devices whose shares are measured: one, and up to four that span the others evenly."""
+    if is_weak:
+        return [1, 2] if max(devices) > 1 else [1]
+    by_share = {math.ceil(batch / ranks): ranks for ranks in sorted(devices, reverse=True) if ranks > 1}
+    several = sorted(by_share.values())
+    kept = _MOST_MEASURED - 1
+    if len(several) > kept:
+        several = [several[round(number * (len(several) - 1) / (kept - 1))] for number in range(kept)]
+    return [1, *several]
+
+
+def measure(
+    ranks: Sequence[int],
+    command: Callable[[Cell, Path], Words],
+    cell: Callable[[int], Cell],
+    folder: Path,
+    tell: Callable[[str], None],
+) -> tuple[list[Share], Job]:
+    """Measure the shares that `folder` does not hold yet, and return all. Raises `RunError` where one fails."""
+    found: dict[int, list[Trial]] = {each: [] for each in ranks}
+    for number in range(1, PASSES + 1):
+        for each in ranks:
+            tell(f"measuring a rank's share of {each} ({number} of {PASSES})")
+            found[each].append(_trial(each, command, cell(each), folder / f"share-{each}-{number}"))
+    first = folder / f"share-{ranks[0]}-1" / trials.RUN / "steps.jsonl"
+    with understanding(first):
+        start = parse_json(read(first).partition(b"\n")[0])
+    told = found[ranks[0]][0].told
+    job = Job(
+        batch=int(start["plan"]["global_size"]),
+        steps_per_epoch=start["steps_per_epoch"] or None,
+        epochs=start["epochs"] or 1,
+        on_gpu=told["peak_memory_bytes"]["device"] is not None,
+    )
+    return [share(each, job.batch, [trial.told for trial in found[each]]) for each in ranks], job
+
+
+def _trial(ranks: int, command: Callable[[Cell, Path], Words], cell: Cell, folder: Path) -> Trial:
+    found = trials.done(folder)
+    if found is None or found.failed:
+        trials.make_anew(folder)
+        words = ("forecast", "share", str(ranks), *command(cell, folder / trials.RUN))
+        found = trials.run(f"share of {ranks}", folder, words, limit_s=_LIMIT_S)
+    if found.failed:
+        raise RunError(f"A rank's share of {ranks} cannot be measured: {found.failed}")
+    return found
+
+
+def share(ranks: int, batch: int, told: Sequence[dict[str, Any]]) -> Share:
+    """Return what processes have told of the first rank's share of so many. Raises `RunError` where they differ."""
+    merged = [_merged(each["profile"]) for each in told]
+    points = merged[0][0]
+    if any(other != points for other, _ in merged):
+        raise RunError("The job's steps are not the same from one process to the next: there is no step to forecast.")
+    means = tuple(statistics.fmean(each["step_s"]) for each in told)
+    # Noting the points takes time of its own: what a step lasts is known from those before.
+    seconds = [found * (mean_s / found.sum(1).mean()) for (_, found), mean_s in zip(merged, means, strict=True)]
+    peaks = [each["peak_memory_bytes"] for each in told]
+    return Share(
+        ranks,
+        Profile(
+            batch=math.ceil(batch / ranks),
+            points=points,
+            seconds=np.concatenate(seconds),
+            overlaps=told[0]["overlaps"],
+        ),
+        means,
+        max(peak["device"] or peak["host"] for peak in peaks),
+    )
+
+
+def _merged(told: dict[str, Any]) -> tuple[tuple[Point, ...], np.ndarray]:
+    """Return the points and seconds without the gradients of micro-batches but the last: those are not exchanged."""
+    points = [tuple(each) for each in told["points"]]
+    seconds = np.array(told["seconds"])
+    last = {point: number for number, point in enumerate(points)}
+    kept = [number for number, point in enumerate(points) if point[0] == GATHER or last[point] == number]
+    ends = [*(number + 1 for number in kept), len(points) + 1]
+    begins = [0, *ends[:-1]]
+    columns = [seconds[:, begin:end].sum(1) for begin, end in zip(begins, ends, strict=True)]
+    return tuple(Point(kind, int(size_bytes)) for kind, size_bytes, _ in (points[each] for each in kept)), np.stack(
+        columns, 1
+    )
+
+
+def forecast(shares: Sequence[Share], job: Job, cluster: Cluster, devices: Sequence[int]) -> list[Forecast]:
+    """Return a row for each number of devices."""
+    return [_row(shares, job, cluster, each, _error(shares)) for each in devices]
+
+
+def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, error: float) -> Forecast:
+    one = shares[0]
+    profile, memory_bytes = _at(shares, devices, math.ceil(job.batch / (1 if cluster.is_weak else devices)))
+    trees = job.on_gpu
+    worst, middle, best = (cluster.network(quality, has_trees=trees) for quality in range(3))
+    step_s = timeline.step_s(profile, devices, middle)
+    slow = math.hypot(timeline.step_s(profile, devices, worst) - step_s, error * profile.step_s)
+    fast = math.hypot(step_s - timeline.step_s(profile, devices, best), error * profile.step_s)
+    times = Interval(step_s, max(step_s - fast, 0.1 * step_s), step_s + slow)
+    grown = devices if cluster.is_weak else 1
+    speed_up = Interval(*(one.profile.step_s * grown / each for each in (times.middle, times.high, times.low)))
+    steps = None if job.steps_per_epoch is None else math.ceil(job.steps_per_epoch / grown)
+    epoch_s = None if steps is None else steps * step_s
+    cost = None
+    if cluster.price is not None and epoch_s is not None:
+        cost = devices * cluster.price * epoch_s * job.epochs / 3600
+    return Forecast(
+        devices=devices,
+        share=profile.batch,
+        step_s=times,
+        speed_up=speed_up,
+        samples_per_s=job.batch * grown / step_s,
+        epoch_s=epoch_s,
+        cost=cost,
+        memory_bytes=memory_bytes,
+        bytes_a_step=timeline.bytes_a_step(profile) if devices > 1 else 0,
+        losses_s=_losses(profile, devices, middle, one.profile.step_s * grown / devices),
+        dp_speed_up=_dp(shares, profile, devices, middle, grown)
+        if job.on_gpu and 1 < devices <= cluster.per_node
+        else None,
+    )
+
+
+def _losses(profile: Profile, devices: int, network: Network, ideal_s: float) -> dict[str, float]:
+    """Return what each cause adds to the ideal step, taken in one after the other."""
+    if devices == 1:
+        return {}
+    stages = (
+        profile.step_s,
+        timeline.step_s(profile, devices, FREE),
+        timeline.step_s(profile, devices, network.instant()),
+        timeline.step_s(profile, devices, network),
+    )
+    return {name: b - a for name, a, b in zip(LOSSES, (ideal_s, *stages), stages, strict=False)}
+
+
+def _dp(shares: Sequence[Share], profile: Profile, devices: int, network: Network, grown: int) -> float:
+    step_s = timeline.data_parallel_s(profile, devices, network)
+    return shares[0].profile.step_s * grown / step_s
+
+
+def _at(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, float]:
+    """Return the profile and the memory of a rank of so many devices with so many samples."""
+    one, *several = shares
+    if devices == 1 or not several:
+        return one.profile, one.memory_bytes
+    several = sorted(several, key=lambda each: each.profile.batch)
+    above = next((each for each in several if each.profile.batch >= batch), several[-1])
+    below = next((each for each in reversed(several) if each.profile.batch <= batch), several[0])
+    if above is below:
+        return replace(above.profile, batch=batch), above.memory_bytes
+    part = (batch - below.profile.batch) / (above.profile.batch - below.profile.batch)
+    step_s = below.profile.step_s + part * (above.profile.step_s - below.profile.step_s)
+    memory = below.memory_bytes + part * (above.memory_bytes - below.memory_bytes)
+    return above.profile.scaled(step_s / above.profile.step_s, batch), memory
+
+
+def _error(shares: Sequence[Share]) -> float:
+    """Return by how much, relative, one more process may differ from the mean of those that were run."""
+    logs = [[math.log(each_s) for each_s in share.process_s] for share in shares]
+    freedom = sum(len(each) - 1 for each in logs)
+    if not freedom:
+        return 0.0
+    variance = sum((len(each) - 1) * statistics.variance(each) for each in logs if len(each) > 1) / freedom
+    return numbers.student((1 + SURE) / 2, freedom) * math.sqrt(variance * (1 + 1 / PASSES))
+
+
+def sentences(rows: Sequence[Forecast], unit: str) -> list[str]:
+    """Return what it comes to in words; `unit` is what a device is called."""
+    told = []
+    for row in rows:
+        if row.devices == 1:
+            continue
+        low, middle, high = row.speed_up.low, row.speed_up.middle, row.speed_up.high
+        limit = f", limited by {row.limit}" if row.limit else ""
+        told.append(f"{row.devices} {unit}s: {middle:.3g}× ({low:.3g}–{high:.3g}){limit}.")
+    return told

@@ -1,0 +1,100 @@
+"""What devices may be connected by: presets, a rate and a latency in words, or what `lockstep doctor` has measured.
+
+A preset is a link's rate one way as its standard gives it, and the time of a small message between two programs. Of the
+rate, all-reduces reach a part, which differs from machine to machine (NVIDIA's nccl-tests and `lockstep doctor` tell
+it): between `_REACHED`'s ends, which the error bars hold.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import RequestError, unknown
+from ..files import parse_json, read, understanding
+from .timeline import Link
+
+_REACHED = (0.5, 0.7, 0.9)
+"""The part of the rate, at the least, in the middle, at the most."""
+
+
+class Links(NamedTuple):
+    """A link as it is at worst, in the middle, and at best."""
+
+    worst: Link
+    middle: Link
+    best: Link
+
+
+_GBIT = 1e9 / 8
+_ETHERNET_S = (50e-6, 30e-6, 15e-6)
+_INFINIBAND_S = (15e-6, 8e-6, 3e-6)
+_PCIE_S = (10e-6, 6e-6, 3e-6)
+_NVLINK_S = (4e-6, 2e-6, 1e-6)
+PRESETS: dict[str, tuple[float, tuple[float, float, float]]] = {
+    **{f"{gbit}GbE": (gbit * _GBIT, _ETHERNET_S) for gbit in (1, 10, 25, 40, 100, 200, 400)},
+    "InfiniBand-EDR": (100 * _GBIT, _INFINIBAND_S),
+    "InfiniBand-HDR": (200 * _GBIT, _INFINIBAND_S),
+    "InfiniBand-NDR": (400 * _GBIT, _INFINIBAND_S),
+    "PCIe3": (15.75e9, _PCIE_S),
+    "PCIe4": (31.5e9, _PCIE_S),
+    "PCIe5": (63e9, _PCIE_S),
+    "NVLink2": (150e9, _NVLINK_S),
+    "NVLink3": (300e9, _NVLINK_S),
+    "NVLink4": (450e9, _NVLINK_S),
+    "NVLink5": (900e9, _NVLINK_S),
+}
+"""{name: (bytes/s one way, seconds of a small message at worst, in the middle, at best)}; PCIe: 16 lanes."""
+_RATES = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": _GBIT, "mb": 1e6, "gb": 1e9}
+_TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_WORDS = re.compile(r"([\d.]+)\s*([kmg]bit|[mg]b)(?:/s)?\s*,\s*([\d.]+)\s*(us|µs|ms|s)", re.IGNORECASE)
+_SIZE = re.compile(r"all-reduce (\d+) (B|KiB|MiB|GiB)")
+_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def links(flag: str, text: str) -> Links:
+    """Return the link that `flag`'s value names. Raises `RequestError` for what is none, with the nearest names."""
+    by_name = {name.lower(): name for name in PRESETS}
+    if (name := by_name.get(text.lower())) is not None:
+        rate, latencies_s = PRESETS[name]
+        worst, middle, best = (
+            Link.of(part * rate, latency_s) for part, latency_s in zip(_REACHED, latencies_s, strict=True)
+        )
+        return Links(worst, middle, best)
+    if found := _WORDS.fullmatch(text.strip()):
+        number, unit, seconds, time = found.groups()
+        try:
+            rate, latency_s = float(number) * _RATES[unit.lower()], float(seconds) * _TIMES[time.lower()]
+        except ValueError:
+            rate = 0.0
+        if rate > 0:
+            link = Link.of(rate, latency_s)
+            return Links(link, link, link)
+    if text.endswith(".json"):
+        return _examined(Path(text))
+    advice = "or a rate and a latency such as 10Gbit/s,50us, or a FILE.json of lockstep doctor --json."
+    raise unknown(f"network of {flag}", text, PRESETS, advice)
+
+
+def _examined(path: Path) -> Links:
+    with understanding(path):
+        link = measured(parse_json(read(path)))
+    return Links(link, link, link)
+
+
+def measured(told: dict[str, Any]) -> Link:
+    """Return the link that all-reduces have gone through in what `lockstep doctor --json` has printed.
+
+    Raises `RequestError` where it was printed by one rank, which has exchanged nothing.
+    """
+    ranks = int(told["ranks"])
+    points = []
+    for each in told["findings"]:
+        if found := _SIZE.fullmatch(each["name"]):
+            # A ring of N: 2 (N - 1) messages, one after the other, of an N-th part.
+            size_bytes, messages = int(found[1]) * _BYTES[found[2]] / ranks, 2 * (ranks - 1)
+            points.append((size_bytes, float(each["value"]) / messages))
+    if len(points) < 2:
+        raise RequestError("What lockstep doctor has printed holds no all-reduce: give it --devices 2 or more.")
+    return Link(tuple(points))

@@ -1,0 +1,208 @@
+"""The time of one step on several ranks: computation as measured on one, and exchanges over links that are described.
+
+A measured step is a list of points: where BatchNorm exchanges its statistics, and where a gradient is ready. Between
+two points lies computation, of which there are as many samples as steps were measured. The timeline lays this out for
+N ranks:
+
+- A rank that computes while others do is ready when the slowest is: the expected largest of N draws from the samples,
+  over all computation since ranks last waited for one another.
+- BatchNorm's exchanges are waited for. Gradients are put into buckets in the order in which they are ready; a bucket is
+  sent when its last one is, while computation goes on, and the step ends when the last bucket is summed and the
+  optimizer has stepped. Exchanges go one after the other.
+- An exchange takes what a ring takes (Patarasuk & Yuan, 2009), or, where the library may choose, two trees (Sanders,
+  Speck & Träff, 2009) if these are faster. A ring sends 2 (N - 1) messages, one after the other, of an N-th part.
+
+Nothing in it is fitted to a measured step of several ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+"""DistributedDataParallel's defaults (torch.nn.parallel.DistributedDataParallel, `bucket_cap_mb`)."""
+GATHER, GRADIENT = "gather", "gradient"
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a step's computation meets an exchange: a `GATHER` of so many bytes a rank, or a `GRADIENT` of so many."""
+
+    kind: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Steps of one rank, as they were measured."""
+
+    batch: int
+    """Samples of a step."""
+    points: tuple[Point, ...]
+    seconds: np.ndarray
+    """(steps, points + 1): of computation before each point, from the end of the step before; the last, after all."""
+    overlaps: bool
+    """Whether gradients are exchanged while the backward pass goes on, or after it."""
+
+    @property
+    def step_s(self) -> float:
+        """Of a mean step."""
+        return float(self.seconds.sum(1).mean())
+
+    def scaled(self, factor: float, batch: int) -> Profile:
+        """Return it with all seconds times `factor`, as of another batch."""
+        return replace(self, seconds=self.seconds * factor, batch=batch)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries messages: (bytes, seconds until a message has arrived), by size; on a line between these."""
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, bytes_per_s: float, latency_s: float) -> Link:
+        """Return a link of this rate, one way, over which a small message takes `latency_s`."""
+        return cls(((0.0, latency_s), (bytes_per_s, latency_s + 1.0)))
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of a small message."""
+        return self.points[0][1]
+
+    def message_s(self, size_bytes: float) -> float:
+        """Return the seconds of a message of so many bytes."""
+        smallest, latency_s = self.points[0]
+        if size_bytes <= smallest:
+            return latency_s
+        (a, a_s), (b, b_s) = next(
+            (pair for pair in zip(self.points, self.points[1:], strict=False) if size_bytes <= pair[1][0]),
+            self.points[-2:],
+        )
+        return a_s + (b_s - a_s) / (b - a) * (size_bytes - a)
+
+    def behind(self, other: Link) -> Link:
+        """Return the link over which a message takes the time of both, one after the other."""
+        sizes = sorted({size_bytes for size_bytes, _ in (*self.points, *other.points)})
+        return Link(tuple((each, self.message_s(each) + other.message_s(each)) for each in sizes))
+
+    def instant(self) -> Link:
+        """Return it without latency."""
+        return Link(tuple((size_bytes, max(0.0, taken - self.latency_s)) for size_bytes, taken in self.points))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Nodes of `per_node` devices: `within` a node each has a link, `between` nodes there is one a node."""
+
+    between: Link
+    within: Link
+    per_node: int = 1
+    has_trees: bool = False
+    """Whether the library may add up along trees (NCCL), or along a ring alone (gloo)."""
+
+    def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
+        """Return the seconds that it takes to sum so many bytes over the ranks."""
+        ring_s = 2 * self.all_gather_s(size_bytes / ranks, ranks)
+        if not self.has_trees or ranks == 1:
+            return ring_s
+        hops_s = math.ceil(math.log2(self._nodes(ranks))) * self.between.latency_s
+        hops_s += (min(self.per_node, ranks) - 1) * self.within.latency_s
+        return min(ring_s, 2 * (hops_s + self._transfer_s(size_bytes, ranks)))
+
+    def all_gather_s(self, size_bytes: float, ranks: int) -> float:
+        """Return the seconds that it takes to have so many bytes of each rank on all: messages around the ring."""
+        if ranks == 1:
+            return 0.0
+        between = self._nodes(ranks) - 1
+        hops_s = between * self.between.latency_s + (ranks - 1 - between) * self.within.latency_s
+        return hops_s + (ranks - 1) * self._transfer_s(size_bytes, ranks)
+
+    def instant(self) -> Network:
+        """Return the same without latency."""
+        return replace(self, between=self.between.instant(), within=self.within.instant())
+
+    def _nodes(self, ranks: int) -> int:
+        return math.ceil(ranks / self.per_node)
+
+    def _transfer_s(self, size_bytes: float, ranks: int) -> float:
+        """Return what so many bytes add to a message's latency on the slowest of the links."""
+        links = [self.between] if self._nodes(ranks) > 1 else []
+        links += [self.within] if self.per_node > 1 else []
+        return max(link.message_s(size_bytes) - link.latency_s for link in links)
+
+
+_NO_LINK = Link.of(math.inf, 0.0)
+FREE = Network(between=_NO_LINK, within=_NO_LINK)
+"""Exchanges that take no time."""
+
+
+def step_s(profile: Profile, ranks: int, network: Network, *, waits: bool = True) -> float:
+    """Return the seconds of a step of so many ranks, each with the profile's batch.
+
+    Without `waits` no rank is slower than the mean one.
+    """
+    seconds = profile.seconds if waits else profile.seconds.mean(0, keepdims=True)
+    *before, after = seconds.T
+    slowest = _Slowest(len(seconds), ranks)
+    # From the moment at which the gradients are there: the optimizer's step, then the next one up to that moment.
+    now_s, since, free_s = 0.0, after.copy(), 0.0
+    buckets = _buckets(profile)
+    for number, (point, taken) in enumerate(zip(profile.points, before, strict=True)):
+        since += taken
+        if point.kind == GATHER:
+            begin_s = max(now_s + slowest(since), free_s)
+            now_s = free_s = begin_s + network.all_gather_s(point.bytes, ranks)
+            since = np.zeros_like(since)
+        elif size_bytes := buckets.get(number):
+            free_s = max(now_s + slowest(since), free_s) + network.all_reduce_s(size_bytes, ranks)
+    return max(now_s + slowest(since), free_s)
+
+
+def data_parallel_s(profile: Profile, ranks: int, network: Network) -> float:
+    """Return the seconds of a step of one process that drives so many devices, as torch's DataParallel does.
+
+    Weights are sent to all devices before the forward pass and gradients summed on the first after the backward pass;
+    neither overlaps with computation, and BatchNorm exchanges nothing.
+    """
+    size_bytes = sum(point.bytes for point in profile.points if point.kind == GRADIENT)
+    slowest = _Slowest(len(profile.seconds), ranks)
+    return slowest(profile.seconds.sum(1)) + network.all_reduce_s(size_bytes, ranks)  # a broadcast and a reduction
+
+
+def bytes_a_step(profile: Profile) -> int:
+    """Return the bytes that a rank gives to exchanges in a step."""
+    gathered = sum(point.bytes for point in profile.points if point.kind == GATHER)
+    return gathered + sum(_buckets(profile).values())
+
+
+class _Slowest:
+    """The expected largest of N draws from as many samples, by their order: no law of their distribution is assumed."""
+
+    def __init__(self, samples: int, ranks: int) -> None:
+        part = np.arange(samples + 1) / samples
+        self._weights = np.diff(part**ranks)
+
+    def __call__(self, values: np.ndarray) -> float:
+        return float(np.sort(values) @ self._weights)
+
+
+def _buckets(profile: Profile) -> dict[int, int]:
+    """Return {the number of the point at which a bucket is sent: its bytes}."""
+    gradients = [(number, point.bytes) for number, point in enumerate(profile.points) if point.kind == GRADIENT]
+    if not gradients:
+        return {}
+    last = gradients[-1][0]
+    if not profile.overlaps:
+        return {last: sum(size_bytes for _, size_bytes in gradients)}
+    found: dict[int, int] = {}
+    held, limit = 0, FIRST_BUCKET_BYTES
+    for number, size_bytes in gradients:
+        held += size_bytes
+        if held >= limit or number == last:
+            found[number] = held
+            held, limit = 0, BUCKET_BYTES
+    return found
