@@ -60,7 +60,7 @@ def _examine(world: World, folder: Path, fault: str) -> tuple[Finding, ...]:
     ("fault", "name", "told"),
     [
         ("silent", "ranks", "rank 1 fell silent at host"),
-        ("sum", "all-reduce 8 B", "1 on rank 1"),
+        ("sum", "all-reduce 512 B", "1 on rank 1"),
         ("bits", "bytes sent", "rank 0 to rank 1"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.cli.train import entry
+from lockstep.compare import forecast, timeline
+from lockstep.compare.measured import FILE, Measured, Share
 from lockstep.config import RunConfig
 from lockstep.engine import run
-from lockstep.options import override
+from lockstep.options import override, recipe
 from lockstep.world import World
 
 from .. import own_data
@@ -62,3 +66,23 @@ def test_what_is_told_is_what_was_measured(pool: RankPool, tmp_path: Path) -> No
     took_s, waited_s, told = pool.run(2, _run, tmp_path)[0]
     assert 0.6 < told["images_per_s"] * took_s / SAMPLES < 1.5
     assert 0.6 * waited_s < told["data_wait_s"] < 1.4 * waited_s < took_s, "the steps take as long as the data"
+
+
+def _watched(world: World, folder: Path, ranks: int) -> dict[str, Any]:
+    """Return what is measured of digits, on all ranks of the world, or of the first of so many without the others."""
+    torch.set_num_threads(1)
+    config = override(recipe("digits"), strategy="ddp", accelerator="cpu", output=folder, eval_every=10**9)
+    (Share(entry, ranks) if ranks > world.size else Measured(entry, steps=4))(config, world)
+    world.barrier()  # rank 0 writes
+    found: dict[str, Any] = json.loads((folder / FILE).read_text())
+    return found
+
+
+def test_a_lone_rank_meets_the_exchanges_that_ranks_make(pool: RankPool, tmp_path: Path) -> None:
+    together = pool.run(2, _watched, tmp_path / "together", 2)[0]
+    alone = pool.run(1, _watched, tmp_path / "alone", 2)[0]
+    share = forecast.share(2, 64, [alone])
+    told = together["bytes_a_step"] - timeline.bytes_a_step(share.profile)
+    assert 0 <= told <= 64, "besides, a few numbers that ranks tell one another now and then"
+    assert sum(point.kind == timeline.GATHER for point in share.profile.points) == 2 * 9, "of each BatchNorm, both ways"
+    assert share.profile.step_s < 2 * sum(together["step_s"]) / len(together["step_s"])

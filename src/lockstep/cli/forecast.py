@@ -43,7 +43,7 @@ device is a whole machine like this one.
   --devices N:M       numbers of devices: 1:1024 (powers of two), or 1,2,4,6 (default: 1:64)
   --network NETWORK   between nodes: {presets};
                       or a rate and a latency, such as 10Gbit/s,50us;
-                      or FILE.json, which lockstep doctor --json has printed on several hosts
+                      or FILE.json,FILE.json, which lockstep doctor --json has printed on several hosts
   --within NETWORK    between the GPUs of a node (default: PCIe4)
   --per-node N        GPUs of a node (default: as many as here)
   --scaling weak      the same batch for each device; by default the same global batch (strong)
@@ -62,7 +62,6 @@ _OWN: dict[str, type] = {
     "--price": str,
 }
 _MOST_DEVICES = 100_000
-_GLOO = "gloo.json"
 JSON, MARKDOWN, SVG = "forecast.json", "forecast.md", "scaling.svg"
 
 
@@ -102,8 +101,7 @@ def main(given: list[str]) -> int:
             shares, measured = forecast.measure(ranks, job.command, cell, folder, tell)
             if not measured.on_gpu and "json" not in asked["--network"]:
                 tell("measuring what gloo itself takes for a message")
-                own = _gloo(folder)
-                between = Links(*(each.behind(own) for each in between))
+                between = Links(*(a.behind(b) for a, b in zip(between, _gloo(folder), strict=True)))
     except OSError as error:
         raise folders.unwritable(folder, error) from error
     cluster = Cluster(between=between, within=within, per_node=per_node, price=price, is_weak=is_weak)
@@ -165,23 +163,25 @@ def _check(base: RunConfig, *, is_weak: bool, is_script: bool) -> None:
         raise RequestError("--scaling weak: a script's loader says how large the global batch is; enlarge it there.")
 
 
-def _gloo(folder: Path) -> Any:
+def _gloo(folder: Path) -> Links:
     """Return the link that gloo has between two ranks of this machine, where no network slows it."""
-    path = folder / _GLOO
-    if not path.exists():
-        flags = ("--devices", "2", "--accelerator", "cpu", "--collectives", "gloo")
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "lockstep", "doctor", "--json", *flags],
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        if done.returncode:
-            raise RunError("lockstep doctor --devices 2 finds that no ranks can meet here; see what it says.")
-        write_whole(path, done.stdout.encode())
-    with understanding(path):
-        return networks.measured(parse_json(read(path)))
+    told = []
+    for path in (folder / f"gloo-{number}.json" for number in (1, 2)):
+        if not path.exists():
+            flags = ("--devices", "2", "--accelerator", "cpu", "--collectives", "gloo")
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", "lockstep", "doctor", "--json", *flags],
+                capture_output=True,
+                text=True,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+            if done.returncode:
+                raise RunError("lockstep doctor --devices 2 finds that no ranks can meet here; see what it says.")
+            write_whole(path, done.stdout.encode())
+        with understanding(path):
+            told.append(parse_json(read(path)))
+    return networks.measured(told)
 
 
 def _here() -> str:

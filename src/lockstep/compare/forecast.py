@@ -198,7 +198,8 @@ def _merged(told: dict[str, Any]) -> tuple[tuple[Point, ...], np.ndarray]:
 
 def forecast(shares: Sequence[Share], job: Job, cluster: Cluster, devices: Sequence[int]) -> list[Forecast]:
     """Return a row for each number of devices."""
-    return [_row(shares, job, cluster, each, _error(shares)) for each in devices]
+    error = numbers.of_next([share.process_s for share in shares], SURE)
+    return [_row(shares, job, cluster, each, error) for each in devices]
 
 
 def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, error: float) -> Forecast:
@@ -266,16 +267,6 @@ def _at(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, flo
     step_s = below.profile.step_s + part * (above.profile.step_s - below.profile.step_s)
     memory = below.memory_bytes + part * (above.memory_bytes - below.memory_bytes)
     return above.profile.scaled(step_s / above.profile.step_s, batch), memory
-
-
-def _error(shares: Sequence[Share]) -> float:
-    """Return by how much, relative, one more process may differ from the mean of those that were run."""
-    logs = [[math.log(each_s) for each_s in share.process_s] for share in shares]
-    freedom = sum(len(each) - 1 for each in logs)
-    if not freedom:
-        return 0.0
-    variance = sum((len(each) - 1) * statistics.variance(each) for each in logs if len(each) > 1) / freedom
-    return numbers.student((1 + SURE) / 2, freedom) * math.sqrt(variance * (1 + 1 / PASSES))
 
 
 def sentences(rows: Sequence[Forecast], unit: str) -> list[str]:

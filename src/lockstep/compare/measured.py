@@ -266,15 +266,19 @@ class Probe:
 
         from ..world import World
 
-        def counted(exchange: Any) -> Any:
+        def counted(exchange: Any, size: Callable[[Any], int]) -> Any:
             def run(world: World, *given: Any) -> Any:
-                self._bytes += sum(each.nbytes for each in given if hasattr(each, "nbytes"))
-                return exchange(world, *given)
+                before = self._bytes
+                found = exchange(world, *given)
+                self._bytes = before + sum(map(size, given))  # whatever it has called for that
+                return found
 
             return run
 
-        for name in ("sum_", "max", "stack", "numbers"):
-            self._counting.enter_context(_patched(World, name, counted(getattr(World, name))))
+        for name in ("sum_", "max", "stack"):
+            own = counted(getattr(World, name), lambda each: getattr(each, "nbytes", 0))
+            self._counting.enter_context(_patched(World, name, own))
+        self._counting.enter_context(_patched(World, "numbers", counted(World.numbers, lambda each: 8 * len(each))))
         self._counter = self._counting.enter_context(FlopCounterMode(display=False))
 
     def _begin(self, loop: Loop) -> None:

@@ -8,11 +8,14 @@ it): between `_REACHED`'s ends, which the error bars hold.
 from __future__ import annotations
 
 import re
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import RequestError, unknown
 from ..files import parse_json, read, understanding
+from . import numbers
 from .timeline import Link
 
 _REACHED = (0.5, 0.7, 0.9)
@@ -71,30 +74,32 @@ def links(flag: str, text: str) -> Links:
         if rate > 0:
             link = Link.of(rate, latency_s)
             return Links(link, link, link)
-    if text.endswith(".json"):
-        return _examined(Path(text))
-    advice = "or a rate and a latency such as 10Gbit/s,50us, or a FILE.json of lockstep doctor --json."
+    if ".json" in text:
+        told = []
+        for path in map(Path, text.split(",")):
+            with understanding(path):
+                told.append(parse_json(read(path)))
+        return measured(told)
+    advice = "or a rate and a latency such as 10Gbit/s,50us, or FILE.json of lockstep doctor --json."
     raise unknown(f"network of {flag}", text, PRESETS, advice)
 
 
-def _examined(path: Path) -> Links:
-    with understanding(path):
-        link = measured(parse_json(read(path)))
-    return Links(link, link, link)
+def measured(told: Sequence[dict[str, Any]]) -> Links:
+    """Return the link that all-reduces have gone through in what `lockstep doctor --json` has printed, once or more.
 
-
-def measured(told: dict[str, Any]) -> Link:
-    """Return the link that all-reduces have gone through in what `lockstep doctor --json` has printed.
-
-    Raises `RequestError` where it was printed by one rank, which has exchanged nothing.
+    How much one time differs from the next is the link's uncertainty; of once, nothing is known of it. Raises
+    `RequestError` where one rank has printed it, which has exchanged nothing.
     """
-    ranks = int(told["ranks"])
-    points = []
-    for each in told["findings"]:
-        if found := _SIZE.fullmatch(each["name"]):
-            # A ring of N: 2 (N - 1) messages, one after the other, of an N-th part.
-            size_bytes, messages = int(found[1]) * _BYTES[found[2]] / ranks, 2 * (ranks - 1)
-            points.append((size_bytes, float(each["value"]) / messages))
-    if len(points) < 2:
+    by_size: dict[float, list[float]] = {}
+    for each in told:
+        ranks = int(each["ranks"])
+        for finding in each["findings"]:
+            if (found := _SIZE.fullmatch(finding["name"])) and ranks > 1:
+                # A ring of N: 2 (N - 1) messages, one after the other, of an N-th part.
+                size_bytes = int(found[1]) * _BYTES[found[2]] / ranks
+                by_size.setdefault(size_bytes, []).append(float(finding["value"]) / (2 * (ranks - 1)))
+    if len(by_size) < 2:
         raise RequestError("What lockstep doctor has printed holds no all-reduce: give it --devices 2 or more.")
-    return Link(tuple(points))
+    error = numbers.of_next(list(by_size.values()))
+    middle = Link(tuple((size_bytes, statistics.fmean(taken)) for size_bytes, taken in sorted(by_size.items())))
+    return Links(middle.slower(1 + error), middle, middle.slower(1 / (1 + error)))

@@ -53,6 +53,44 @@ def of_groups(groups: Sequence[Sequence[float]]) -> Interval:
     return Interval(*(math.exp(each) for each in (middle, middle - reach, middle + reach)))
 
 
+class Spread(NamedTuple):
+    """The mean of measured values, their sample standard deviation (None of a single one), and how many they are."""
+
+    mean: float
+    sd: float | None
+    n: int
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Return the spread of values; None of no value."""
+    if not values:
+        return None
+    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+def paired(pairs: Sequence[tuple[float, float]]) -> Interval:
+    """Return the mean difference a - b of pairs (a, b), with its interval; infinite of fewer than two pairs."""
+    found = spread([a - b for a, b in pairs]) or Spread(0.0, None, 0)
+    if found.sd is None:
+        return Interval(found.mean, -math.inf, math.inf)
+    reach = student((1 + SURE) / 2, found.n - 1) * found.sd / math.sqrt(found.n)
+    return Interval(found.mean, found.mean - reach, found.mean + reach)
+
+
+def of_next(groups: Sequence[Sequence[float]], sure: float = 0.9) -> float:
+    """Return by how much, relative, one more positive value may differ from its group's mean, with that certainty.
+
+    Groups are taken to vary alike (a prediction interval with a pooled variance); 0 where each has a single value.
+    """
+    several = [[math.log(value) for value in group] for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in several)
+    if not freedom:
+        return 0.0
+    variance = sum((len(group) - 1) * statistics.variance(group) for group in several) / freedom
+    count = statistics.fmean(map(len, several))
+    return student((1 + sure) / 2, freedom) * math.sqrt(variance * (1 + 1 / count))
+
+
 def _variance(values: Sequence[float]) -> float:
     return statistics.variance(values) if len(values) > 1 else 0.0
 

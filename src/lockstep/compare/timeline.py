@@ -89,6 +89,10 @@ class Link:
         sizes = sorted({size_bytes for size_bytes, _ in (*self.points, *other.points)})
         return Link(tuple((each, self.message_s(each) + other.message_s(each)) for each in sizes))
 
+    def slower(self, factor: float) -> Link:
+        """Return one over which each message takes so many times as long."""
+        return Link(tuple((size_bytes, taken * factor) for size_bytes, taken in self.points))
+
     def instant(self) -> Link:
         """Return it without latency."""
         return Link(tuple((size_bytes, max(0.0, taken - self.latency_s)) for size_bytes, taken in self.points))

@@ -1,0 +1,224 @@
+"""What more devices would bring: the timeline's laws, links in words, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.compare import forecast, networks, timeline
+from lockstep.compare.forecast import Cluster, Forecast, Job, Share
+from lockstep.compare.networks import Links
+from lockstep.compare.timeline import FREE, GATHER, GRADIENT, Link, Network, Point, Profile
+from lockstep.errors import RequestError, RunError
+
+from ..command import refusal
+
+MB = 10**6
+
+
+def profile(points: list[Point], *steps: list[float], overlaps: bool = True) -> Profile:
+    return Profile(batch=8, points=tuple(points), seconds=np.array(steps), overlaps=overlaps)
+
+
+def network(bytes_per_s: float, latency_s: float = 0.0, **more: Any) -> Network:
+    link = Link.of(bytes_per_s, latency_s)
+    return Network(between=link, within=link, **more)
+
+
+def cluster(link: Link, **more: Any) -> Cluster:
+    return Cluster(**{"between": Links(link, link, link), "within": Links(link, link, link), "per_node": 1, **more})
+
+
+def test_an_exchange_takes_what_a_ring_or_a_tree_takes() -> None:
+    ring = network(100 * MB, 1e-3)
+    assert ring.all_reduce_s(10 * MB, 4) == pytest.approx(6 * 1e-3 + 2 * 3 / 4 * 10 / 100)
+    assert ring.all_gather_s(1 * MB, 4) == pytest.approx(3 * (1e-3 + 1 / 100))
+    assert ring.all_reduce_s(10 * MB, 1) == ring.all_gather_s(10 * MB, 1) == 0
+    trees = network(100 * MB, 1e-3, has_trees=True)
+    assert trees.all_reduce_s(0, 1024) == pytest.approx(2 * 10 * 1e-3), "the depth of a tree, up and down"
+    assert trees.all_reduce_s(10 * MB, 4) == pytest.approx(ring.all_reduce_s(10 * MB, 4)), "a ring where it is faster"
+
+
+def test_within_a_node_the_faster_link_counts_and_between_nodes_the_slower_one() -> None:
+    mixed = Network(between=Link.of(10 * MB, 1e-3), within=Link.of(1000 * MB, 1e-6), per_node=4)
+    assert mixed.all_reduce_s(10 * MB, 4) == pytest.approx(network(1000 * MB, 1e-6).all_reduce_s(10 * MB, 4))
+    assert mixed.all_reduce_s(10 * MB, 8) == pytest.approx(2 * 7 / 8 * 10 / 10 + 2 * (1e-3 + 6e-6))
+
+
+def test_a_bucket_that_is_sent_in_time_costs_nothing_and_the_last_one_all() -> None:
+    # Two buckets of 2 MB: one is ready after 1 s of 3, the other at the end; each takes 0.2 s over two ranks.
+    points = [Point(GRADIENT, 2 * MB), Point(GRADIENT, 26 * MB)]
+    step = [1.0, 2.0, 0.5]
+    slow = network(10 * MB)
+    assert timeline.step_s(profile(points, step), 2, FREE) == pytest.approx(3.5)
+    assert timeline.step_s(profile(points, step), 2, slow) == pytest.approx(3.5 + 2.6)
+    assert timeline.step_s(profile(points, step, overlaps=False), 2, slow) == pytest.approx(3.5 + 2.8)
+    assert timeline.bytes_a_step(profile(points, step)) == 28 * MB
+
+
+def test_an_exchange_of_statistics_is_waited_for_wherever_it_stands() -> None:
+    points = [Point(GATHER, 100), Point(GATHER, 100), Point(GRADIENT, 1)]
+    assert timeline.step_s(profile(points, [1, 1, 1, 1]), 3, network(math.inf, 0.1)) == pytest.approx(
+        4 + 2 * 2 * 0.1 + 4 * 0.1
+    )
+
+
+def test_ranks_wait_for_the_slowest_between_any_two_exchanges() -> None:
+    # Of two draws from {1, 3}, the larger is 1 once in four times.
+    steps = ([1.0, 0.0], [3.0, 0.0])
+    assert timeline.step_s(profile([Point(GRADIENT, 1)], *steps), 2, FREE) == pytest.approx(2.5)
+    assert timeline.step_s(profile([Point(GRADIENT, 1)], *steps), 2, FREE, waits=False) == pytest.approx(2)
+    # What one step loses in its first half and wins in its second costs only those who wait in between.
+    halves = ([1.0, 3.0, 0.0], [3.0, 1.0, 0.0])
+    assert timeline.step_s(profile([Point(GRADIENT, 1), Point(GRADIENT, 1)], *halves), 2, FREE) == pytest.approx(4)
+    assert timeline.step_s(profile([Point(GATHER, 0), Point(GRADIENT, 1)], *halves), 2, FREE) == pytest.approx(5)
+
+
+def told(mean_s: float, *, points: list[Any] | None = None) -> dict[str, Any]:
+    points = points or [[GRADIENT, 4 * MB, 0]]
+    return {
+        "step_s": [mean_s] * 4,
+        "overlaps": True,
+        "peak_memory_bytes": {"host": 100.0, "device": None},
+        "profile": {"points": points, "seconds": [[2 * mean_s / (len(points) + 1)] * (len(points) + 1)] * 4},
+    }
+
+
+def shares(*by_ranks: tuple[int, float, float]) -> list[Share]:
+    return [forecast.share(ranks, 64, [told(a), told(b)]) for ranks, a, b in by_ranks]
+
+
+def rows(found: list[Share], devices: list[int], link: Link, **more: Any) -> list[Forecast]:
+    job = Job(batch=64, steps_per_epoch=100, epochs=3, on_gpu=False)
+    return forecast.forecast(found, job, cluster(link, **more), devices)
+
+
+def test_the_time_of_a_step_is_that_before_its_points_were_noted() -> None:
+    assert forecast.share(1, 64, [told(0.5)]).profile.step_s == pytest.approx(0.5)
+
+
+def test_of_micro_batches_the_last_ones_gradients_are_exchanged() -> None:
+    points = [[GATHER, 8, -1], [GRADIENT, 4, 0], [GRADIENT, 4, 1], [GATHER, 8, -1], [GRADIENT, 4, 0], [GRADIENT, 4, 1]]
+    found = forecast.share(2, 64, [told(0.7, points=points)]).profile
+    assert [point.kind for point in found.points] == [GATHER, GATHER, GRADIENT, GRADIENT]
+    assert found.seconds[0] == pytest.approx([0.1, 0.3, 0.1, 0.1, 0.1])
+
+
+def test_steps_that_differ_from_process_to_process_are_no_base_of_a_forecast() -> None:
+    with pytest.raises(RunError, match="not the same"):
+        forecast.share(1, 64, [told(0.5), told(0.5, points=[[GRADIENT, 8 * MB, 0]])])
+
+
+def test_what_is_lost_sums_to_the_step_and_names_the_limit() -> None:
+    found = shares((1, 0.80, 0.80), (2, 0.45, 0.45), (8, 0.15, 0.15))
+    fast, slow = Link.of(1000 * MB, 1e-6), Link.of(4 * MB, 1e-6)
+    for link, limit in (
+        (fast, "smaller shares"),
+        (slow, "the network's rate"),
+        (Link.of(1e12, 0.1), "the network's latency"),
+    ):
+        one, *several = rows(found, [1, 2, 4, 8], link)
+        assert one.speed_up.middle == pytest.approx(1)
+        for row in several:
+            assert 0.80 / row.devices + sum(row.losses_s.values()) == pytest.approx(row.step_s.middle)
+            assert row.speed_up.middle == pytest.approx(0.80 / row.step_s.middle)
+        assert several[-1].limit == limit
+    # Between two shares that were measured, one on a line: 16 samples lie at a third of the way from 8 to 32.
+    assert rows(found, [1, 4], Link.of(1e15, 0.0))[1].step_s.middle == pytest.approx(0.15 + (0.45 - 0.15) / 3)
+
+
+def test_the_error_bar_widens_with_what_differs_between_processes_and_with_the_link() -> None:
+    link = Link.of(100 * MB, 1e-6)
+    exact = rows(shares((1, 0.8, 0.8), (2, 0.4, 0.4)), [1, 2], link)[1]
+    noisy = rows(shares((1, 0.8, 0.9), (2, 0.4, 0.45)), [1, 2], link)[1]
+    assert exact.step_s.low == pytest.approx(exact.step_s.high)
+    assert noisy.step_s.low < noisy.step_s.middle < noisy.step_s.high
+    vague = Links(Link.of(10 * MB, 1e-6), link, Link.of(1000 * MB, 1e-6))
+    wide = rows(shares((1, 0.8, 0.8), (2, 0.4, 0.4)), [1, 2], link, between=vague)[1]
+    assert wide.step_s.high > exact.step_s.high
+    assert wide.step_s.low < exact.step_s.low
+
+
+def test_the_cost_is_that_of_all_devices_for_the_whole_run() -> None:
+    row = rows(shares((1, 0.8, 0.8), (2, 0.4, 0.4)), [2], Link.of(1e15, 0.0), price=3.6)[0]
+    assert row.epoch_s == pytest.approx(40)
+    assert row.cost == pytest.approx(2 * 3.6 * 3 * 40 / 3600)
+
+
+def test_with_weak_scaling_each_device_keeps_its_batch() -> None:
+    row = rows(shares((1, 0.8, 0.8), (2, 0.8, 0.8)), [16], Link.of(1e15, 0.0), is_weak=True)[0]
+    assert row.speed_up.middle == pytest.approx(16)
+    assert row.epoch_s == pytest.approx(math.ceil(100 / 16) * 0.8)
+
+
+def test_at_most_five_shares_are_measured_the_ends_among_them() -> None:
+    devices = [2**power for power in range(11)]
+    assert forecast.chosen(devices, 1024, is_weak=False) == [1, 2, 16, 128, 1024]
+    assert forecast.chosen([1, 2, 4], 1024, is_weak=False) == [1, 2, 4]
+    assert forecast.chosen([1, 64, 128], 64, is_weak=False) == [1, 64], "one sample each"
+    assert forecast.chosen(devices, 64, is_weak=True) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s", "latency_s"),
+    [("10Gbit/s,50us", 1.25e9, 50e-6), ("100 mbit, 1ms", 12.5e6, 1e-3), ("2GB/s,3µs", 2e9, 3e-6)],
+)
+def test_a_link_is_described_in_words(text: str, bytes_per_s: float, latency_s: float) -> None:
+    found = networks.links("--network", text)
+    assert found.worst == found.middle == found.best
+    assert found.middle.latency_s == pytest.approx(latency_s)
+    assert found.middle.message_s(bytes_per_s) == pytest.approx(1 + latency_s)
+
+
+@pytest.mark.parametrize("name", [*networks.PRESETS, "100gbe"])
+def test_a_preset_lies_between_its_worst_and_its_best(name: str) -> None:
+    found = networks.links("--network", name)
+    seconds = [link.message_s(MB) for link in found]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_what_doctor_has_found_is_a_link(tmp_path: Path) -> None:
+    def finding(size: str, seconds: float) -> dict[str, Any]:
+        return {"name": f"all-reduce {size}", "value": seconds}
+
+    files = []
+    for number, factor in enumerate((1.0, 1.2)):
+        rows = [finding("512 B", 4e-3 * factor), finding("1 MiB", 20e-3 * factor), {"name": "memory", "value": 1}]
+        files.append(tmp_path / f"{number}.json")
+        files[-1].write_text(json.dumps({"ranks": 3, "findings": rows}))
+    alone = networks.links("--network", str(files[0]))
+    assert np.array(alone.middle.points) == pytest.approx(np.array([[512 / 3, 1e-3], [2**20 / 3, 5e-3]]))
+    assert alone.worst == alone.best, "of one time nothing is known of the next"
+    both = networks.links("--network", ",".join(map(str, files)))
+    assert both.middle.latency_s == pytest.approx(1.1e-3)
+    assert both.worst.latency_s > 1.2e-3
+    (tmp_path / "lone.json").write_text(json.dumps({"ranks": 1, "findings": []}))
+    with pytest.raises(RequestError, match="no all-reduce"):
+        networks.links("--network", str(tmp_path / "lone.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["digits"], "lacks --network"),
+        (["digits", "--network", "100GbF"], "did you mean 100GbE"),
+        (["digits", "--network", "1GbE", "--devices", "4:2"], "--devices 4:2: give a range such as 1:1024"),
+        (["digits", "--network", "1GbE", "--devices", "two"], "--devices two"),
+        (["digits", "--network", "1GbE", "--price", "-1"], "--price -1: give 0 or more"),
+        (["digits", "--network", "1GbE", "--compile"], "leave out --compile"),
+        (["digits", "--network", "1GbE", "--accelerator", "cpu", "--per-node", "8"], "--per-node 8: there is no GPU"),
+        (["--network", "1GbE", "--scaling", "weak", "mine.py"], "a script's loader says"),
+        (["digits", "--network", "gone.json"], "gone.json"),
+    ],
+)
+def test_what_cannot_be_forecast_is_refused(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert sentence in refusal(capsys, "forecast", *words)
