@@ -21,7 +21,10 @@ NAMES = (
     "reliability",
     "recovery",
     "nodes",
+    "forecast",
+    "published",
     "peers",
+    "peer_faults",
 )
 
 
