@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import socket
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,6 +22,7 @@ from ..files import write_json
 from ..kinds import KINDS
 from ..pulse import Pulse
 from . import energy, matrix
+from .clock import Clock
 
 if TYPE_CHECKING:
     from ..loop import Loop
@@ -53,12 +53,8 @@ class Measured:
     def __call__(self, config: RunConfig, world: World) -> None:
         """Measure (*collective*). Raises what the job does, and `RunError` where it ends before all steps are made."""
         probe = Probe(world, self.steps, is_profiled=self.is_profiled)
-        if _watched(self.entry, config, world, probe):
-            return
-        raise RunError(
-            f"The job has ended after {probe.made} steps, before enough were measured: give it more --epochs, or fewer "
-            "--steps."
-        )
+        if not _watched(self.entry, config, world, probe):
+            raise _too_short(probe.made)
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ class Raced:
         """Run until whoever listens is gone. Raises what the job raises, and `RunError` where it ends before that."""
         with Racer(world, self.address) as racer:
             if not _watched(self.entry, config, world, racer):
-                raise RunError(f"The job has ended after {racer.made} steps: give it more --epochs.")
+                raise _too_short(racer.made)
 
 
 class Watcher(Protocol):
@@ -134,44 +130,18 @@ def _watched(entry: Callable[[RunConfig, World], Any], config: RunConfig, world:
     return False
 
 
+def _too_short(steps: int) -> RunError:
+    if not steps:
+        return RunError("The job has ended without a step: a script has to train through lockstep.session().")
+    return RunError(f"The job has ended after {steps} steps, before enough were measured: give it more epochs.")
+
+
 class _EnoughError(BaseException):
     """Ends the job once its steps are measured; no `except Exception` of a script's may hold it up."""
 
     def __init__(self, folder: Path | None, told: dict[str, Any]) -> None:
         super().__init__("measured")
         self.folder, self.told = folder, told
-
-
-class Clock:
-    """Seconds of steps, and of the phases in them; what lies between an epoch's end and the next is left out."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget all, and begin a step now."""
-        self.phase_s: defaultdict[str, float] = defaultdict(float)
-        self.step_s: list[float] = []
-        self._whole = self.phase_s.copy()
-        self._begun_s = self._since_s = time.perf_counter()
-
-    def note(self, phase: str) -> None:
-        """Take note that a phase is over."""
-        now_s = time.perf_counter()
-        self.phase_s[phase] += now_s - self._since_s
-        self._since_s = now_s
-
-    def end_step(self, phase: str) -> None:
-        """End a step, in this phase, and begin the next one."""
-        self.note(phase)
-        self.step_s.append(self._since_s - self._begun_s)
-        self._begun_s = self._since_s
-        self._whole = self.phase_s.copy()
-
-    def go_on(self) -> None:
-        """Begin the step now: what was since the last one's end is none of it."""
-        self.phase_s = self._whole.copy()
-        self._begun_s = self._since_s = time.perf_counter()
 
 
 @contextlib.contextmanager
@@ -206,7 +176,7 @@ class Probe:
     """Counts a job's steps as they end, and times those that are to be timed."""
 
     def __init__(self, world: World, steps: int, *, is_profiled: bool = False) -> None:
-        self.clock: Any = Clock()
+        self.clock: Any = Clock(on_gpu=world.device.type == "cuda")
         self.kept = contextlib.ExitStack()
         """What has to be put back in the end."""
         self.made = 0
@@ -342,7 +312,7 @@ class Racer:
 
     def __init__(self, world: World, address: str) -> None:
         """Connect to the socket at `address`, and say which rank comes."""
-        self.clock, self.kept, self.made = Clock(), contextlib.ExitStack(), 0
+        self.clock, self.kept, self.made = Clock(on_gpu=world.device.type == "cuda"), contextlib.ExitStack(), 0
         self._world, self._left = world, 0
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(address)
@@ -365,11 +335,6 @@ class Racer:
             self._left -= 1
             if self._left:
                 return
-            if self._world.device.type == "cuda":
-                import torch
-
-                torch.cuda.synchronize(self._world.device)
-                self.clock.end_step("")
         self._say(f"{sum(self.clock.step_s[1:])}")  # the first one finds another variant's data in the caches
         told = self._lines.readline()
         if not told:

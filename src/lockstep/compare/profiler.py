@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.sync_batchnorm import SyncBatchNorm
+from .clock import moments
 from .timeline import GATHER, GRADIENT
 
 _FLOAT64_BYTES = 8
@@ -25,6 +25,7 @@ class Stamps:
 
     def __init__(self, models: Iterable[nn.Module], device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        self._time, self._between = moments(self._on_gpu)
         self._steps: list[list[tuple[Any, Any]]] = []
         self._hooks: list[Any] = []
         for model in models:
@@ -85,13 +86,3 @@ class Stamps:
 
     def _mark(self, point: Any) -> None:
         self._now.append((point, self._time()))
-
-    def _time(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def _between(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
