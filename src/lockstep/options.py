@@ -201,6 +201,12 @@ def read_toml(path: Path, *, base: RunConfig | None = None, through_links: bool 
     return from_toml(text, base=base, source=str(path))
 
 
+def read_named(path: Path) -> dict[str, Any]:
+    """Return {public key: value} of the options that a run's config.toml names; raises what `read_toml` does."""
+    config = read_toml(path)
+    return recorded(config, tomllib.loads(read(path).decode()))
+
+
 def recipes() -> list[str]:
     """Return the names of the recipes in the package."""
     folder = resources.files("lockstep") / "recipes"

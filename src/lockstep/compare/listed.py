@@ -10,7 +10,7 @@ from typing import Any
 from .. import locks
 from ..errors import RequestError
 from ..files import parse_json, read, understanding
-from ..options import flatten, read_toml
+from ..options import read_named
 
 _BORING = ("output", "resume", "quiet", "init-method", "launcher", "data-dir")
 _STATES = {0: "done", 1: "failed", 2: "refused", 3: "proof failed", 75: "stopped"}
@@ -49,7 +49,7 @@ def _listed(folder: Path, above: Path) -> Listed:
     name = str(folder.relative_to(above))
     try:
         manifest, summary = (_json(folder / file) for file in ("manifest.json", "summary.json"))
-        options = flatten(read_toml(folder / "config.toml"))
+        options = read_named(folder / "config.toml")
         rate = summary.get("samples_per_s") or summary.get("images_per_s")
         return Listed(
             name=name,
