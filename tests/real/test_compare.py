@@ -55,6 +55,28 @@ def test_a_script_is_compared_and_a_variant_that_fails_is_a_row(
     assert "holds another comparison" in refusal(capsys, "compare", *words, "train.py", "x")
 
 
+@pytest.mark.long
+def test_variants_are_trained_whole_until_they_are_accurate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rounds, "_FEWEST", 1)
+    monkeypatch.setattr(rounds, "_widest", lambda _: 0.0)
+    words = ["--vary", "lr=0.1,1e-9", "--accelerator", "cpu", "--epochs", "2", "--budget", "10m", "--output", "found"]
+    assert main(["compare", "digits", *words, "--steps", "8", "--to-accuracy", "0.2", "--seeds", "2"]) == 0
+    report = json.loads((tmp_path / "found" / "report.json").read_text())
+    fast, never = report["rows"]
+    assert (fast["seeds"], fast["reached"], never["reached"], never["to_accuracy_s"]) == (2, 2, 0, None)
+    assert fast["to_accuracy_steps"] == {"mean": 23.0, "sd": 0.0, "n": 2}, "after the first epoch"
+    assert 0.2 <= fast["accuracy"]["mean"] <= 1
+    assert never["accuracy"]["mean"] < 0.2
+    assert 0 < fast["to_accuracy_s"]["mean"] == pytest.approx(fast["trained_s"]["mean"])
+    assert report["answer"][0] == "Take: lockstep train digits --accelerator cpu --epochs 2 --lr 0.1"
+    assert "0.1 reaches 20% first" in report["answer"][1]
+    assert "1e-9: 0 of 2 seeds reached 20%" in report["answer"][2]
+    for seed, folder in enumerate(sorted((tmp_path / "found" / "0.1").glob("seed-*"))):
+        assert json.loads((folder / "run" / "summary.json").read_text())["exit"] == 75, "ended as soon as that"
+        assert f"seed = {seed}" in (folder / "run" / "config.toml").read_text().splitlines()
+
+
 LOOK = """<script>
 document.querySelectorAll("th button")[1].click();
 const names = [...document.querySelectorAll("table.sortable tbody tr")].map(row => row.cells[0].textContent);
@@ -85,6 +107,6 @@ def test_a_report_in_a_browser_fits_sorts_and_asks_no_network(width: int, tmp_pa
     assert found["names"] == ["two", "one"], "the fastest first"
     assert found["sorted"] == "descending"
     assert found["wide"] <= 0, "no page that scrolls sideways"
-    assert found["charts"] == 6
+    assert found["charts"] == 7
     assert found["labels"]
     assert found["asked"] == 0

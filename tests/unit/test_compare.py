@@ -7,20 +7,23 @@ import json
 import math
 import random
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from lockstep.compare import answer, grid, numbers, rows
+from lockstep.compare import answer, grid, numbers, past, rows, whole
+from lockstep.compare.clock import Clock
 from lockstep.compare.grid import Cell, Words
-from lockstep.compare.measured import Clock
 from lockstep.compare.past import Run, check_one_job
 from lockstep.compare.report import Report, write
 from lockstep.compare.rounds import Series
+from lockstep.compare.trials import Trial
 from lockstep.config import RunConfig
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, RunError, Stopped
 from lockstep.options import flatten, override
+from lockstep.prove import commands
 
 from ..command import refusal
 
@@ -64,6 +67,12 @@ def test_what_cannot_be_varied_is_refused(vary: list[str], words: str) -> None:
         (["digits", "--scaling", "other"], "strong (one global batch) or weak"),
         (["digits", "--steps", "0"], "give a whole number of 1 or more"),
         (["measured", "5", "eval"], "run or train"),
+        (["digits", "--vary", "lr=1,2", "--to-accuracy", "94"], "give a share above 0 and at most 1"),
+        (["digits", "--vary", "lr=1,2", "--to-accuracy", "nan"], "give a share above 0 and at most 1"),
+        (["digits", "--vary", "lr=1,2", "--seeds", "1.5"], "give a whole number of 1 or more"),
+        (["digits", "--vary", "seed=1,2", "--seeds", "2"], "those take several seeds anyway"),
+        (["digits", "--vary", "seed=1,2", "--to-accuracy", "0.9"], "those take several seeds anyway"),
+        (["--vary", "devices=1,2", "--to-accuracy", "0.9", __file__], "which a script has not; use --seeds"),
     ],
 )
 def test_bad_requests_are_told(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
@@ -148,15 +157,162 @@ def test_the_answer_names_the_fastest_same_model_or_the_plainest_of_equals() -> 
     assert why == "Within the noise it is as fast as two; it needs the fewest devices."
 
 
+def training(*evals: tuple[int, float, float], reached: bool = False, failed: str = "") -> Trial:
+    step, train_s, _ = evals[-1] if evals else (0, 0.0, 0.0)
+    found = {"step": step, "train_s": train_s, "epoch_s": [train_s], "evals": [[*each] for each in evals]}
+    return Trial(told={} if failed else found | {"reached": reached}, seconds=1.0, failed=failed)
+
+
+STEPS = """{"event": "start", "total_steps": 5}
+{"event": "log", "step": 1, "step_s": 3.0}
+{"event": "log", "step": 2, "step_s": 1.0}
+{"event": "epoch", "epoch_s": 4.0}
+{"event": "eval", "step": 2, "top1": 0.5}
+{"event": "log", "step": 4, "step_s": 0.5}
+{"event": "epoch", "epoch_s": 1.0}
+{"event": "eval", "step": 4, "top1": 0.9}
+{"event": "log", "step": 5, "step_s": 7.0}
+{"event": "eval", "step": 5, "top1": 0.8}
+"""
+
+
+def test_the_seconds_of_a_training_are_those_of_its_steps_until_it_is_accurate_enough(tmp_path: Path) -> None:
+    (path := tmp_path / "steps.jsonl").write_text(STEPS)
+    found = whole.records(path, None)
+    assert (found["step"], found["train_s"], found["reached"]) == (5, 12.0, False), "the begun epoch too"
+    assert found["evals"] == [[2, 4.0, 0.5], [4, 5.0, 0.9], [5, 12.0, 0.8]]
+    found = whole.records(path, 0.9)
+    assert (found["step"], found["train_s"], found["epoch_s"], found["reached"]) == (4, 5.0, [4.0, 1.0], True)
+
+
+def test_a_variant_is_spread_over_its_seeds() -> None:
+    mine = {0: training((9, 2.0, 0.5), (18, 4.0, 0.9), reached=True), 1: training((18, 6.0, 0.7))}
+    found = whole.row(row("a", 10.0), mine, 0.9)
+    assert (found.seeds, found.reached, found.failed) == (2, 1, "")
+    assert found.accuracy is not None
+    assert found.accuracy[:2] == pytest.approx((0.8, math.sqrt(0.02))), "the sample standard deviation"
+    assert found.trained_s == (5.0, math.sqrt(2), 2)
+    assert (found.to_accuracy_steps, found.to_accuracy_s) == ((18, None, 1), (4.0, None, 1)), "of those that reached it"
+    broken = whole.row(row("a", 10.0), {0: training((9, 2.0, 0.5)), 1: training(failed="out of memory")}, None)
+    assert broken.failed == "training with seed 1 failed: out of memory"
+    assert (broken.seeds, broken.samples_per_s, broken.reached) == (1, (10.0, 10.0, 10.0), None), "its numbers stay"
+
+
+def test_a_paired_difference_is_held_and_noise_is_none() -> None:
+    drawn, times = random.Random(0), 1000
+    held = 0
+    for _ in range(times):
+        seeds = [drawn.gauss(0, 5) for _ in range(3)]  # what both have in common is no part of the difference
+        held += numbers.paired([(each + 1 + drawn.gauss(0, 0.1), each + drawn.gauss(0, 0.1)) for each in seeds]).holds(
+            1
+        )
+    assert 0.98 * times < held < times
+    assert numbers.paired([(2.0, 1.0), (3.0, 2.0), (9.0, 8.0)]) == (1.0, 1.0, 1.0)
+    assert numbers.paired([(2.0, 1.0)]) == (1.0, -math.inf, math.inf)
+
+
+def test_a_comparison_goes_on_with_the_trainings_that_are_not_there(tmp_path: Path) -> None:
+    able = [Series(Cell(name=name, flags=()), tmp_path / name, training((9, 2.0, 0.5))) for name in "abc"]
+    aim = whole.Aim(seeds=range(3))
+    for name, seeds in {"a": (0, 1, 2), "b": (0, 2), "c": ()}.items():
+        for seed in seeds:
+            (folder := tmp_path / name / f"seed-{seed}").mkdir(parents=True)
+            (folder / "trial.json").write_text(json.dumps(vars(training((9, 2.0, 0.5)))))
+    (tmp_path / "b" / "seed-1" / "run").mkdir(parents=True)  # was stopped in its midst
+    (tmp_path / "b" / "seed-1" / "run" / "steps.jsonl").write_text("half")
+    said: list[str] = []
+
+    def refused(cell: Cell, folder: Path, seed: int) -> Words:
+        assert not folder.exists(), "begun anew"
+        return ("train", f"--no-such-{cell.name}", str(seed))
+
+    for _ in range(2):
+        found = whole.run(able, refused, aim, said.append)
+        assert [[*found[name]] for name in "abc"] == [[0, 1, 2], [0, 1], [0]], "one that failed is trained no more"
+        assert said == ["training c, seed 0 (3 of 9)", "training b, seed 1 (5 of 9)"], "and once alone"
+    assert found["b"][1].failed.startswith("refused: ")
+    assert "no-such-b" in found["b"][1].failed
+    assert whole.Aim(seeds=range(1), to_accuracy=0.9).folder(able[0], 0) != aim.folder(able[0], 0)
+
+
+HEEDS = "import signal, sys; signal.signal(15, lambda *_: sys.exit({code})); print(flush=True); signal.pause()"
+
+
+def test_what_is_stopped_since_it_is_enough_has_not_failed(tmp_path: Path) -> None:
+    def ended(code: int) -> None:
+        log = tmp_path / "log"
+
+        def enough() -> bool:
+            return log.read_bytes().endswith(b"\n\n")  # it heeds signals by now
+
+        commands.run("a", [(sys.executable, "-c", HEEDS.format(code=code))], [log], limit_s=60, enough=enough)
+
+    ended(75)
+    with pytest.raises(RunError, match="exit code 1"):
+        ended(1)
+    with pytest.raises(Stopped):
+        commands.run("a", [(sys.executable, "-c", "raise SystemExit(75)")], [tmp_path / "log"])
+
+
+def test_the_answer_names_who_is_accurate_first_and_what_is_within_the_spread() -> None:
+    def answered(mine: dict[str, list[float | None]], target: float | None = 0.94) -> list[str]:
+        trained = {
+            name: dict(
+                enumerate(
+                    training((9, 30.0 if s is None else s, 0.5 if s is None else 0.95), reached=bool(s)) for s in each
+                )
+            )
+            for name, each in mine.items()
+        }
+        table = [whole.row(row(name, 10.0, place), trained[name], target) for place, name in enumerate(trained, 1)]
+        return answer.sentences(table, [series(name, [10.0, 10.1]) for name in trained], ["x"], trained, target)
+
+    take, why, never, _ = answered({"a": [20.0, 21.0, 19.0], "b": [10.0, 11.1, 9.0], "c": [None] * 3})
+    assert take == "Take: x --devices 2"
+    assert (
+        why == "b reaches 94% first, after 10 ± 1.1 s of training: 9.97 s (9.64–10.3) before a, and with 3 of 3 seeds."
+    )
+    assert never == "c: 0 of 3 seeds reached 94%; the best of its evaluations is 50.00%."
+    take, why, _ = answered({"a": [20.0, 11.0, 19.0], "b": [10.0, 11.1, 9.0]})
+    assert take == "Take: x --devices 1", "as soon, and on fewer devices"
+    assert "within the spread over the seeds a do so as soon" in why
+    take, why, some, _ = answered({"a": [20.0, 21.0], "b": [1.0, None]})
+    assert take == "Take: x --devices 1", "with more seeds"
+    assert some.startswith("b: 1 of 2 seeds reached 94%")
+    take, *_, one, other, _ = answered({"a": [None], "b": [None]})
+    assert take.startswith("Take: x"), "by speed"
+    assert "a: 0 of 1 seeds" in one
+    assert "b: 0 of 1 seeds" in other
+    *_, accuracy, _ = answered({"a": [1.0, 1.0], "b": [1.0, None], "c": [None, None]}, None)
+    assert accuracy == (
+        "a ends at an accuracy of 95 ± 0 %; c 45.00–45.00 points below it; within the spread over the seeds so do b."
+    )
+
+
+def test_a_loop_of_ones_own_shows_no_options_that_it_does_not_name(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder, more in zip(folders, ("", "seed = 3\n"), strict=True):
+        folder.mkdir()
+        (folder / "config.toml").write_text(f'model = "train"\ndata = ""\n{more}')
+        (folder / "summary.json").write_text('{"samples_per_s": 10, "exit": 0}')
+        (folder / "steps.jsonl").write_text('{"event": "start", "time": 0}\n')
+    runs = [past.load(folder) for folder in folders]
+    assert [*runs[0].options] == ["model", "data"]
+    assert [each.flags for each in past.rows(runs)] == [(), ("--seed", "3")]
+    check_one_job(runs)
+
+
 def told(name: str = "two<script>") -> Report:
     table = [
-        row("one", 10.0, step_p50_s=0.1, host_memory_bytes=1e9),
+        row("one", 10.0, step_p50_s=0.1, host_memory_bytes=1e9, accuracy=numbers.Spread(0.93, 0.01, 2), seeds=2),
         row(name, 15.0, 2, step_p50_s=0.07, host_memory_bytes=2e9, loss_gap=1e-7, same_model=True),
         rows.Row(name="broken", flags=(), failed="out of memory"),
     ]
     losses = {"one": [2.0, 1.5, math.nan, 1.0], name: [2.0, 1.5, 1.2]}
     busy = {"one": [(0.0, 90.0), (1.0, 100.0)]}
-    return Report(title="a & b", about="here", made="now", rows=table, answer=["Take: x <y>"], losses=losses, busy=busy)
+    accuracy = {"one": [(1.0, 0.5), (2.0, 0.93)], name: []}
+    curves = {"losses": losses, "busy": busy, "accuracy": accuracy}
+    return Report(title="a & b", about="here", made="now", rows=table, answer=["Take: x <y>"], **curves)  # type: ignore[arg-type]
 
 
 def test_a_report_says_the_same_in_every_form_and_asks_no_network(tmp_path: Path) -> None:
@@ -176,8 +332,14 @@ def test_a_report_says_the_same_in_every_form_and_asks_no_network(tmp_path: Path
         one, two, broken = csv.DictReader(file)
     assert (float(one["samples/s"]), float(two["samples/s"]), broken["failed"]) == (10.0, 15.0, "out of memory")
     assert one["J a step"] == "", "blank, not zero"
-    assert json.loads((tmp_path / "report.json").read_text())["rows"][0]["name"] == "one"
-    assert "| one | 10 |" in (tmp_path / "report.md").read_text()
+    assert (one["accuracy"], one["accuracy sd"], two["accuracy"]) == ("0.93", "0.01", "")
+    first, *_ = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert (first["name"], first["accuracy"]) == ("one", {"mean": 0.93, "sd": 0.01, "n": 2})
+    text = (tmp_path / "report.md").read_text()
+    assert "| one | 10 |" in text
+    assert "| 93.00% ± 1.00% |" in text
+    assert "93.00% ± 1.00%" in page
+    assert "over the seeds" in page, "what it covers"
 
 
 def test_runs_of_other_jobs_are_not_compared() -> None:

@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +17,19 @@ import psutil
 from rich.table import Table
 
 from .. import folders, hardware
-from ..compare import answer, grid, past, rounds, rows
+from ..compare import answer, grid, past, rounds, rows, whole
 from ..compare.grid import Cell, Words
 from ..compare.measured import Measured, Raced
-from ..compare.report import HTML, Report, write
+from ..compare.report import HTML, Report, over_seeds, write
+from ..compare.rounds import Series
 from ..compare.rows import PARTS, Row
+from ..compare.whole import Aim
 from ..config import RunConfig
-from ..errors import RequestError, Stopped
+from ..errors import RequestError, Stopped, counted
 from ..files import own_folder, parse_json, read, shown, understanding, write_json
 from ..launchers import table as launchers
 from ..launchers.table import visible_gpus
+from ..record.console import duration
 from ..screen import Screen, line
 from ..versions import version_of
 from . import flags, output, run, words
@@ -42,10 +45,13 @@ usage: lockstep compare [RECIPE] [--vary OPTION=VALUE,VALUE …] [flags of locks
 
 Measures variants of one job side by side: the same seed, global batch and order, each in processes of its own. They run
 by turns (A B C C B A …), until the ratios of their speeds are known to 2 %, or the time is used. Says which to take and
-where the time goes. Without --vary, those that make sense on this machine.
+where the time goes. Without --vary, those that make sense on this machine. With --seeds or --to-accuracy each is then
+trained whole, alone on the machine, once a seed: its accuracy and time, as mean ± sample standard deviation.
 
   --vary OPTION=…    values of any flag of lockstep train: --vary strategy=single,dp,ddp --vary devices=1,2
-  --budget TIME      how long it may take (default: 2m; s, m or h)
+  --budget TIME      how long trials and turns may take (default: 2m; s, m or h)
+  --seeds N          whole trainings of each variant, with --seed and the numbers after it
+  --to-accuracy A    end each of them once an evaluation has this accuracy, such as 0.94 (default: 3 seeds)
   --scaling weak     the same batch for each device; by default the same global batch (strong)
   --steps N          steps of the trial that tells where the time goes; by default as many as fill its time
   --tolerance T      relative difference of losses that counts as the same model (default: 1e-3, 1e-9 in fp64)
@@ -59,11 +65,15 @@ _PROG = "lockstep compare"
 OWN: dict[str, type] = {
     "--vary": list,
     "--budget": str,
+    "--seeds": str,
+    "--to-accuracy": str,
     "--scaling": str,
     "--steps": str,
     "--tolerance": float,
     "--yes": bool,
 }
+_SEEDS = 3
+_ENDLESS = 10**6
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _FILE = "compare.json"
 _WIDE = 160
@@ -91,13 +101,15 @@ def main(given: list[str]) -> int:
         budget_s=_seconds(asked.get("--budget", "2m")), width=0.02, steps=_whole("--steps", asked.get("--steps"))
     )
     tolerance = asked.get("--tolerance", 1e-9 if base.precision.name == "fp64" else 1e-3)
-    folder = _folder(base, cells)
+    aim = _aim(asked, base.seed, varied, is_script=has_script)
+    folder = _folder(base, cells, job.shown())
     screen = Screen(stderr=True)
     busy = psutil.cpu_percent(0.5) / 100
-    _announce(screen, cells, plan, busy)
+    _announce(screen, cells, plan, busy, aim)
     with telling(screen) as tell:
         try:
-            found = rounds.run(cells, job.command, folder, plan, tell)
+            found = rounds.run(cells, job.command, folder, plan, tell, lambda tried: _estimate(screen, tried, aim))
+            trained = whole.run(found, job.training, aim, tell)
         except KeyboardInterrupt:
             raise Stopped(
                 f"Stopped on request; start the same command with --output {shown(folder)} to go on where it was."
@@ -105,11 +117,13 @@ def main(given: list[str]) -> int:
         except OSError as error:
             raise folders.unwritable(folder, error) from error
     table = rows.rows(found, tolerance=tolerance)
-    told = answer.sentences(table, found, job.shown())
+    table = [whole.row(row, trained[row.name], aim.to_accuracy) if trained.get(row.name) else row for row in table]
+    told = answer.sentences(table, found, job.shown(), trained, aim.to_accuracy)
     if busy > _BUSY:
         told.append(f"Other programs used {busy:.0%} of the processors when it began, which widens the intervals.")
     runs = {each.cell.name: past.curves(each.run, steps=each.timed_to) for each in found if each.races}
-    _tell(_made(f"{job.shown()[2]}: ways to train", table, told, runs), folder)
+    accuracy = {name: whole.curve(mine) for name, mine in trained.items()}
+    _tell(_made(f"{job.shown()[2]}: ways to train", table, told, runs, accuracy), folder)
     return 0
 
 
@@ -146,6 +160,7 @@ def _made(
     table: Sequence[Row],
     told: Sequence[str],
     curves: Mapping[str, tuple[list[float], list[tuple[float, float]]]],
+    accuracy: Mapping[str, list[tuple[float, float]]] | None = None,
 ) -> Report:
     facts = hardware.survey(visible_gpus())
     gpus = Counter(gpu.name for gpu in facts.gpus)
@@ -158,6 +173,7 @@ def _made(
         answer=told,
         losses={name: each for name, (each, _) in curves.items()},
         busy={name: each for name, (_, each) in curves.items()},
+        accuracy=accuracy or {},
     )
 
 
@@ -190,11 +206,16 @@ class Job:
         return dataclasses.replace(config, record=dataclasses.replace(config.record, output=self.output))
 
     def command(self, cell: Cell, folder: Path) -> Words:
-        """Return the words of the cell's command, which writes to this run's folder."""
-        where = ("--output", str(folder))
-        if self._script:
-            return ("run", *self._given, *cell.flags, *where, *self._script)
-        return ("train", *self._given, *cell.flags, *where, "--eval-every", str(10**9))
+        """Return the words of the cell's command that is measured: it writes to this folder, and evaluates nothing."""
+        return self._words(cell, folder, *(() if self._script else ("--eval-every", str(10**9))))
+
+    def training(self, cell: Cell, folder: Path, seed: int) -> Words:
+        """Return the words of a whole training of the cell's."""
+        return self._words(cell, folder, "--seed", str(seed))
+
+    def _words(self, cell: Cell, folder: Path, *more: str) -> Words:
+        verb = "run" if self._script else "train"
+        return (verb, *self._given, *cell.flags, "--output", str(folder), *more, *self._script)
 
     def shown(self) -> list[str]:
         """Return the command as a person would give it, without what varies."""
@@ -214,7 +235,8 @@ def _watched(given: list[str]) -> int:
     if verb == "run":
         config, job = run.asked(rest, prog="lockstep run")
     else:
-        config = flags.parse(rest, prog="lockstep train")
+        # What watches it ends it, after more steps than a short job has.
+        config = dataclasses.replace(flags.parse(rest, prog="lockstep train"), epochs=_ENDLESS, max_steps=None)
     folders.check(config)
     launchers.launch(Measured(job, int(told)) if how == "measured" else Raced(job, told), config)
     return 0
@@ -252,7 +274,27 @@ def _whole(name: str, text: str | None) -> int | None:
     return int(text)
 
 
-def _folder(base: RunConfig, cells: Sequence[Cell]) -> Path:
+def _aim(asked: Mapping[str, Any], seed: int, varied: Mapping[str, Any], *, is_script: bool) -> Aim:
+    """Return which whole trainings are asked for; raises `RequestError` where they cannot be."""
+    many, text = _whole("--seeds", asked.get("--seeds")), asked.get("--to-accuracy")
+    if many is None and text is None:
+        return Aim(seeds=())
+    if "seed" in varied:
+        raise RequestError(
+            "--vary seed and whole trainings go not together: those take several seeds anyway; drop one."
+        )
+    target = None
+    if text is not None:
+        with contextlib.suppress(ValueError):
+            target = float(text)
+        if target is None or not 0 < target <= 1:
+            raise RequestError(f"--to-accuracy {text}: give a share above 0 and at most 1, such as 0.94.")
+        if is_script:
+            raise RequestError("--to-accuracy needs evaluations in the records, which a script has not; use --seeds.")
+    return Aim(seeds=range(seed, seed + (many or _SEEDS)), to_accuracy=target)
+
+
+def _folder(base: RunConfig, cells: Sequence[Cell], job: Sequence[str]) -> Path:
     """Return the folder of this comparison, which may hold a part of it already."""
     asked = base.record.output
     path = folders.fresh(f"{folders.default_name(base)}-compare") if asked is None else asked
@@ -260,31 +302,44 @@ def _folder(base: RunConfig, cells: Sequence[Cell]) -> Path:
     try:
         if file.exists():
             with understanding(file):
-                before = {key: parse_json(read(file))[key] for key in ("cells",)}
-            if before != _plan(cells):
+                before = parse_json(read(file))
+            if before != _plan(cells, job):
                 raise RequestError(f"--output {path} holds another comparison; give another folder.")
         elif asked is not None and path.is_dir() and any(path.iterdir()):
             raise RequestError(f"--output {path} holds something else; give another folder.")
         path.mkdir(parents=True, exist_ok=True)
         if not file.exists():
-            write_json(file, _plan(cells))
+            write_json(file, _plan(cells, job))
     except OSError as error:
         raise folders.unwritable(path, error) from error
     return path
 
 
-def _plan(cells: Sequence[Cell]) -> dict[str, Any]:
-    return {"cells": [{"name": each.name, "flags": list(each.flags)} for each in cells]}
+def _plan(cells: Sequence[Cell], job: Sequence[str]) -> dict[str, Any]:
+    return {"job": [*job], "cells": [{"name": each.name, "flags": list(each.flags)} for each in cells]}
 
 
-def _announce(screen: Screen, cells: Sequence[Cell], plan: rounds.Plan, busy: float) -> None:
+def _announce(screen: Screen, cells: Sequence[Cell], plan: rounds.Plan, busy: float, aim: Aim) -> None:
     able = [each for each in cells if not each.why_not]
     screen.say(f"{len(able)} variants, at most {plan.budget_s:.0f} s: {', '.join(each.name for each in able)}")
+    if aim.seeds:
+        until = "" if aim.to_accuracy is None else f", each until an evaluation has {100 * aim.to_accuracy:g}%"
+        many = len(able) * len(aim.seeds)
+        screen.say(f"then {many} whole trainings, {len(able)} variants × {counted(len(aim.seeds), 'seed')}{until}")
     for each in cells:
         if each.why_not:
             screen.say((f"left out: {each.name}: {each.why_not}", "bright_black"))
     if busy > _BUSY:
         screen.say((f"warning: other programs use {busy:.0%} of the processors; intervals will be wider", "yellow"))
+
+
+def _estimate(screen: Screen, tried: Sequence[Series], aim: Aim) -> None:
+    """Say how long the whole trainings will take."""
+    many, seconds = whole.left(tried, aim)
+    if many:
+        most = "" if aim.to_accuracy is None else "at most "
+        long = f"{most}about {duration(seconds)} and evaluations" if seconds else "no loop tells how many steps it has"
+        screen.say(f"{counted(many, 'whole training')} after the races: {long}")
 
 
 @contextlib.contextmanager
@@ -301,6 +356,11 @@ def _print(screen: Screen, report: Report, folder: Path, names: Sequence[str]) -
     if not screen.is_terminal:
         screen.width = _WIDE
     screen.print(_table(report.rows))
+    if trained := over_seeds(report.rows):
+        screen.print()
+        screen.print(
+            _titled(["variant", *trained], zip(*[[row.name for row in report.rows], *trained.values()], strict=True))
+        )
     for row in report.rows:
         if row.failed:
             screen.say((f"{row.name}: {row.failed}", "dim"))
@@ -311,13 +371,17 @@ def _print(screen: Screen, report: Report, folder: Path, names: Sequence[str]) -
 
 
 def _table(found: Sequence[Row]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("variant", overflow="fold")
     titles = ("samples/s", "× one device", "efficiency", "step ms", "p95", *PARTS, "memory", "first step", "losses")
-    for title in titles:
+    return _titled(["variant", *titles], ([row.name, *_cells(row)] for row in found))
+
+
+def _titled(titles: Sequence[str], cells: Iterable[Sequence[str]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(titles[0], overflow="fold")
+    for title in titles[1:]:
         table.add_column(title, justify="right")
-    for row in found:
-        table.add_row(line(row.name), *map(line, _cells(row)), style="dim" if row.failed else "")
+    for each in cells:
+        table.add_row(*map(line, each), style="dim" if "–" in each else "")
     return table
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from . import rounds
+from . import numbers, rounds, whole
 from .rounds import Series
 from .rows import Row
+from .whole import Trained
 
 _LIMITS = {
     "data": "waiting for data: more --workers, or data that stay in memory, would help",
@@ -18,13 +19,28 @@ _LIMITS = {
 }
 
 
-def sentences(found: Sequence[Row], series: Sequence[Series], command: Sequence[str]) -> list[str]:
-    """Return the answer: the command line to take first, then why; `command` is the job's own without what varies."""
+def sentences(
+    found: Sequence[Row],
+    series: Sequence[Series],
+    command: Sequence[str],
+    trained: Trained | None = None,
+    target: float | None = None,
+) -> list[str]:
+    """Return the answer: the command line to take first, then why; `command` is the job's own without what varies.
+
+    Of whole trainings to a `target` the variant to take is the one that reaches it first, otherwise the fastest.
+    """
     rows = [row for row in found if row.samples_per_s is not None]
     if not rows:
         return ["No variant could be measured."]
     by_name = {each.cell.name: each for each in series}
-    fair = [row for row in rows if row.same_model is not False] or rows
+    trained = trained or {}
+    tried = [row for row in rows if not row.failed]
+    if target is not None and (reaching := [row for row in tried if row.reached]):
+        chosen, why = _soonest(reaching, trained, target)
+        take = f"Take: {shlex.join([*command, *chosen.flags])}"
+        return [take, why, *_unreached(rows, trained, target), _limit(chosen)]
+    fair = [row for row in tried if row.same_model is not False] or rows
     best = max(fair, key=lambda row: _rate(row))
     equal = [row for row in fair if row is not best and not _is_slower(row, best, by_name)]
     chosen = min([best, *equal], key=lambda row: (row.devices, rows.index(row)))
@@ -36,8 +52,68 @@ def sentences(found: Sequence[Row], series: Sequence[Series], command: Sequence[
         for row in rows
         if row.same_model is False and _rate(row) > _rate(chosen)
     ]
+    told += _unreached(rows, trained, target) if target is not None else _accuracies(chosen, rows, trained)
     told.append(_limit(chosen))
     return told
+
+
+def _soonest(reaching: Sequence[Row], trained: Trained, target: float) -> tuple[Row, str]:
+    """Return the variant that reaches the accuracy with most seeds, of those the soonest; and why it is that one."""
+
+    def later(row: Row, than: Row) -> numbers.Interval:
+        return whole.difference(trained[row.name], trained[than.name], 1, reached=True)
+
+    def seconds(row: Row) -> float:
+        return 0.0 if row.to_accuracy_s is None else row.to_accuracy_s.mean
+
+    first, *others = sorted(reaching, key=lambda row: (-(row.reached or 0), seconds(row)))
+    equal = [row for row in others if row.reached == first.reached and later(row, first).low <= 0]
+    chosen = min([first, *equal], key=lambda row: (row.devices, reaching.index(row)))
+    names = ", ".join(row.name for row in equal)
+    told = f"{first.name} reaches {100 * target:g}% first, after {_plus_minus(first.to_accuracy_s)} s of training"
+    if equal:
+        few = "needs the fewest devices" if chosen.devices < max(row.devices for row in [first, *equal]) else "is first"
+        return chosen, f"{told}; within the spread over the seeds {names} do so as soon, and {chosen.name} {few}."
+    if not others:
+        return chosen, f"{told}, and is the only one that does."
+    gap = later(others[0], first)
+    sooner = f": {gap.middle:.3g} s ({gap.low:.3g}–{gap.high:.3g}) before {others[0].name}" if gap.low > 0 else ""
+    return chosen, f"{told}{sooner}, and with {first.reached} of {first.seeds} seeds."
+
+
+def _unreached(rows: Sequence[Row], trained: Trained, target: float) -> list[str]:
+    """Return a sentence for each variant that some seeds, or all, did not bring to the accuracy."""
+    told = []
+    for row in rows:
+        best = whole.best(trained.get(row.name, {}))
+        if row.reached is not None and row.seeds and row.reached < row.seeds:
+            ends = "" if best is None else f"; the best of its evaluations is {best:.2%}"
+            told.append(f"{row.name}: {row.reached} of {row.seeds} seeds reached {100 * target:g}%{ends}.")
+    return told
+
+
+def _accuracies(chosen: Row, rows: Sequence[Row], trained: Trained) -> list[str]:
+    """Return how accurate the variant to take becomes, and which others do beyond the spread over the seeds."""
+    if chosen.accuracy is None:
+        return []
+    told, same = [f"{chosen.name} ends at an accuracy of {_plus_minus(chosen.accuracy, 100, 4)} %"], []
+    for row in rows:
+        if row is not chosen and row.accuracy is not None:
+            gap = whole.difference(trained[row.name], trained[chosen.name], 2)
+            if gap.holds(0.0):
+                same.append(row.name)
+            else:
+                points = "–".join(f"{100 * abs(each):.2f}" for each in sorted(gap[1:], key=abs))
+                told.append(f"{row.name} {points} points {'above' if gap.middle > 0 else 'below'} it")
+    if same:
+        told.append(f"within the spread over the seeds so do {', '.join(same)}")
+    return [f"{'; '.join(told)}."]
+
+
+def _plus_minus(found: numbers.Spread | None, times: float = 1.0, digits: int = 3) -> str:
+    if found is None:
+        return ""
+    return f"{times * found.mean:.{digits}g}" + ("" if found.sd is None else f" ± {times * found.sd:.2g}")
 
 
 def _rate(row: Row) -> float:

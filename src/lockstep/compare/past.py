@@ -10,8 +10,8 @@ from typing import Any
 
 from ..errors import RequestError
 from ..files import lines_of, parse_json, read, shown, understanding
-from ..options import flatten, read_toml
-from .numbers import Interval
+from ..options import read_named
+from .numbers import Interval, spread
 from .rows import Row
 
 JOB = ("model", "data", "step", "batch", "augment", "image-size", "samples", "holdout", "classes")
@@ -41,7 +41,7 @@ def load(folder: Path) -> Run:
             raise RequestError(f"{shown(folder)} is no run that has ended: it has no {path.name}; give another folder.")
     with understanding(summary):
         told = parse_json(read(summary))
-        found = Run(shown(folder), {**told}, flatten(read_toml(config)), {})
+        found = Run(shown(folder), {**told}, read_named(config), {})
     found.losses, found.busy = curves(folder)
     with understanding(steps):
         found.start = parse_json(next(lines_of(steps)))
@@ -75,9 +75,9 @@ def check_one_job(runs: Sequence[Run]) -> None:
     first, *others = runs
     for run in others:
         differ = [
-            f"{key} {run.options[key]!r} (not {first.options[key]!r})"
+            f"{key} {run.options.get(key)!r} (not {first.options.get(key)!r})"
             for key in JOB
-            if run.options[key] != first.options[key]
+            if run.options.get(key) != first.options.get(key)
         ]
         if differ:
             raise RequestError(
@@ -120,7 +120,7 @@ def _row(run: Run, flags: tuple[str, ...]) -> Row:
         epoch_s=sum(epochs) / len(epochs) if epochs else None,
         host_memory_bytes=memory.get("host"),
         device_memory_bytes=memory.get("device"),
-        accuracy=summary.get("top1"),
+        accuracy=None if (top1 := summary.get("top1")) is None else spread([float(top1)]),
     )
 
 

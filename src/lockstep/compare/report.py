@@ -16,6 +16,7 @@ from typing import Any
 from ..files import legal, write_json, write_whole
 from . import charts
 from .charts import Bar, Line
+from .numbers import Spread
 from .rows import PARTS, Row
 
 HTML, MARKDOWN, JSON, CSV = "report.html", "report.md", "report.json", "report.csv"
@@ -23,6 +24,10 @@ COVERS = (
     "samples/s and ratios: with the interval that holds them with 99 %, over all turns; step times: over all timed "
     "steps of rank 0; memory and processors: the sum over all ranks; losses: the largest relative difference of the "
     "first steps"
+)
+COVERS_TRAINED = (
+    "accuracy and training: mean ± sample standard deviation over the seeds, of the last evaluations, and of the "
+    "seconds of training steps alone, without starts, evaluations and checkpoints"
 )
 _POINTS = 400
 """Of a curve, that a report draws."""
@@ -42,6 +47,14 @@ class Report:
     busy: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     """By variant, (seconds since its start, percent of a processor or of the GPUs)."""
 
+    accuracy: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """By variant, (seconds of training, accuracy) of its evaluations, means over its seeds."""
+
+    @property
+    def covers(self) -> str:
+        """What the numbers cover."""
+        return f"{COVERS}; {COVERS_TRAINED}" if any(row.seeds for row in self.rows) else COVERS
+
     @property
     def whole(self) -> list[Row]:
         """The rows that have numbers."""
@@ -53,6 +66,16 @@ class _Column:
     head: str
     value: Callable[[Row], float | None]
     text: Callable[[Any], str]
+    sd: Callable[[Row], float | None] | None = None
+    """Where the value is a mean that has one."""
+
+
+def _over_seeds(head: str, name: str, text: Callable[[Any], str]) -> _Column:
+    def of(part: str, row: Row) -> float | None:
+        spread: Spread | None = getattr(row, name)
+        return None if spread is None else getattr(spread, part)
+
+    return _Column(head, partial(of, "mean"), text, partial(of, "sd"))
 
 
 def _gibibytes(value: float) -> str:
@@ -67,12 +90,22 @@ def _part_ms(part: str, row: Row) -> float | None:
     return 1000 * row.parts_s[part] if row.parts_s else None
 
 
+_TRAINED = (
+    _over_seeds("accuracy", "accuracy", "{:.2%}".format),
+    _over_seeds("training, s", "trained_s", "{:.3g}".format),
+    _over_seeds("its epoch, s", "trained_epoch_s", "{:.3g}".format),
+    _Column("seeds", lambda row: row.seeds, "{:.0f}".format),
+    _Column("reached", lambda row: row.reached, "{:.0f}".format),
+    _over_seeds("steps to accuracy", "to_accuracy_steps", "{:.4g}".format),
+    _over_seeds("s to accuracy", "to_accuracy_s", "{:.3g}".format),
+)
 _COLUMNS = (
     _Column("samples/s", lambda row: row.samples_per_s and row.samples_per_s.middle, "{:,.0f}".format),
     _Column("× one device", lambda row: row.ratio and row.ratio.middle, "{:.2f}".format),
     _Column("low", lambda row: _known(row) and _known(row).low, "{:.2f}".format),
     _Column("high", lambda row: _known(row) and _known(row).high, "{:.2f}".format),
     _Column("efficiency", lambda row: row.efficiency, "{:.0%}".format),
+    *_TRAINED,
     _Column("step p50, ms", lambda row: row.step_p50_s and 1000 * row.step_p50_s, "{:.3g}".format),
     _Column("step p95, ms", lambda row: row.step_p95_s and 1000 * row.step_p95_s, "{:.3g}".format),
     _Column("epoch, s", lambda row: row.epoch_s, "{:.3g}".format),
@@ -85,7 +118,6 @@ _COLUMNS = (
     _Column("processors busy", lambda row: row.busy_processors, "{:.2f}".format),
     _Column("J a step", lambda row: row.joules_a_step, "{:.3g}".format),
     _Column("first step, s", lambda row: row.to_first_step_s, "{:.1f}".format),
-    _Column("accuracy", lambda row: row.accuracy, "{:.2%}".format),
     _Column("losses", lambda row: row.loss_gap, lambda gap: "the same" if gap == 0 else f"{gap:.1e}"),
     _Column("turns", lambda row: row.turns, "{:.0f}".format),
 )
@@ -103,15 +135,21 @@ def write(report: Report, folder: Path) -> list[str]:
     return [HTML, MARKDOWN, JSON, CSV, *(f"{name}.svg" for name in drawn)]
 
 
+def over_seeds(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return, by title, what whole trainings have told of each row; empty where there were none."""
+    if not any(row.seeds for row in rows):
+        return {}
+    told = {column.head: [_shown(column, row) for row in rows] for column in _TRAINED}
+    return {head: cells for head, cells in told.items() if any(cells)}
+
+
 def as_json(report: Report) -> dict[str, Any]:
     """Return all numbers of the report."""
     rows = []
     for row in report.rows:
         found = dataclasses.asdict(row)
-        for key in ("samples_per_s", "ratio"):
-            found[key] = None if (interval := getattr(row, key)) is None else interval._asdict()
-        rows.append(legal(found))
-    told = {"title": report.title, "about": report.about, "made": report.made, "covers": COVERS}
+        rows.append(legal({key: each._asdict() if hasattr(each, "_asdict") else each for key, each in found.items()}))
+    told = {"title": report.title, "about": report.about, "made": report.made, "covers": report.covers}
     return {**told, "answer": list(report.answer), "rows": rows}
 
 
@@ -124,7 +162,7 @@ def _html(report: Report, drawn: Sequence[Mapping[str, str]]) -> str:
         {
             "cells": [
                 {"key": None, "text": row.name},
-                *({"key": value, "text": _shown(column, value)} for column in columns for value in [column.value(row)]),
+                *({"key": column.value(row), "text": _shown(column, row)} for column in columns),
             ]
         }
         for row in report.whole
@@ -137,7 +175,7 @@ def _html(report: Report, drawn: Sequence[Mapping[str, str]]) -> str:
             about=report.about,
             made=report.made,
             answer=report.answer,
-            covers=COVERS,
+            covers=report.covers,
             heads=["variant", *(column.head for column in columns)],
             table=table,
             failed=[(row.name, row.failed) for row in report.rows if row.failed],
@@ -152,8 +190,10 @@ def _filled(report: Report) -> list[_Column]:
     return [each for each in _COLUMNS if any(each.value(row) is not None for row in report.whole)]
 
 
-def _shown(column: _Column, value: float | None) -> str:
-    return "" if value is None else column.text(value)
+def _shown(column: _Column, row: Row) -> str:
+    value = column.value(row)
+    sd = None if column.sd is None else column.sd(row)
+    return "" if value is None else column.text(value) + ("" if sd is None else f" ± {column.text(sd)}")
 
 
 def _markdown(report: Report) -> str:
@@ -162,13 +202,13 @@ def _markdown(report: Report) -> str:
     told = [f"# {report.title}", "", report.about, "", *report.answer, ""]
     told += [f"| {' | '.join(heads)} |", f"| --- |{' ---: |' * len(columns)}"]
     for row in report.whole:
-        cells = [row.name, *(_shown(column, column.value(row)) for column in columns)]
+        cells = [row.name, *(_shown(column, row) for column in columns)]
         told.append(f"| {' | '.join(re.sub(r'[|<>]', ' ', cell) for cell in cells)} |")
     told += [
         "",
         *(f"- {row.name}: {row.failed}" for row in report.rows if row.failed),
         "",
-        f"{COVERS}.",
+        f"{report.covers}.",
         "",
         report.made,
     ]
@@ -178,11 +218,16 @@ def _markdown(report: Report) -> str:
 def _csv(report: Report) -> str:
     text = io.StringIO()
     out = csv.writer(text, lineterminator="\n")
-    out.writerow(["variant", "flags", *(column.head for column in _COLUMNS), "failed"])
+    columns = [each for column in _COLUMNS for each in (column, _deviation(column)) if each is not None]
+    out.writerow(["variant", "flags", *(column.head for column in columns), "failed"])
     for row in report.rows:
-        values = ["" if (value := column.value(row)) is None else repr(value) for column in _COLUMNS]
+        values = ["" if (value := column.value(row)) is None else repr(value) for column in columns]
         out.writerow([row.name, " ".join(row.flags), *values, row.failed])
     return text.getvalue()
+
+
+def _deviation(column: _Column) -> _Column | None:
+    return None if column.sd is None else _Column(f"{column.head} sd", column.sd, column.text)
 
 
 def _charts(report: Report) -> dict[str, dict[str, str]]:
@@ -219,6 +264,16 @@ def _charts(report: Report) -> dict[str, dict[str, str]]:
                 "loss",
             ),
             "Of the global batch, by optimizer step: the same model has one curve.",
+        ),
+        "accuracy": (
+            "Accuracy",
+            charts.lines(
+                "Accuracy",
+                [Line(name, [(x, 100 * y) for x, y in each]) for name, each in report.accuracy.items() if each],
+                "seconds of training",
+                "%",
+            ),
+            "Of each evaluation: the mean over the seeds, as long as all of them were trained.",
         ),
         "utilisation": (
             "Utilisation",

@@ -20,6 +20,7 @@ import psutil
 from .. import hardware
 from ..errors import LockstepError, RequestError, RunError, counted
 from ..files import own_folder, parse_json, read, understanding, write_json
+from ..launchers.table import visible_gpus
 from . import numbers, trials
 from .grid import Cell, Words
 from .numbers import Interval
@@ -32,6 +33,7 @@ _TURN_S = 0.1
 _TURNS = (12, 400)
 """At least and at most, in a race."""
 _LEAST_LIMIT_S = 120.0
+_RACED = "races.json"
 _MEMORY = 0.7
 """Of what is free, that variants may hold at the same time."""
 
@@ -79,11 +81,17 @@ Commands = Callable[[Cell, Path], Words]
 
 
 def run(
-    cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, tell: Callable[[str], None]
+    cells: Sequence[Cell],
+    command: Commands,
+    folder: Path,
+    plan: Plan,
+    tell: Callable[[str], None],
+    tried: Callable[[list[Series]], None] = lambda _: None,
 ) -> list[Series]:
     """Run the trials and races that `folder` does not hold yet, and return all.
 
-    `command` returns the words of a cell's command that writes to the run's folder it is given. Raises `RequestError`
+    `command` returns the words of a cell's command that writes to the run's folder it is given; `tried` is called
+    between trials and races. Raises `RequestError`
     where the budget is too small for a race, and `RunError` where no variant can be run.
     """
     begun_s = time.monotonic()
@@ -97,6 +105,7 @@ def run(
     if not living:
         first = next(each for each in series if each.failed)
         raise RunError(f"None of {counted(len(series), 'variant')} can be run; {first.cell.name}: {first.failed}")
+    tried(series)
     tried_s = time.monotonic() - begun_s
     start_s, turn_s = _start_s(living), sum(map(_turn_s, living))
     least_s = start_s + _TURNS[0] * turn_s
@@ -107,13 +116,25 @@ def run(
         )
     # As long as it takes to start: more turns narrow what turns differ by, more races what starts do.
     turns = min(_TURNS[1], max(_TURNS[0], round(start_s / turn_s)))
-    number = 0
-    while living and (number == 0 or not _is_over(living, plan, begun_s, start_s + turns * turn_s)):
+    number, before = 0, _raced(folder, plan)
+    while living and (
+        number == 0 or (number < before if before else not _is_over(living, plan, begun_s, start_s + turns * turn_s))
+    ):
         number += 1
         tell(f"race {number}: {counted(turns, 'turn')} of {counted(len(living), 'variant')}{_known(living)}")
         _race(living, command, folder / f"race-{number:02}", turns)
         living = [each for each in living if not each.failed]
+    write_json(folder / _RACED, {"races": number, "budget_s": plan.budget_s})
     return series
+
+
+def _raced(folder: Path, plan: Plan) -> int:
+    """Return how many races there were when they ended within this budget; 0 where they have not."""
+    if not (path := folder / _RACED).exists():
+        return 0
+    with understanding(path):
+        told = parse_json(read(path))
+        return int(told["races"]) if told["budget_s"] >= plan.budget_s else 0
 
 
 def ratio(ours: Series, theirs: Series) -> Interval:
@@ -181,12 +202,9 @@ def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int)
 def _fit(living: Sequence[Series]) -> bool:
     """Whether the variants' memory is there for all of them at the same time."""
     peaks = [_told(each)["peak_memory_bytes"] for each in living]
-    if any(peak["device"] for peak in peaks):
-        import torch
-
-        free, _ = torch.cuda.mem_get_info()
-        if sum(peak["device"] or 0 for peak in peaks) > _MEMORY * free:
-            return False
+    smallest = min((gpu.memory_bytes for gpu in hardware.gpus(visible_gpus())), default=0)
+    if sum(peak["device"] or 0 for peak in peaks) > _MEMORY * smallest:
+        return False
     return bool(sum(peak["host"] for peak in peaks) < _MEMORY * psutil.virtual_memory().available)
 
 

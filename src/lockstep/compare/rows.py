@@ -9,7 +9,7 @@ from typing import Any
 
 from ..files import parse_json, read, understanding
 from . import numbers, rounds, trials
-from .numbers import Interval
+from .numbers import Interval, Spread
 from .rounds import Series
 
 PARTS = ("data", "compute", "communication", "optimizer", "rest")
@@ -53,8 +53,18 @@ class Row:
     busy_processors: float | None = None
     joules_a_step: float | None = None
     to_first_step_s: float | None = None
-    accuracy: float | None = None
-    """At the end of a whole run: the share of samples that are right."""
+    accuracy: Spread | None = None
+    """At the end of whole trainings: the share of samples that are right. This and what follows: over seeds."""
+    seeds: int | None = None
+    """Whole trainings."""
+    trained_s: Spread | None = None
+    """Of their training steps, without evaluations; `trained_epoch_s`: of a mean epoch."""
+    trained_epoch_s: Spread | None = None
+    reached: int | None = None
+    """Seeds for which an evaluation reached the accuracy that was asked for; None where none was."""
+    to_accuracy_steps: Spread | None = None
+    """Steps, and their seconds, until then."""
+    to_accuracy_s: Spread | None = None
     loss_gap: float | None = None
     """The largest relative difference of the first steps' losses to the first row's, of the same global batch."""
     same_model: bool | None = None
@@ -73,13 +83,13 @@ def _row(series: Series, base: Series | None, first: Series | None, tolerance: f
     cell, trial = series.cell, series.trial
     if series.failed or not series.races or trial is None or base is None or base.trial is None or first is None:
         return Row(name=cell.name, flags=cell.flags, failed=series.failed or "not run", devices=cell.devices)
-    start, told, step_s = _start(series), trial.told, trial.step_s
-    batch, base_batch = _batch(start), _batch(_start(base))
+    start, told, step_s = start_of(series), trial.told, trial.step_s
+    batch, base_batch = _batch(start), _batch(start_of(base))
     rate = numbers.of_groups([[each * batch for each in race] for race in series.races])
     ratio = _times(rounds.ratio(series, base), batch / base_batch)
     middle_s = batch / rate.middle
     flops = (base.trial.told["flops_a_step"] or 0) * batch / base_batch
-    gap = trials.gap(_losses(series), _losses(first)) if batch == _batch(_start(first)) else None
+    gap = trials.gap(_losses(series), _losses(first)) if batch == _batch(start_of(first)) else None
     percents = statistics.quantiles(step_s, n=20) if len(step_s) > 1 else [step_s[0]] * 19
     steps = start["steps_per_epoch"]
     return Row(
@@ -134,7 +144,8 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _start(series: Series) -> dict[str, Any]:
+def start_of(series: Series) -> dict[str, Any]:
+    """Return the start event of a variant's trial."""
     path = series.run / "steps.jsonl"
     with understanding(path):
         start: dict[str, Any] = parse_json(read(path).partition(b"\n")[0])

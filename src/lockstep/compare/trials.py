@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import LockstepError, RequestError
+from ..errors import LockstepError, RequestError, Stopped
 from ..files import lines_of, own_folder, parse_json, read, understanding, write_json
 from ..prove import commands
 from . import measured
@@ -26,7 +27,7 @@ class Trial:
     """What one command has measured; or why it has not."""
 
     told: dict[str, Any]
-    """What `measured.Probe` tells; empty where it failed."""
+    """What `measured.Probe`, or the records of a whole training, tell; empty where it failed."""
     seconds: float
     """From its start to its end."""
     to_first_step_s: float | None = None
@@ -47,35 +48,52 @@ def done(folder: Path) -> Trial | None:
         return Trial(**parse_json(read(path)))
 
 
-def run(name: str, folder: Path, watched: Words, *, limit_s: float) -> Trial:
+def run(
+    name: str,
+    folder: Path,
+    watched: Words,
+    *,
+    limit_s: float = math.inf,
+    told: Callable[[], dict[str, Any]] | None = None,
+    enough: Callable[[], bool] | None = None,
+) -> Trial:
     """Run a variant's command, `watched` by a verb of lockstep's; note in `folder` what became of it.
 
-    What fails is a trial too.
+    What fails is a trial too. `told` returns what it has measured, by default what a probe has left; as soon as
+    `enough` says so, the command is stopped, which is no failure.
 
-    Raises KeyboardInterrupt, and OSError where the folder cannot be written.
+    Raises KeyboardInterrupt, `Stopped` where somebody else stops the command, and OSError where the folder cannot be
+    written.
     """
     own_folder(folder)
     begun_s, begun_time = time.monotonic(), time.time()
     words = (sys.executable, "-P", "-m", "lockstep", *watched)
-    failed, told = "", {}
+    failed, found = "", {}
     try:
-        commands.run(name, [words], [folder / "log"], limit_s=limit_s)
-        path = folder / RUN / measured.FILE
-        with understanding(path):
-            told = parse_json(read(path))
+        commands.run(name, [words], [folder / "log"], limit_s=limit_s, enough=enough)
+        found = _probed(folder) if told is None else told()
+    except Stopped:
+        raise
     except LockstepError as error:
         failed = str(error).removeprefix(f"The variant {name} failed: ")
         if isinstance(error, RequestError):
             failed = f"refused: {failed}"
-    first = told.get("first_step_time")
-    found = Trial(
-        told=told,
+    first = found.get("first_step_time")
+    trial = Trial(
+        told=found,
         seconds=time.monotonic() - begun_s,
         to_first_step_s=None if first is None else first - begun_time,
         failed=failed,
     )
-    write_json(folder / _RESULT, vars(found))
-    return found
+    write_json(folder / _RESULT, vars(trial))
+    return trial
+
+
+def _probed(folder: Path) -> dict[str, Any]:
+    path = folder / RUN / measured.FILE
+    with understanding(path):
+        told: dict[str, Any] = parse_json(read(path))
+        return told
 
 
 def make_anew(folder: Path) -> None:

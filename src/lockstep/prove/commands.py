@@ -7,7 +7,7 @@ import math
 import shlex
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -29,18 +29,20 @@ def run(
     *,
     grace_s: float = _GRACE_S,
     limit_s: float = math.inf,
+    enough: Callable[[], bool] | None = None,
 ) -> None:
     """Run commands at once, to their end; none of them, nor what they start, outlives this call.
 
     Raises the error of the one that failed first, which `name` tells in the sentence, and `RunError` where they are
-    ended since they have not by `limit_s`.
+    ended since they have not by `limit_s`. As soon as `enough` says so they are asked to stop; having stopped is then
+    no failure.
     """
     with contextlib.ExitStack() as files:
         children: list[subprocess.Popen[bytes]] = []
         try:
             for command, log in zip(stage, logs, strict=True):
                 children.append(_start(command, files.enter_context(open(log, "wb", buffering=0, opener=ours))))
-            failed = _first_failure(children, limit_s)
+            failed = _first_failure(children, limit_s, enough)
         finally:
             _end(children, grace_s)
     if failed == _LATE:
@@ -75,14 +77,21 @@ def _start(command: Command, log: IO[bytes]) -> subprocess.Popen[bytes]:
     )
 
 
-def _first_failure(children: Sequence[subprocess.Popen[bytes]], limit_s: float) -> int | None:
+def _first_failure(
+    children: Sequence[subprocess.Popen[bytes]], limit_s: float, enough: Callable[[], bool] | None
+) -> int | None:
     """Return the index of the first child that has failed, `_LATE` after the limit; None once all have ended well."""
     until_s = time.monotonic() + limit_s
+    fine: tuple[int | None, ...] = (None, 0)
     while True:
         if time.monotonic() > until_s:
             return _LATE
+        if enough is not None and enough():
+            enough, fine = None, (*fine, Stopped.exit_code)
+            for child in children:
+                child.terminate()
         codes = [child.poll() for child in children]
-        failed = [index for index, code in enumerate(codes) if code]
+        failed = [index for index, code in enumerate(codes) if code not in fine]
         if failed:
             return failed[0]
         if None not in codes:

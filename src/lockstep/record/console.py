@@ -236,7 +236,7 @@ class Terminal:
         done = Text("\n").append("done" if not fields.get("exit") else "stopped", "bold").append(" ")
         done.append(f"after {counted(fields['steps'], 'step')}")
         if epochs_s:
-            done.append(f" and {_duration(sum(epochs_s))} in {counted(len(epochs_s), 'epoch')}")
+            done.append(f" and {duration(sum(epochs_s))} in {counted(len(epochs_s), 'epoch')}")
         if rate := fields.get("samples_per_s") or fields.get("images_per_s"):
             done.append(f", {rate:,.0f} {self._unit}s/s")
         self._print(done)
@@ -268,7 +268,7 @@ class Terminal:
             parts.append(f"train {fields['top1']:.1%}")
         parts.append(f"{fields['samples_per_s']:,.0f} {self._unit}s/s")
         if fields.get("eta_s"):  # nothing at the last step
-            parts.append(f"{_duration(fields['eta_s'])} left")
+            parts.append(f"{duration(fields['eta_s'])} left")
         return parts
 
 
@@ -321,7 +321,7 @@ def _fit(count: str, parts: list[str], width: int) -> str:
     return parts[0]
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return `seconds` as a person would say it: 4.2 s, 3 min 12 s, 5 h 04 min, 2 d 3 h."""
     if seconds < 10:
         return f"{seconds:.1f} s"
