@@ -11,12 +11,17 @@ from .rows import Row
 from .whole import Trained
 
 _LIMITS = {
-    "data": "waiting for data: more --workers, or data that stay in memory, would help",
-    "compute": "the computation itself: a lower --precision, another model, or more devices would help",
-    "communication": "exchanging gradients and statistics: a larger --batch, or --accumulate, has less of it a sample",
-    "optimizer": "the optimizer's own step: a fused one, or a larger --batch, has less of it a sample",
-    "rest": "what a step costs besides the model: a larger --batch has less of it a sample",
+    "data": ("waiting for data", "more --workers, or data that stay in memory, would lift that"),
+    "compute": ("computation", "a lower --precision, another model, or more devices would lift that"),
+    "communication": (
+        "exchanging gradients and statistics",
+        "a faster link would lift that; a larger --batch, or --accumulate, has less of it a sample",
+    ),
+    "optimizer": ("the optimizer's own step", "a larger --batch has less of it a sample"),
+    "rest": ("what a step costs besides the model", "a larger --batch has less of it a sample"),
 }
+_FULL = 0.4
+"""Of the rate of large matrix products, from which on arithmetic limits a net; public nets reach 0.2 to 0.45."""
 
 
 def sentences(
@@ -148,4 +153,13 @@ def _why(chosen: Row, best: Row, equal: Sequence[Row], rows: Sequence[Row]) -> s
 def _limit(row: Row) -> str:
     total_s = sum(row.parts_s.values())
     part, seconds = max(row.parts_s.items(), key=lambda each: each[1])
-    return f"{seconds / total_s:.0%} of its step is {_LIMITS[part]}."
+    what, lift = _LIMITS[part]
+    told = f"{seconds / total_s:.0%} of its step is {what}"
+    if part != "compute":
+        return f"{told}, without which it would be up to {total_s / max(total_s - seconds, 1e-9):.2g}× as fast: {lift}."
+    if row.matrix_share is None:
+        return f"{told}: {lift}."
+    told += f", at {row.matrix_share:.0%} of the rate at which its processors multiply large matrices"
+    if row.matrix_share < _FULL:
+        return f"{told}: memory traffic and small operations limit it; a larger --batch, or --compile, may lift that."
+    return f"{told}: their arithmetic limits it; {lift}."
