@@ -78,7 +78,7 @@ def _soonest(reaching: Sequence[Row], trained: Trained, target: float) -> tuple[
     told = f"{first.name} reaches {100 * target:g}% first, after {_plus_minus(first.to_accuracy_s)} s of training"
     if equal:
         few = "needs the fewest devices" if chosen.devices < max(row.devices for row in [first, *equal]) else "is first"
-        return chosen, f"{told}; within the spread over the seeds {names} do so as soon, and {chosen.name} {few}."
+        return chosen, f"{told}; its lead over {names} is within the spread over the seeds, and {chosen.name} {few}."
     if not others:
         return chosen, f"{told}, and is the only one that does."
     gap = later(others[0], first)
