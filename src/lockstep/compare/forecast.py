@@ -208,9 +208,10 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
     trees = job.on_gpu
     worst, middle, best = (cluster.network(quality, has_trees=trees) for quality in range(3))
     step_s = timeline.step_s(profile, devices, middle)
-    slow = math.hypot(timeline.step_s(profile, devices, worst) - step_s, error * profile.step_s)
-    fast = math.hypot(step_s - timeline.step_s(profile, devices, best), error * profile.step_s)
-    times = Interval(step_s, max(step_s - fast, 0.1 * step_s), step_s + slow)
+    # Of times, errors multiply: as much longer as shorter.
+    slow_s = math.hypot(timeline.step_s(profile, devices, worst) - step_s, error * profile.step_s)
+    fast_s = math.hypot(step_s - timeline.step_s(profile, devices, best), error / (1 + error) * profile.step_s)
+    times = Interval(step_s, step_s - min(fast_s, 0.99 * step_s), step_s + slow_s)
     grown = devices if cluster.is_weak else 1
     speed_up = Interval(*(one.profile.step_s * grown / each for each in (times.middle, times.high, times.low)))
     steps = None if job.steps_per_epoch is None else math.ceil(job.steps_per_epoch / grown)

@@ -73,7 +73,12 @@ class Share:
         alone = dataclasses.replace(
             world, topology=dataclasses.replace(world.topology, size=self.ranks), group=None, memory=None
         )
-        Measured(self.entry, is_profiled=True)(config, alone)
+        from ..loop import Loop
+
+        end: Any = Loop.end_evaluation
+        # The samples of an evaluation are those of this rank alone.
+        with _patched(Loop, "end_evaluation", lambda loop, evaluated, _: end(loop, evaluated, None)):
+            Measured(self.entry, is_profiled=True)(config, alone)
 
 
 @dataclass(frozen=True)
