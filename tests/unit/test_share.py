@@ -167,7 +167,7 @@ def test_what_samples_draw_depends_on_neither_workers_nor_ranks(dataset: Any, wo
     inner: Any = dataset.dataset if isinstance(dataset, data.Subset) else Drawing()
     reads = inner.reads
     alone = read(1, 3)
-    assert inner.reads - reads in (0, 2 * len(alone))  # a part of a data set reads none twice
+    assert inner.reads - reads in (0, 2 * len(alone) + 6)  # the first batch twice: it is seen to draw
     assert read(2, 3, num_workers=workers, persistent_workers=workers > 0) == alone
     assert read(3, 3, first=2, num_workers=workers) == alone[12:]
     assert len({number for row in alone for number in row[2:]}) == 2 * len(alone) == 46

@@ -6,7 +6,7 @@ same on any rank and in any worker.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from .. import own
 from ..errors import RequestError
 from ..randomness import kept
 from .augment import Augment
+from .counter import UInt64
 from .resident import Normalise, channels_first
-from .seeding import seed_generators, seeds
+from .seeding import Drawing, seed_generators, seeds
 from .source import Indices, Pair
 
 PURPOSE = {"train": 3, "test": 4, "function": 5, "validation": 6}
@@ -78,26 +79,35 @@ class Samples:
     classes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    drawing: Drawing = field(default_factory=Drawing)
 
     def __call__(self, epoch: int, share: Indices) -> Pair:
         """Return x (n, *shape) and y (n,)."""
         own_seeds = seeds(share, self.seed, epoch, PURPOSE[self.split])
+        if not len(share):
+            return self._read(share, None)
+        with kept():
+            return self.drawing.read(
+                lambda: self._read(share, None), lambda: self._read(share, own_seeds), own_seeds[0]
+            )
+
+    def _read(self, share: Indices, own_seeds: UInt64 | None) -> Pair:
         x = torch.empty((len(share), *self.shape), dtype=self.dtype)
         y = torch.empty(len(share), dtype=torch.int64)
-        with kept():
-            for place, index in enumerate(share.tolist()):
+        for place, index in enumerate(share.tolist()):
+            if own_seeds is not None:
                 seed_generators(own_seeds[place])
-                try:
-                    sample, label = sample_of(self.module.name, self.split, self.dataset, index, self.classes)
-                except BaseException as error:
-                    error.add_note(f"{self.split} sample {index} of --data {self.module.name}")
-                    raise
-                if sample.shape != self.shape or sample.dtype != self.dtype:
-                    raise RequestError(
-                        f"--data {self.module.name}: {self.split} sample {index} is {sample.dtype} "
-                        f"{tuple(sample.shape)}, sample 0 is {self.dtype} {self.shape}; all must be alike."
-                    )
-                x[place], y[place] = sample, label
+            try:
+                sample, label = sample_of(self.module.name, self.split, self.dataset, index, self.classes)
+            except BaseException as error:
+                error.add_note(f"{self.split} sample {index} of --data {self.module.name}")
+                raise
+            if sample.shape != self.shape or sample.dtype != self.dtype:
+                raise RequestError(
+                    f"--data {self.module.name}: {self.split} sample {index} is {sample.dtype} "
+                    f"{tuple(sample.shape)}, sample 0 is {self.dtype} {self.shape}; all must be alike."
+                )
+            x[place], y[place] = sample, label
         return x, y
 
 

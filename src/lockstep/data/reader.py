@@ -6,10 +6,9 @@ of sample indices, or the next global batch of an iterable data set.
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -25,7 +24,7 @@ from ..randomness import Generators, kept
 from . import counter
 from .content import COMPARED, Signature, signature
 from .loader import as_it_is, begin_worker
-from .seeding import seed_generators
+from .seeding import Drawing, seed_generators
 from .source import Indices
 
 _END: Any = object()
@@ -41,6 +40,7 @@ class Reader:
         self._running: Any = None
         self._is_plain = _is_plain(loader.dataset)
         self._draws = not self._is_plain or loader.collate_fn is not default_collate
+        self._drawing = Drawing()
 
     def shares(self, shares: Iterator[Indices], keys: counter.UInt64) -> Iterator[Any]:
         """Yield what the user's collate function makes of each share; what it and the samples draw is keyed by `keys`.
@@ -106,8 +106,9 @@ class Reader:
             dataset = _Stream(dataset, user.collate_fn, user.drop_last, self._plan, self._rank)
             options |= {"num_workers": min(user.num_workers, 1), "collate_fn": as_it_is}
             return DataLoader(dataset, batch_size=None, sampler=self._queue, **options)
-        if not self._is_plain and _reads_batches(dataset):
-            dataset = _Batched(dataset)
+        if not self._is_plain and (_reads_batches(dataset) or not user.num_workers):
+            # In workers others are left as they are: their own code there may look for its data set.
+            dataset = _Batched(dataset, self._drawing)
         return DataLoader(dataset, batch_sampler=self._queue, collate_fn=user.collate_fn, **options)
 
 
@@ -145,27 +146,23 @@ class _Seeded:
 
 
 class _Batched:
-    """A data set that reads whole batches (`__getitems__`); sample by sample from the first batch on that draws."""
+    """A data set as it reads a whole batch: sample by sample, each seeded for, from the first batch on that draws."""
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._draws = False
+    def __init__(self, dataset: Any, drawing: Drawing) -> None:
+        self._dataset, self._drawing = dataset, drawing
+        self._plain = dataset.__getitems__ if _reads_batches(dataset) else self._one_by_one
 
     def __getitems__(self, share: _Seeded) -> Any:
-        if not self._draws:
-            share.seed_for_collating()
-            expected = _next_numbers()
-            share.seed_for_collating()
-            samples = self._dataset.__getitems__(share.indices.tolist())
-            self._draws = _next_numbers() != expected
-            share.seed_for_collating()
-            if not self._draws:
-                return samples
-        return [self._dataset[index] for index in share]
+        found = self._drawing.read(
+            lambda: self._plain(share.indices.tolist()),
+            lambda: self._one_by_one(share),
+            counter.bits(share.keys, share.indices[:1]).T[0],
+        )
+        share.seed_for_collating()
+        return found
 
-
-def _next_numbers() -> tuple[float, ...]:
-    return torch.rand((), dtype=torch.float64).item(), random.random(), np.random.random()
+    def _one_by_one(self, indices: Iterable[int]) -> list[Any]:
+        return [self._dataset[index] for index in indices]
 
 
 class Part(NamedTuple):
