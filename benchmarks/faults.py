@@ -169,12 +169,14 @@ def running(folder: Path, *words: object) -> contextlib.AbstractContextManager[R
 
 
 @contextlib.contextmanager
-def started(folder: Path, command: Sequence[str], *, known_by: str, **env: str) -> Iterator[Run]:
+def started(
+    folder: Path, command: Sequence[str], *, known_by: str, python: str = sys.executable, **env: str
+) -> Iterator[Run]:
     """Start Python with these words and variables; at the end it and all its ranks are gone."""
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     begun_s = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, *command],
+        [python, *command],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", _MARK: str(folder), **env},
         stdout=subprocess.DEVNULL,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 
-from lockstep.versions import version_of
-
+from . import others
 from .faults import EVERY, LIMIT_S, Run, running, started
 from .harness import Report, Series
 from .peer.work import TIMEOUT_S
@@ -42,14 +41,14 @@ class Found:
 
 def measure() -> Report:
     """Return what each did, fault by fault."""
+    python = others.python()
     starts: dict[str, Start] = {
         "lockstep": _ours,
         "a script of one's own, torchrun as it comes": _torchrun("own", shares=True),
         "a script of one's own, torchrun": _torchrun("own"),
     }
-    for package in ("accelerate", "lightning"):
-        if find_spec(package) is not None:
-            starts[f"{package} {version_of(package)}, torchrun"] = _torchrun(f"with_{package}")
+    for package, version in others.VERSIONS.items():
+        starts[f"{package} {version}, torchrun"] = _torchrun(f"with_{package}", python=python)
     found = {name: Found() for name in starts}
     whole = {name: undisturbed(start) for name, start in starts.items()}
     for _ in range(ROUNDS):
@@ -89,7 +88,7 @@ def measure() -> Report:
         "limit of a collective (ours: --stall-timeout). A cold start is that of the same command, to its first step. "
         "Ranks that torchrun starts again share the store of those before them, and may read their addresses: all "
         "peers but the one as it comes are given TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which parts them. "
-        "The scripts are in `benchmarks/peer`; what is not installed is left out (`pip install accelerate lightning`).",
+        "The scripts are in `benchmarks/peer`.",
         n=f"{ROUNDS} rounds of each fault, in turn",
     )
 
@@ -149,11 +148,11 @@ def _ours(folder: Path, restarts: int) -> AbstractContextManager[Run]:
     return running(folder, "--devices", RANKS, "--stall-timeout", f"{TIMEOUT_S:g}", *again)
 
 
-def _torchrun(script: str, *, shares: bool = False) -> Start:
+def _torchrun(script: str, *, shares: bool = False, python: str = sys.executable) -> Start:
     def start(folder: Path, restarts: int) -> AbstractContextManager[Run]:
         command = [*_TORCHRUN, "--max-restarts", f"{restarts}", "-m", f"benchmarks.peer.{script}"]
         apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not shares))}
-        return started(folder, command, known_by=f"benchmarks.peer.{script}", **apart)
+        return started(folder, command, known_by=f"benchmarks.peer.{script}", python=python, **apart)
 
     return start
 

@@ -1,1 +1,1 @@
-"""The same work in others' hands: scripts that torchrun starts (see `benchmarks.peers`)."""
+"""The same work in others' hands: scripts that torchrun starts (see `benchmarks.peer_faults`)."""

@@ -1,0 +1,24 @@
+"""The bare loop."""
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+import job
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = job.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
+    loader = DataLoader(job.data(), batch_size=job.BATCH, shuffle=True)
+    for _ in range(1):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
