@@ -108,7 +108,7 @@ class Reader:
             return DataLoader(dataset, batch_size=None, sampler=self._queue, **options)
         if not self._is_plain and (_reads_batches(dataset) or not user.num_workers):
             # In workers others are left as they are: their own code there may look for its data set.
-            dataset = _Batched(dataset, self._drawing)
+            dataset = _Batched(dataset, self._drawing, collates=user.collate_fn is not default_collate)
         return DataLoader(dataset, batch_sampler=self._queue, collate_fn=user.collate_fn, **options)
 
 
@@ -148,17 +148,18 @@ class _Seeded:
 class _Batched:
     """A data set as it reads a whole batch: sample by sample, each seeded for, from the first batch on that draws."""
 
-    def __init__(self, dataset: Any, drawing: Drawing) -> None:
-        self._dataset, self._drawing = dataset, drawing
+    def __init__(self, dataset: Any, drawing: Drawing, *, collates: bool) -> None:
+        """`collates` tells whether code of the user's makes batches, which may draw too."""
+        self._dataset, self._drawing, self._collates = dataset, drawing, collates
         self._plain = dataset.__getitems__ if _reads_batches(dataset) else self._one_by_one
 
     def __getitems__(self, share: _Seeded) -> Any:
         found = self._drawing.read(
             lambda: self._plain(share.indices.tolist()),
             lambda: self._one_by_one(share),
-            counter.bits(share.keys, share.indices[:1]).T[0],
         )
-        share.seed_for_collating()
+        if self._collates:
+            share.seed_for_collating()
         return found
 
     def _one_by_one(self, indices: Iterable[int]) -> list[Any]:

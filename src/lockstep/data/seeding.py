@@ -24,6 +24,8 @@ from . import counter
 from .source import Indices
 
 T = TypeVar("T")
+_LOOK = np.zeros(3, np.uint64)
+"""With which generators are seeded whose next numbers are only to be known."""
 _GENERATORS = 3
 """Each gets bits of its own: torch's and NumPy's are of one kind, and would draw alike from the same seed."""
 
@@ -47,21 +49,22 @@ class Drawing:
 
     def __init__(self) -> None:
         self.is_seen = False
+        self._expected: tuple[float, ...] = ()
 
-    def read(self, plain: Callable[[], T], seeded: Callable[[], T], bits: counter.UInt64) -> T:
+    def read(self, plain: Callable[[], T], seeded: Callable[[], T]) -> T:
         """Return what `plain()` reads, or, of a data set that draws, what `seeded()` does, which seeds for each sample.
 
-        `bits` (3,) seed the generators for a look at whether `plain` has drawn.
+        The generators are seeded to see whether `plain` has drawn, and are left so.
         """
-        if not self.is_seen:
-            seed_generators(bits)
-            expected = _next_numbers()
-            seed_generators(bits)
-            found = plain()
-            self.is_seen = _next_numbers() != expected
-            if not self.is_seen:
-                return found
-        return seeded()
+        if self.is_seen:
+            return seeded()
+        if not self._expected:
+            seed_generators(_LOOK)
+            self._expected = _next_numbers()
+        seed_generators(_LOOK)
+        found = plain()
+        self.is_seen = _next_numbers() != self._expected
+        return seeded() if self.is_seen else found
 
 
 def _next_numbers() -> tuple[float, ...]:
