@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from lockstep.compare import forecast, networks, timeline
 from lockstep.compare.forecast import Cluster, Forecast, Job, Share
 from lockstep.compare.networks import Links
+from lockstep.compare.profiler import Stamps
 from lockstep.compare.timeline import FREE, GATHER, GRADIENT, Link, Network, Point, Profile
 from lockstep.errors import RequestError, RunError
 
@@ -222,3 +225,15 @@ def test_what_cannot_be_forecast_is_refused(
     (tmp_path / "mine.py").write_text("")
     monkeypatch.chdir(tmp_path)
     assert sentence in refusal(capsys, "forecast", *words)
+
+
+def test_of_two_models_that_are_alike_both_exchange_their_gradients() -> None:
+    models = [nn.Linear(10, 10), nn.Linear(10, 10)]
+    stamps = Stamps(models, torch.device("cpu"))
+    for _ in range(2):
+        x = torch.randn(4, 10)
+        for model in models:
+            model(x).sum().backward()
+        stamps.end_step()
+    seen = {**told(0.5), "profile": stamps.told()}
+    assert timeline.bytes_a_step(forecast.share(2, 8, [seen]).profile) == 2 * 110 * 4

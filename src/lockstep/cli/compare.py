@@ -19,7 +19,7 @@ from rich.table import Table
 from .. import folders, hardware
 from ..compare import answer, grid, past, rounds, rows, whole
 from ..compare.grid import Cell, Words
-from ..compare.measured import Measured, Raced
+from ..compare.measured import Measured, Raced, Share
 from ..compare.report import HTML, Report, over_seeds, write
 from ..compare.rounds import Series
 from ..compare.rows import PARTS, Row
@@ -75,15 +75,15 @@ OWN: dict[str, type] = {
 _SEEDS = 3
 _ENDLESS = 10**6
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_FILE = "compare.json"
 _WIDE = 160
+_WATCHED: dict[str, Any] = {"measured": Measured, "share": Share}
 _BUSY = 0.15
 """Share of the processors that other programs use, from which on that is told."""
 
 
 def main(given: list[str]) -> int:
     """Compare, and return 0."""
-    if given[:1] in (["measured"], ["raced"]):
+    if given[:1] in (["measured"], ["raced"], ["share"]):
         return _watched(given)
     if output.helped(given, _USAGE):
         return 0
@@ -102,7 +102,7 @@ def main(given: list[str]) -> int:
     )
     tolerance = asked.get("--tolerance", 1e-9 if base.precision.name == "fp64" else 1e-3)
     aim = _aim(asked, base.seed, varied, is_script=has_script)
-    folder = _folder(base, cells, job.shown())
+    folder = folder_of(base, "compare", _plan(cells, job.shown()))
     screen = Screen(stderr=True)
     busy = psutil.cpu_percent(0.5) / 100
     _announce(screen, cells, plan, busy, aim)
@@ -227,9 +227,9 @@ def _anything(names: Any, config: RunConfig) -> None:
 
 
 def _watched(given: list[str]) -> int:
-    """Run a variant's command, watched; `rounds` starts it, and people have no need of it."""
+    """Internal verb: run a command, watched as `how` says."""
     how, told, verb, *rest = [*given, "", "", ""][: max(3, len(given))]
-    if verb not in ("run", "train") or (how == "measured" and not told.isdecimal()):
+    if verb not in ("run", "train") or (how != "raced" and not told.isdecimal()):
         raise RequestError(f"lockstep compare {how} takes a word, and the command to watch, run or train.")
     job: Callable[[RunConfig, World], Any] = entry
     if verb == "run":
@@ -238,7 +238,7 @@ def _watched(given: list[str]) -> int:
         # What watches it ends it, after more steps than a short job has.
         config = dataclasses.replace(flags.parse(rest, prog="lockstep train"), epochs=_ENDLESS, max_steps=None)
     folders.check(config)
-    launchers.launch(Measured(job, int(told)) if how == "measured" else Raced(job, told), config)
+    launchers.launch(Raced(job, told) if how == "raced" else _WATCHED[how](job, int(told)), config)
     return 0
 
 
@@ -294,22 +294,25 @@ def _aim(asked: Mapping[str, Any], seed: int, varied: Mapping[str, Any], *, is_s
     return Aim(seeds=range(seed, seed + (many or _SEEDS)), to_accuracy=target)
 
 
-def _folder(base: RunConfig, cells: Sequence[Cell], job: Sequence[str]) -> Path:
-    """Return the folder of this comparison, which may hold a part of it already."""
+def folder_of(base: RunConfig, kind: str, plan: Mapping[str, Any]) -> Path:
+    """Return the folder of a comparison or forecast (`kind`), which may hold a part of it already.
+
+    Raises `RequestError` where it holds another `plan`, or something else.
+    """
     asked = base.record.output
-    path = folders.fresh(f"{folders.default_name(base)}-compare") if asked is None else asked
-    file = path / _FILE
+    path = folders.fresh(f"{folders.default_name(base)}-{kind}") if asked is None else asked
+    file = path / f"{kind}-plan.json"
     try:
         if file.exists():
             with understanding(file):
                 before = parse_json(read(file))
-            if before != _plan(cells, job):
-                raise RequestError(f"--output {path} holds another comparison; give another folder.")
+            if before != plan:
+                raise RequestError(f"--output {path} holds the {kind} of another job; give another folder.")
         elif asked is not None and path.is_dir() and any(path.iterdir()):
             raise RequestError(f"--output {path} holds something else; give another folder.")
         path.mkdir(parents=True, exist_ok=True)
         if not file.exists():
-            write_json(file, _plan(cells, job))
+            write_json(file, plan)
     except OSError as error:
         raise folders.unwritable(path, error) from error
     return path

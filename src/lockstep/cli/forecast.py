@@ -8,9 +8,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -19,18 +18,13 @@ from ..compare import charts, forecast, networks
 from ..compare.charts import Line
 from ..compare.forecast import Cluster, Forecast
 from ..compare.grid import Cell
-from ..compare.measured import Share
 from ..compare.networks import Links
 from ..config import RunConfig
 from ..errors import RequestError, RunError
-from ..files import own_folder, parse_json, read, shown, understanding, write_json, write_whole
+from ..files import parse_json, read, shown, understanding, write_json, write_whole
 from ..launchers import table as launchers
 from ..screen import Screen, line
-from . import compare, flags, output, run, words
-from .train import entry
-
-if TYPE_CHECKING:
-    from ..world import World
+from . import compare, output, run, words
 
 _USAGE = """\
 usage: lockstep forecast [RECIPE] --network NETWORK [--devices N:M] [flags of lockstep train]
@@ -41,7 +35,7 @@ when a network connects them: time of a step, speed-up with error bars, cost, me
 device is a whole machine like this one.
 
   --devices N:M       numbers of devices: 1:1024 (powers of two), or 1,2,4,6 (default: 1:64)
-  --network NETWORK   between nodes: {presets};
+  --network NETWORK   what a node has towards others: {presets};
                       or a rate and a latency, such as 10Gbit/s,50us;
                       or FILE.json,FILE.json, which lockstep doctor --json has printed on several hosts
   --within NETWORK    between the GPUs of a node (default: PCIe4)
@@ -67,8 +61,6 @@ JSON, MARKDOWN, SVG = "forecast.json", "forecast.md", "scaling.svg"
 
 def main(given: list[str]) -> int:
     """Forecast, and return 0."""
-    if given[:1] == ["share"]:
-        return _share(given[1:])
     if output.helped(given, _USAGE.format(presets=", ".join(networks.PRESETS))):
         return 0
     has_script = run.names_script(given)
@@ -84,9 +76,10 @@ def main(given: list[str]) -> int:
     job = compare.Job(rest, script, prog=_PROG)
     base = job.config(())
     _check(base, is_weak=is_weak, is_script=has_script)
+    plan = {"job": job.shown(), "scaling": "weak" if is_weak else "strong"}
     gpus = 0 if base.parallel.accelerator == "cpu" else len(hardware.survey(launchers.visible_gpus()).gpus)
     per_node = _per_node(asked.get("--per-node"), gpus)
-    folder = base.record.output or folders.fresh(f"{folders.default_name(base)}-forecast")
+    folder = compare.folder_of(base, "forecast", plan)
     screen = Screen(stderr=True)
     how = ("--devices", "1") if has_script else ("--devices", "1", "--strategy", "ddp")
 
@@ -95,10 +88,10 @@ def main(given: list[str]) -> int:
         return Cell(name=f"share of {ranks}", flags=(*how, *batch))
 
     try:
-        own_folder(folder)
         ranks = forecast.chosen(devices, base.batch.size, is_weak=is_weak)
         with compare.telling(screen) as tell:
-            shares, measured = forecast.measure(ranks, job.command, cell, folder, tell)
+            epochs = None if has_script else base.epochs
+            shares, measured = forecast.measure(ranks, job.command, cell, folder, epochs, tell)
             if not measured.on_gpu and "json" not in asked["--network"]:
                 tell("measuring what gloo itself takes for a message")
                 between = Links(*(a.behind(b) for a, b in zip(between, _gloo(folder), strict=True)))
@@ -113,22 +106,6 @@ def main(given: list[str]) -> int:
         _print(Screen(), found, told, unit)
     _write(folder, found, told, about)
     screen.say((f"{JSON}, {MARKDOWN}, {SVG} in {shown(folder)}", "dim"))
-    return 0
-
-
-def _share(given: list[str]) -> int:
-    """Run the first rank's share of a job, measured; `forecast` starts it, and people have no need of it."""
-    ranks, verb, *rest = [*given, "", ""][: max(2, len(given))]
-    if verb not in ("run", "train") or not ranks.isdecimal() or not int(ranks):
-        raise RequestError("lockstep forecast share takes a number of ranks, and the command to watch, run or train.")
-    config: RunConfig
-    job: Callable[[RunConfig, World], Any] = entry
-    if verb == "run":
-        config, job = run.asked(rest, prog="lockstep run")
-    else:
-        config = flags.parse(rest, prog="lockstep train")
-    folders.check(config)
-    launchers.launch(Share(job, int(ranks)), config)
     return 0
 
 
@@ -159,6 +136,8 @@ def _per_node(text: str | None, gpus: int) -> int:
 def _check(base: RunConfig, *, is_weak: bool, is_script: bool) -> None:
     if base.precision.compile:
         raise RequestError("lockstep forecast sees nothing in a compiled model; leave out --compile.")
+    if not is_script and base.parallel.strategy not in ("auto", "ddp"):
+        raise RequestError(f"--strategy {base.parallel.strategy}: forecasts are of ddp (and of dp beside it).")
     if is_weak and is_script:
         raise RequestError("--scaling weak: a script's loader says how large the global batch is; enlarge it there.")
 
@@ -176,11 +155,11 @@ def _gloo(folder: Path) -> Links:
                 check=False,
                 stdin=subprocess.DEVNULL,
             )
-            if done.returncode:
-                raise RunError("lockstep doctor --devices 2 finds that no ranks can meet here; see what it says.")
+            if not done.stdout:
+                raise RunError(f"lockstep doctor --devices 2 has failed: {done.stderr.strip()}")
             write_whole(path, done.stdout.encode())
         with understanding(path):
-            told.append(parse_json(read(path)))
+            told.append(networks.all_reduces(parse_json(read(path))))
     return networks.measured(told)
 
 

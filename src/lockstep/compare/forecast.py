@@ -23,7 +23,7 @@ from . import numbers, timeline, trials
 from .grid import Cell, Words
 from .networks import Links
 from .numbers import Interval
-from .timeline import FREE, GATHER, Network, Point, Profile
+from .timeline import FREE, GRADIENT, Network, Point, Profile
 from .trials import Trial
 
 SURE = 0.9
@@ -127,9 +127,13 @@ def measure(
     command: Callable[[Cell, Path], Words],
     cell: Callable[[int], Cell],
     folder: Path,
+    epochs: int | None,
     tell: Callable[[str], None],
 ) -> tuple[list[Share], Job]:
-    """Measure the shares that `folder` does not hold yet, and return all. Raises `RunError` where one fails."""
+    """Measure the shares that `folder` does not hold yet, and return all. Raises `RunError` where one fails.
+
+    Without `epochs` there are as many as the job's record tells.
+    """
     found: dict[int, list[Trial]] = {each: [] for each in ranks}
     for number in range(1, PASSES + 1):
         for each in ranks:
@@ -142,7 +146,7 @@ def measure(
     job = Job(
         batch=int(start["plan"]["global_size"]),
         steps_per_epoch=start["steps_per_epoch"] or None,
-        epochs=start["epochs"] or 1,
+        epochs=epochs or start["epochs"] or 1,
         on_gpu=told["peak_memory_bytes"]["device"] is not None,
     )
     return [share(each, job.batch, [trial.told for trial in found[each]]) for each in ranks], job
@@ -152,7 +156,7 @@ def _trial(ranks: int, command: Callable[[Cell, Path], Words], cell: Cell, folde
     found = trials.done(folder)
     if found is None or found.failed:
         trials.make_anew(folder)
-        words = ("forecast", "share", str(ranks), *command(cell, folder / trials.RUN))
+        words = ("compare", "share", str(ranks), *command(cell, folder / trials.RUN))
         found = trials.run(f"share of {ranks}", folder, words, limit_s=_LIMIT_S)
     if found.failed:
         raise RunError(f"A rank's share of {ranks} cannot be measured: {found.failed}")
@@ -187,7 +191,7 @@ def _merged(told: dict[str, Any]) -> tuple[tuple[Point, ...], np.ndarray]:
     points = [tuple(each) for each in told["points"]]
     seconds = np.array(told["seconds"])
     last = {point: number for number, point in enumerate(points)}
-    kept = [number for number, point in enumerate(points) if point[0] == GATHER or last[point] == number]
+    kept = [number for number, point in enumerate(points) if point[0] != GRADIENT or last[point] == number]
     ends = [*(number + 1 for number in kept), len(points) + 1]
     begins = [0, *ends[:-1]]
     columns = [seconds[:, begin:end].sum(1) for begin, end in zip(begins, ends, strict=True)]
@@ -213,7 +217,7 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
     fast_s = math.hypot(step_s - timeline.step_s(profile, devices, best), error / (1 + error) * profile.step_s)
     times = Interval(step_s, step_s - min(fast_s, 0.99 * step_s), step_s + slow_s)
     grown = devices if cluster.is_weak else 1
-    speed_up = Interval(*(one.profile.step_s * grown / each for each in (times.middle, times.high, times.low)))
+    speed_up = Interval(1.0, 1.0, 1.0) if devices == 1 else _speed_up(one.profile.step_s * grown, times, error)
     steps = None if job.steps_per_epoch is None else math.ceil(job.steps_per_epoch / grown)
     epoch_s = None if steps is None else steps * step_s
     cost = None
@@ -234,6 +238,14 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
         if job.on_gpu and 1 < devices <= cluster.per_node
         else None,
     )
+
+
+def _speed_up(one_s: float, times: Interval, error: float) -> Interval:
+    """Return how many times as fast it is; one device's time has an `error` of its own."""
+    middle, own = one_s / times.middle, math.log1p(error)
+    less = math.exp(math.hypot(math.log(times.high / times.middle), own))
+    more = math.exp(math.hypot(math.log(times.middle / times.low), own))
+    return Interval(middle, middle / less, middle * more)
 
 
 def _losses(profile: Profile, devices: int, network: Network, ideal_s: float) -> dict[str, float]:

@@ -7,6 +7,7 @@ it): between `_REACHED`'s ends, which the error bars hold.
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from collections.abc import Sequence
@@ -78,28 +79,36 @@ def links(flag: str, text: str) -> Links:
         told = []
         for path in map(Path, text.split(",")):
             with understanding(path):
-                told.append(parse_json(read(path)))
+                told.append(all_reduces(parse_json(read(path))))
         return measured(told)
     advice = "or a rate and a latency such as 10Gbit/s,50us, or FILE.json of lockstep doctor --json."
     raise unknown(f"network of {flag}", text, PRESETS, advice)
 
 
-def measured(told: Sequence[dict[str, Any]]) -> Links:
-    """Return the link that all-reduces have gone through in what `lockstep doctor --json` has printed, once or more.
+def measured(told: Sequence[dict[float, float]]) -> Links:
+    """Return the link of which `told` has {bytes: seconds of a message}, as it was measured once or more.
 
     How much one time differs from the next is the link's uncertainty; of once, nothing is known of it. Raises
-    `RequestError` where one rank has printed it, which has exchanged nothing.
+    `RequestError` where nothing was measured.
     """
-    by_size: dict[float, list[float]] = {}
-    for each in told:
-        ranks = int(each["ranks"])
-        for finding in each["findings"]:
-            if (found := _SIZE.fullmatch(finding["name"])) and ranks > 1:
-                # A ring of N: 2 (N - 1) messages, one after the other, of an N-th part.
-                size_bytes = int(found[1]) * _BYTES[found[2]] / ranks
-                by_size.setdefault(size_bytes, []).append(float(finding["value"]) / (2 * (ranks - 1)))
-    if len(by_size) < 2:
+    sizes = sorted(set.intersection(*map(set, told)))
+    if len(sizes) < 2:
         raise RequestError("What lockstep doctor has printed holds no all-reduce: give it --devices 2 or more.")
-    error = numbers.of_next(list(by_size.values()))
-    middle = Link(tuple((size_bytes, statistics.fmean(taken)) for size_bytes, taken in sorted(by_size.items())))
+    error = numbers.of_next([[each[size_bytes] for each in told] for size_bytes in sizes])
+    means = [statistics.fmean(each[size_bytes] for each in told) for size_bytes in sizes]
+    # A longer message that came sooner is noise.
+    middle = Link(tuple(zip(sizes, itertools.accumulate(means, max), strict=True)))
     return Links(middle.slower(1 + error), middle, middle.slower(1 / (1 + error)))
+
+
+def all_reduces(told: dict[str, Any]) -> dict[float, float]:
+    """Return {bytes: seconds of a message} of what `lockstep doctor --json` has printed.
+
+    In a ring of N, 2 (N - 1) messages of an N-th part come one after the other.
+    """
+    ranks = int(told["ranks"])
+    found = {}
+    for finding in told["findings"] if ranks > 1 else ():
+        if size := _SIZE.fullmatch(finding["name"]):
+            found[int(size[1]) * _BYTES[size[2]] / ranks] = float(finding["value"]) / (2 * (ranks - 1))
+    return found

@@ -88,7 +88,7 @@ def of_next(groups: Sequence[Sequence[float]], sure: float = 0.9) -> float:
         return 0.0
     variance = sum((len(group) - 1) * statistics.variance(group) for group in several) / freedom
     count = statistics.fmean(map(len, several))
-    return student((1 + sure) / 2, freedom) * math.sqrt(variance * (1 + 1 / count))
+    return math.expm1(student((1 + sure) / 2, freedom) * math.sqrt(variance * (1 + 1 / count)))
 
 
 def _variance(values: Sequence[float]) -> float:

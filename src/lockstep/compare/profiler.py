@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..nn.sync_batchnorm import SyncBatchNorm
 from .clock import moments
-from .timeline import GATHER, GRADIENT
+from .timeline import GATHER, GRADIENT, REDUCE
 
 _FLOAT64_BYTES = 8
 """Of a number that SyncBatchNorm exchanges."""
@@ -28,15 +28,15 @@ class Stamps:
         self._time, self._between = moments(self._on_gpu)
         self._steps: list[list[tuple[Any, Any]]] = []
         self._hooks: list[Any] = []
-        for model in models:
-            for module in model.modules():
-                if isinstance(module, SyncBatchNorm):
-                    self._hooks.append(module.register_forward_pre_hook(self._before_norm))
-                    self._hooks.append(module.register_forward_hook(self._after_norm))
-            for number, each in enumerate(model.parameters()):
-                if each.requires_grad:
-                    point = (GRADIENT, each.nbytes, number)
-                    self._hooks.append(each.register_post_accumulate_grad_hook(self._marking(point)))  # type: ignore[no-untyped-call]
+        held = nn.ModuleList(models)  # so that what models share is seen once
+        for module in held.modules():
+            if isinstance(module, SyncBatchNorm):
+                self._hooks.append(module.register_forward_pre_hook(self._before_norm))
+                self._hooks.append(module.register_forward_hook(self._after_norm))
+        for number, each in enumerate(held.parameters()):
+            if each.requires_grad:
+                point = (GRADIENT, each.nbytes, number)
+                self._hooks.append(each.register_post_accumulate_grad_hook(self._marking(point)))  # type: ignore[no-untyped-call]
         self.restart()
 
     def restart(self) -> None:
@@ -75,7 +75,8 @@ class Stamps:
 
     def _after_norm(self, module: SyncBatchNorm, _: Any, output: Tensor) -> None:
         if module.training and output.requires_grad:
-            point = (GATHER, 2 * module.num_features * _FLOAT64_BYTES, -1)
+            kind = REDUCE if self._on_gpu else GATHER  # as nn/cuda_kernels.py and nn/cpu_kernels.py have it
+            point = (kind, 2 * module.num_features * _FLOAT64_BYTES, -1)
             output.register_hook(self._marking(point))  # type: ignore[no-untyped-call]
 
     def _marking(self, point: Any) -> Any:

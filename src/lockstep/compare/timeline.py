@@ -18,21 +18,23 @@ Nothing in it is fitted to a measured step of several ranks.
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 """DistributedDataParallel's defaults (torch.nn.parallel.DistributedDataParallel, `bucket_cap_mb`)."""
-GATHER, GRADIENT = "gather", "gradient"
+GATHER, REDUCE, GRADIENT = "gather", "reduce", "gradient"
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where a step's computation meets an exchange: a `GATHER` of so many bytes a rank, or a `GRADIENT` of so many."""
+    """Where a step's computation meets an exchange: a `GATHER` or `REDUCE` that is waited for, or a `GRADIENT`."""
 
     kind: str
     bytes: int
+    """That a rank gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +159,10 @@ def step_s(profile: Profile, ranks: int, network: Network, *, waits: bool = True
     buckets = _buckets(profile)
     for number, (point, taken) in enumerate(zip(profile.points, before, strict=True)):
         since += taken
-        if point.kind == GATHER:
+        if point.kind != GRADIENT:
+            exchange = network.all_gather_s if point.kind == GATHER else network.all_reduce_s
             begin_s = max(now_s + slowest(since), free_s)
-            now_s = free_s = begin_s + network.all_gather_s(point.bytes, ranks)
+            now_s = free_s = begin_s + exchange(point.bytes, ranks)
             since = np.zeros_like(since)
         elif size_bytes := buckets.get(number):
             free_s = max(now_s + slowest(since), free_s) + network.all_reduce_s(size_bytes, ranks)
@@ -179,19 +182,24 @@ def data_parallel_s(profile: Profile, ranks: int, network: Network) -> float:
 
 def bytes_a_step(profile: Profile) -> int:
     """Return the bytes that a rank gives to exchanges in a step."""
-    gathered = sum(point.bytes for point in profile.points if point.kind == GATHER)
+    gathered = sum(point.bytes for point in profile.points if point.kind != GRADIENT)
     return gathered + sum(_buckets(profile).values())
 
 
 class _Slowest:
-    """The expected largest of N draws from as many samples, by their order: no law of their distribution is assumed."""
+    """The expected largest of N draws, by the samples' order, so that no law of their distribution is assumed.
+
+    No order tells of more ranks than there are samples: then it is at least what a normal law has (Blom, 1958).
+    """
 
     def __init__(self, samples: int, ranks: int) -> None:
         part = np.arange(samples + 1) / samples
         self._weights = np.diff(part**ranks)
+        self._far = statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > samples > 1 else 0.0
 
     def __call__(self, values: np.ndarray) -> float:
-        return float(np.sort(values) @ self._weights)
+        by_order = float(np.sort(values) @ self._weights)
+        return max(by_order, float(values.mean() + self._far * values.std(ddof=1))) if self._far else by_order
 
 
 def _buckets(profile: Profile) -> dict[int, int]:
