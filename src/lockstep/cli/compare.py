@@ -151,7 +151,10 @@ def report_of(given: Sequence[Path], folder: Path | None) -> Path:
     table = past.rows(runs)
     fastest = max((row for row in table if row.samples_per_s), key=lambda row: row.samples_per_s or (), default=None)
     told = "No run has a speed." if fastest is None else f"{fastest.name} was the fastest; each run was measured once."
-    _tell(_made(f"{len(runs)} runs", table, [told], {run.name: (run.losses, run.busy) for run in runs}), folder)
+    made = _made(f"{len(runs)} runs", table, [told], {run.name: (run.losses, run.busy) for run in runs})
+    _tell(
+        dataclasses.replace(made, about="Runs that have ended, each as its manifest.json tells.", is_past=True), folder
+    )
     return folder / HTML
 
 
@@ -374,7 +377,7 @@ def _print(screen: Screen, report: Report, folder: Path, names: Sequence[str]) -
 
 
 def _table(found: Sequence[Row]) -> Table:
-    titles = ("samples/s", "× one device", "efficiency", "step ms", "p95", *PARTS, "memory", "first step", "losses")
+    titles = ("samples/s", "ratio", "efficiency", "step ms", "p95", *PARTS, "memory", "first step", "losses")
     return _titled(["variant", *titles], ([row.name, *_cells(row)] for row in found))
 
 
@@ -397,7 +400,7 @@ def _cells(row: Row) -> list[str]:
     return [
         f"{row.samples_per_s.middle:,.0f}",
         f"{row.ratio.middle:.2f}{between}",
-        f"{row.efficiency:.0%}",
+        "" if row.efficiency is None else f"{row.efficiency:.0%}",
         f"{1000 * (row.step_p50_s or 0):.3g}",
         f"{1000 * (row.step_p95_s or 0):.3g}",
         *(f"{row.parts_s[part] / total_s:.0%}" if total_s else "" for part in PARTS),

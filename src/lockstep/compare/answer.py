@@ -46,16 +46,23 @@ def sentences(
         take = f"Take: {shlex.join([*command, *chosen.flags])}"
         return [take, why, *_unreached(rows, trained, target), _limit(chosen)]
     fair = [row for row in tried if row.same_model is not False] or rows
+    worse = [row for row in fair if _is_less_accurate(row, fair, trained)] if target is None else []
+    fair = [row for row in fair if row not in worse]
     best = max(fair, key=lambda row: _rate(row))
     equal = [row for row in fair if row is not best and not _is_slower(row, best, by_name)]
     chosen = min([best, *equal], key=lambda row: (row.devices, rows.index(row)))
     told = [f"Take: {shlex.join([*command, *chosen.flags])}"]
-    told.append(_why(chosen, best, equal, rows))
+    told.append(_why(chosen, best, equal, fair))
     told += [
         f"{row.name} would be {_rate(row) / _rate(chosen):.2f}× as fast, but its model is another one: its losses "
         f"differ by {row.loss_gap:.1e}."
         for row in rows
         if row.same_model is False and _rate(row) > _rate(chosen)
+    ]
+    told += [
+        f"{row.name} would be {_rate(row) / _rate(chosen):.2f}× as fast, but is less accurate."
+        for row in worse
+        if _rate(row) > _rate(chosen)
     ]
     told += _unreached(rows, trained, target) if target is not None else _accuracies(chosen, rows, trained)
     told.append(_limit(chosen))
@@ -78,7 +85,7 @@ def _soonest(reaching: Sequence[Row], trained: Trained, target: float) -> tuple[
     told = f"{first.name} reaches {100 * target:g}% first, after {_plus_minus(first.to_accuracy_s)} s of training"
     if equal:
         few = "needs the fewest devices" if chosen.devices < max(row.devices for row in [first, *equal]) else "is first"
-        return chosen, f"{told}; its lead over {names} is within the spread over the seeds, and {chosen.name} {few}."
+        return chosen, f"{told}; {_not_told_apart(names, first.seeds)}, and {chosen.name} {few}."
     if not others:
         return chosen, f"{told}, and is the only one that does."
     gap = later(others[0], first)
@@ -111,8 +118,22 @@ def _accuracies(chosen: Row, rows: Sequence[Row], trained: Trained) -> list[str]
                 points = "–".join(f"{100 * abs(each):.2f}" for each in sorted(gap[1:], key=abs))
                 told.append(f"{row.name} {points} points {'above' if gap.middle > 0 else 'below'} it")
     if same:
-        told.append(f"within the spread over the seeds so do {', '.join(same)}")
+        told.append(_not_told_apart(", ".join(same), chosen.seeds))
     return [f"{'; '.join(told)}."]
+
+
+def _is_less_accurate(row: Row, rows: Sequence[Row], trained: Trained) -> bool:
+    """Whether another row is more accurate, beyond what seeds make."""
+    known = [each for each in rows if each.accuracy is not None and each is not row]
+    if row.accuracy is None or not known:
+        return False
+    return any(whole.difference(trained[row.name], trained[each.name], 2).high < 0 for each in known)
+
+
+def _not_told_apart(names: str, seeds: int | None) -> str:
+    if (seeds or 0) < 2:
+        return f"with one seed nobody can say whether {names} differ"
+    return f"{seeds} seeds do not tell {names} apart from it at {numbers.SURE:.0%}"
 
 
 def _plus_minus(found: numbers.Spread | None, times: float = 1.0, digits: int = 3) -> str:
@@ -137,16 +158,13 @@ def _why(chosen: Row, best: Row, equal: Sequence[Row], rows: Sequence[Row]) -> s
     if others and len(rows) > 1:
         few = "it needs the fewest devices" if chosen.devices < best.devices else "it comes first"
         return f"Within the noise it is as fast as {', '.join(others)}; {few}."
-    assert chosen.ratio is not None
     if len(rows) == 1:
         return "It is the only variant that could be measured."
     slower = [row for row in rows if row is not chosen]
     next_best = max(slower, key=_rate)
     told = f"It is {_rate(chosen) / _rate(next_best):.2f}× as fast as {next_best.name}, the next"
-    if chosen.devices > 1:
-        told += (
-            f", and {chosen.ratio.middle:.2f}× ({chosen.ratio.low:.2f}–{chosen.ratio.high:.2f}) as fast as one device"
-        )
+    if chosen.devices > 1 and (times := chosen.speed_up) is not None:
+        told += f", and {times.middle:.2f}× ({times.low:.2f}–{times.high:.2f}) as fast as one device"
     return f"{told}."
 
 

@@ -15,7 +15,7 @@ _PACKAGES = Path("/sys/class/powercap")
 def joules(gpus: Iterable[Any], *, processors: bool) -> float:
     """Return the energy counted so far, of GPUs (by their NVML handles) and this host's processors (Intel's RAPL).
 
-    0 where nobody tells. https://docs.kernel.org/power/powercap/powercap.html
+    0 if no counter can be read. https://docs.kernel.org/power/powercap/powercap.html
     """
     return (_processors() if processors else 0.0) + sum(map(_gpu, gpus))
 

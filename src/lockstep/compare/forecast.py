@@ -1,4 +1,4 @@
-"""What more devices would bring: steps of one rank's share, measured here, laid out over a cluster that is described.
+"""Forecast step time and speed-up on N devices from one rank's share, measured here, and a cluster that is described.
 
 For each number of devices in a selection the first rank's share of the job is run here alone, twice, in processes of
 its own (`measured.Share`); shares between these are interpolated. `timeline` says what N such ranks come to. The error

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..config import RunConfig
 from ..errors import RequestError, counted, unknown
@@ -15,6 +14,7 @@ from ..options import leaves
 MOST = 64
 """Variants that are run without --yes."""
 Words = tuple[str, ...]
+_WAYS = ("strategy", "devices")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,17 @@ class Cell:
 
     name: str
     flags: Words
+    options: Mapping[str, str] = field(default_factory=dict)
+    """What varies, by option."""
     config: RunConfig | None = None
     why_not: str = ""
 
-    @property
-    def devices(self) -> int:
-        """Devices in all."""
-        return 1 if self.config is None else self.config.parallel.devices or 1
+    def is_alone_of(self, other: Cell) -> bool:
+        """Whether this is, but for the strategy, the other one on one device."""
+        mine, theirs = ({k: v for k, v in each.options.items() if k not in _WAYS} for each in (self, other))
+        if self.config is None or mine != theirs:
+            return False
+        return self.config.parallel.devices == 1 or self.config.parallel.strategy == "single"
 
 
 def axes(vary: Sequence[str]) -> dict[str, list[str]]:
@@ -37,7 +41,7 @@ def axes(vary: Sequence[str]) -> dict[str, list[str]]:
 
     Raises `RequestError` for a word that is none such, and for what is no option, with the nearest names.
     """
-    known = {leaf.key for leaf in leaves()}
+    known = {leaf.key: leaf.kind for leaf in leaves()}
     found: dict[str, list[str]] = {}
     for word in vary:
         key, equals, text = word.partition("=")
@@ -49,6 +53,8 @@ def axes(vary: Sequence[str]) -> dict[str, list[str]]:
             raise unknown("option of --vary", key, known, "lockstep train --help lists all.")
         if key in found:
             raise RequestError(f"--vary {key} was given twice; give all its values at once.")
+        if known[key] is bool and not {*values} <= {"true", "false"}:
+            raise RequestError(f"--vary {word}: give true, false or both.")
         found[key] = list(dict.fromkeys(values))
     return found
 
@@ -66,12 +72,20 @@ def cells(
         raise RequestError(f"--vary asks for {len(combined)} variants; vary less, or add --yes where you mean it.")
     found: list[Cell] = []
     for values in combined:
-        flags = tuple(word for key, value in zip(varied, values, strict=True) for word in (f"--{key}", value))
-        cell = Cell(name="-".join(values) or "as it is", flags=flags)
-        found.append(_parsed(cell, parse, weak=weak))
+        options = dict(zip(varied, values, strict=True))
+        flags = tuple(word for key, value in options.items() for word in _words(key, value))
+        name = "-".join(f"{key}-{value}" if value in ("true", "false") else value for key, value in options.items())
+        found.append(_parsed(Cell(name=name or "as it is", flags=flags, options=options), parse, weak=weak))
     if all(cell.why_not for cell in found):
         raise RequestError(f"None of {counted(len(found), 'variant')} can be run; {found[0].name}: {found[0].why_not}")
     return found
+
+
+def _words(key: str, value: str) -> Words:
+    """Return the option as flags."""
+    if value == "true":
+        return (f"--{key}",)
+    return (f"--no-{key}",) if value == "false" else (f"--{key}", value)
 
 
 def _parsed(cell: Cell, parse: Callable[[Words], RunConfig], *, weak: bool) -> Cell:
@@ -82,19 +96,18 @@ def _parsed(cell: Cell, parse: Callable[[Words], RunConfig], *, weak: bool) -> C
         if weak and (devices := config.parallel.devices or 1) > 1:
             flags = (*flags, "--batch", str(config.batch.size * devices))
             config = parse(flags)
-        if reason := _contradiction(config):
-            return Cell(name=cell.name, flags=flags, why_not=reason)
+        reason = _contradiction(config)
     except RequestError as error:
-        return Cell(name=cell.name, flags=flags, why_not=str(error))
-    return Cell(name=cell.name, flags=flags, config=config)
+        return replace(cell, flags=flags, why_not=str(error))
+    return replace(cell, flags=flags, why_not=reason, config=None if reason else config)
 
 
 def _contradiction(config: RunConfig) -> str:
     """Return why the devices and the strategy of a grid's cell do not go together; "" where they do."""
     asked = config.parallel
-    devices, kind = asked.devices or 1, KINDS.get(asked.strategy)
-    if kind is None:
-        return ""
+    devices, kind = asked.devices, KINDS.get(asked.strategy)
+    if kind is None or devices is None:
+        return ""  # the job itself finds out what there is
     if devices > 1 and not (kind.has_ranks or kind.drives_all):
         return f"{asked.strategy} is one device, and {devices} were asked for."
     if devices == 1 and (kind.has_ranks or kind.drives_all):
@@ -123,8 +136,3 @@ def usual(cpus: int, gpus: int, *, has_bf16: bool, is_script: bool) -> dict[str,
 
 def _fits(name: str, has_two_levels: bool) -> bool:
     return name != "single" and not has_two_levels
-
-
-def command(cell: Cell) -> str:
-    """Return the cell's flags as a person types them."""
-    return shlex.join(cell.flags)

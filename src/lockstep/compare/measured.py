@@ -83,13 +83,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Raced:
-    """An entry for the launchers: runs `entry`, some steps at a time, whenever whoever listens at `address` says so."""
+    """An entry for the launchers: runs steps of `entry` on command from a Unix socket at `address`."""
 
     entry: Callable[[RunConfig, World], Any]
     address: str
 
     def __call__(self, config: RunConfig, world: World) -> None:
-        """Run until whoever listens is gone. Raises what the job raises, and `RunError` where it ends before that."""
+        """Run until the socket is closed. Raises what the job raises, and `RunError` where it ends before that."""
         with Racer(world, self.address) as racer:
             if not _watched(self.entry, config, world, racer):
                 raise _too_short(racer.made)
@@ -221,7 +221,8 @@ class Probe:
             if self._is_profiled:
                 self._told["profile"] = self.clock.told()
             elif self._last > self._timed_to:
-                self._told["silent_step_s"] = list(self.clock.step_s)
+                self._told["silent_step_s"] = silent = self.clock.step_s
+                self._told["silent_phase_s"] = {phase: each / len(silent) for phase, each in self.clock.phase_s.items()}
             raise _EnoughError(loop.folder, self._told)
 
     def _plan(self) -> None:

@@ -20,7 +20,7 @@ from . import numbers
 from .timeline import Link
 
 _REACHED = (0.5, 0.7, 0.9)
-"""The part of the rate, at the least, in the middle, at the most."""
+"""The part of the rate: pessimistic, typical, optimistic."""
 
 
 class Links(NamedTuple):

@@ -7,12 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-SURE = 0.99
+SURE = 0.98
 """That an interval holds its number. So sure, a comparison that is done again comes to lie in it 9 times in 10."""
-
-
-_F = 2.2
-"""How far F may lie above 1, times the root of its degrees of freedom: about 1 time in 10 it does by chance."""
 
 
 class Interval(NamedTuple):
@@ -35,21 +31,16 @@ class Interval(NamedTuple):
 def of_groups(groups: Sequence[Sequence[float]]) -> Interval:
     """Return the geometric mean of positive values that come in groups, with its interval; infinite of a single value.
 
-    Where the groups' means vary by more than their values make them, the groups count and not the values: what differs
-    from group to group is a random effect (Searle, Casella & McCulloch, Variance Components, 1992, chapter 3).
+    What differs from group to group is a random effect (Searle, Casella & McCulloch, Variance Components, 1992): the
+    groups' means are the sample. Of one group its values are, and what would differ in another is in no interval.
     """
-    logs = [[math.log(value) for value in group] for group in groups if group]
-    if len(logs) == 1:
-        logs = [[value] for value in logs[0]]  # of one group, its values are all that varies
-    means = [statistics.fmean(group) for group in logs]
+    means = [statistics.fmean(map(math.log, group)) for group in groups if group]
+    if len(means) == 1:
+        means = [math.log(value) for group in groups for value in group]
     middle = statistics.fmean(means)
     if len(means) == 1:
         return Interval(math.exp(middle), 0.0, math.inf)
-    within = statistics.fmean(_variance(group) / len(group) for group in logs)
-    among, groups_less_1 = statistics.variance(means), len(means) - 1
-    is_random = not within or among / within > 1 + _F / math.sqrt(groups_less_1)
-    freedom = groups_less_1 if is_random else sum(map(len, logs)) - len(logs)
-    reach = student((1 + SURE) / 2, freedom) * math.sqrt(max(within, among) / len(means))
+    reach = student((1 + SURE) / 2, len(means) - 1) * statistics.stdev(means) / math.sqrt(len(means))
     return Interval(*(math.exp(each) for each in (middle, middle - reach, middle + reach)))
 
 
@@ -91,12 +82,8 @@ def of_next(groups: Sequence[Sequence[float]], sure: float = 0.9) -> float:
     return math.expm1(student((1 + sure) / 2, freedom) * math.sqrt(variance * (1 + 1 / count)))
 
 
-def _variance(values: Sequence[float]) -> float:
-    return statistics.variance(values) if len(values) > 1 else 0.0
-
-
 def student(part: float, freedom: int) -> float:
-    """Return the number below which that part of Student's t lies: exact to 2 degrees of freedom, to 0.5 % above.
+    """Return the number below which that part of Student's t lies: exact to 2 degrees of freedom, to 1 % above.
 
     By Fisher's expansion (Abramowitz & Stegun, 26.7.5).
     """

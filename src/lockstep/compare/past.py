@@ -44,7 +44,7 @@ def load(folder: Path) -> Run:
         found = Run(shown(folder), {**told}, read_named(config), {})
     found.losses, found.busy = curves(folder)
     with understanding(steps):
-        found.start = parse_json(next(lines_of(steps)))
+        found.start = parse_json(next(lines_of(steps), b"{}"))
     return found
 
 
@@ -98,7 +98,7 @@ def _against(row: Row, base: float | None) -> Row:
     if row.samples_per_s is None or not base:
         return row
     ratio = row.samples_per_s.middle / base
-    return replace(row, ratio=Interval(ratio, 0.0, math.inf), efficiency=ratio / row.devices)
+    return replace(row, ratio=Interval(ratio, 0.0, math.inf))
 
 
 def _row(run: Run, flags: tuple[str, ...]) -> Row:

@@ -70,7 +70,9 @@ class Runner:
     def _check(self, until_s: float) -> None:
         self.command.check()
         if time.monotonic() > until_s:
-            raise RunError(f"The variant {self.name} failed: it hangs; the log of its race may say where.")
+            raise RunError(
+                f"The variant {self.name} failed: no step for minutes; its log in the race's folder may say why."
+            )
 
 
 class _Rank:

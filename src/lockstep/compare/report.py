@@ -16,14 +16,19 @@ from typing import Any
 from ..files import legal, write_json, write_whole
 from . import charts
 from .charts import Bar, Line
-from .numbers import Spread
+from .numbers import SURE, Spread
 from .rows import PARTS, Row
 
 HTML, MARKDOWN, JSON, CSV = "report.html", "report.md", "report.json", "report.csv"
 COVERS = (
-    "samples/s and ratios: with the interval that holds them with 99 %, over all turns; step times: over all timed "
-    "steps of rank 0; memory and processors: the sum over all ranks; losses: the largest relative difference of the "
-    "first steps"
+    f"ratio: of samples/s, to the first variant on one device, else to the first; both with {SURE:.0%} intervals over "
+    "all races; efficiency: of samples/s, to the same on one device, by the devices; step times: over all timed steps "
+    "of rank 0; memory and processors: the sum over all ranks; losses: the largest relative difference of the first "
+    "steps"
+)
+COVERS_PAST = (
+    "each run was measured once, on the machine and with the versions that its manifest.json names; ratio: of "
+    "samples/s, to the first run on one device, else to the first; step times: over all steps of rank 0"
 )
 COVERS_TRAINED = (
     "accuracy and training: mean ± sample standard deviation over the seeds, of the last evaluations, and of the "
@@ -49,10 +54,14 @@ class Report:
 
     accuracy: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     """By variant, (seconds of training, accuracy) of its evaluations, means over its seeds."""
+    is_past: bool = False
+    """Whether it is on runs that have ended, which nobody measured side by side."""
 
     @property
     def covers(self) -> str:
         """What the numbers cover."""
+        if self.is_past:
+            return COVERS_PAST
         return f"{COVERS}; {COVERS_TRAINED}" if any(row.seeds for row in self.rows) else COVERS
 
     @property
@@ -101,7 +110,7 @@ _TRAINED = (
 )
 _COLUMNS = (
     _Column("samples/s", lambda row: row.samples_per_s and row.samples_per_s.middle, "{:,.0f}".format),
-    _Column("× one device", lambda row: row.ratio and row.ratio.middle, "{:.2f}".format),
+    _Column("ratio", lambda row: row.ratio and row.ratio.middle, "{:.2f}".format),
     _Column("low", lambda row: _known(row) and _known(row).low, "{:.2f}".format),
     _Column("high", lambda row: _known(row) and _known(row).high, "{:.2f}".format),
     _Column("efficiency", lambda row: row.efficiency, "{:.0%}".format),
@@ -238,7 +247,7 @@ def _charts(report: Report) -> dict[str, dict[str, str]]:
         "throughput": (
             "Throughput",
             charts.bars("Throughput", [_rate(row) for row in rows], "samples/s") if rows else "",
-            "Samples a second; the line on a bar is the interval that holds it with 99 %.",
+            f"Samples a second; the line on a bar is the interval that holds it with {SURE:.0%}.",
         ),
         "time": (
             "Where a step's time goes",
@@ -248,7 +257,7 @@ def _charts(report: Report) -> dict[str, dict[str, str]]:
         "scaling": (
             "Scaling",
             _scaling(rows),
-            "Speed over one device, against the ideal (dashed): as many times as fast as there are devices.",
+            "Speed over the same on one device; dashed: as many times as fast as there are devices.",
         ),
         "memory": (
             "Memory",
@@ -323,14 +332,12 @@ def _scaling(rows: Sequence[Row]) -> str:
     if len({row.devices for row in rows}) < 2:
         return ""
     groups: dict[str, list[tuple[float, float]]] = {}
-    alone = [row for row in rows if row.devices == 1]
     for row in rows:
-        if row.devices > 1 and row.ratio is not None:
-            other = [word for flag, word in zip(row.flags[::2], row.flags[1::2], strict=False) if flag != "--devices"]
-            groups.setdefault(" ".join(other) or "devices", []).append((row.devices, row.ratio.middle))
-    begin = [(1.0, alone[0].ratio.middle)] if alone and alone[0].ratio is not None else []
+        if row.devices > 1 and row.speed_up is not None:
+            name = re.sub(r"--devices \d+ ?", "", " ".join(row.flags)).strip()
+            groups.setdefault(name or "devices", [(1.0, 1.0)]).append((row.devices, row.speed_up.middle))
     return charts.lines(
-        "Scaling", [Line(name, begin + sorted(points)) for name, points in groups.items()], "devices", "×", ideal=True
+        "Scaling", [Line(name, sorted(points)) for name, points in groups.items()], "devices", "×", ideal=True
     )
 
 

@@ -8,6 +8,7 @@ part of what an interval has to hold.
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from .numbers import Interval
 from .race import Race
 from .trials import Trial
 
-_FEWEST = 3
+_FEWEST = 4
 """Races before an interval may be called narrow."""
 _TURN_S = 0.1
 _TURNS = (12, 400)
@@ -49,6 +50,8 @@ class Series:
     """Of each race, the steps a second of its turns."""
     trouble: str = ""
     """Why it failed in a race."""
+    is_apart: bool = False
+    """Whether it raced alone, since memory does not hold all variants: its turns belong to no other's."""
 
     @property
     def failed(self) -> str:
@@ -91,8 +94,8 @@ def run(
     """Run the trials and races that `folder` does not hold yet, and return all.
 
     `command` returns the words of a cell's command that writes to the run's folder it is given; `tried` is called
-    between trials and races. Raises `RequestError`
-    where the budget is too small for a race, and `RunError` where no variant can be run.
+    between trials and races. Raises `RequestError` where the budget is too small for a race, and `RunError` where no
+    variant can be run.
     """
     begun_s = time.monotonic()
     series = [Series(cell, folder / _safe(cell.name)) for cell in cells]
@@ -106,6 +109,10 @@ def run(
         first = next(each for each in series if each.failed)
         raise RunError(f"None of {counted(len(series), 'variant')} can be run; {first.cell.name}: {first.failed}")
     tried(series)
+    if not _fit(living):
+        tell("memory does not hold all variants at once: they race one after the other, which widens the intervals")
+        for each in living:
+            each.is_apart = True
     tried_s = time.monotonic() - begun_s
     start_s, turn_s = _start_s(living), sum(map(_turn_s, living))
     least_s = start_s + _TURNS[0] * turn_s
@@ -139,6 +146,9 @@ def _raced(folder: Path, plan: Plan) -> int:
 
 def ratio(ours: Series, theirs: Series) -> Interval:
     """Return how many times as many steps a second `ours` makes."""
+    if ours.is_apart:
+        means = [[statistics.geometric_mean(race) for race in each.races] for each in (ours, theirs)]
+        return numbers.of_groups([[a / b] for a, b in zip(*means, strict=False)])
     pairs = [
         [a / b for a, b in zip(mine, other, strict=False)]
         for mine, other in zip(ours.races, theirs.races, strict=False)
@@ -170,7 +180,7 @@ def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int)
         return
     trials.make_anew(folder)
     rates: dict[str, list[float]] = {}
-    for group in [living] if _fit(living) else [[each] for each in living]:
+    for group in [[each] for each in living] if living[0].is_apart else [living]:
         with Race() as race:
             for each in group:
                 name = _safe(each.cell.name)
@@ -228,6 +238,8 @@ def _turn_s(series: Series) -> float:
 
 def _start_s(living: Sequence[Series]) -> float:
     each_s = [(each.trial.to_first_step_s or 0.0) + 3 * _step_s(each) for each in living if each.trial is not None]
+    if living[0].is_apart:
+        return sum(each_s)
     return max(max(each_s), sum(each_s) / hardware.cpus())  # they start at the same time
 
 

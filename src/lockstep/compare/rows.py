@@ -16,6 +16,8 @@ PARTS = ("data", "compute", "communication", "optimizer", "rest")
 """Of a step: waiting for data, forward and backward, exchanges that nothing hides, the optimizer, and what is left."""
 _COMPARED = 5
 """First steps whose losses are compared: rounding that grows from step to step is no other model."""
+_FEWEST = 20
+"""Steps of which a 95th percentile is told."""
 _PHASES = {"data": "data", "step": "optimizer"}
 _EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
 _COMPUTE = ("forward", "backward")
@@ -34,9 +36,9 @@ class Row:
     batch: int | None = None
     samples_per_s: Interval | None = None
     ratio: Interval | None = None
-    """Of samples/s, to the first row that is one device; 1 of that one itself."""
-    efficiency: float | None = None
-    """The ratio, by the number of devices."""
+    """Of samples/s, to the first row that is one device, else to the first; 1 of that one itself."""
+    speed_up: Interval | None = None
+    """Of samples/s, to the row that is the same on one device; None where there is none."""
     step_p50_s: float | None = None
     step_p95_s: float | None = None
     epoch_s: float | None = None
@@ -70,40 +72,44 @@ class Row:
     same_model: bool | None = None
     """Whether that is within the tolerance; None where they compute in another precision, which rounds otherwise."""
 
+    @property
+    def efficiency(self) -> float | None:
+        """The speed-up, by the number of devices."""
+        return None if self.speed_up is None else self.speed_up.middle / self.devices
+
 
 def rows(found: Sequence[Series], *, tolerance: float) -> list[Row]:
     """Return a row for each variant that was tried, in their order."""
-    working = [each for each in found if each.races and not each.failed]
-    base = next((each for each in working if each.cell.devices == 1), working[0] if working else None)
-    tried = [each for each in found if not each.cell.why_not]
-    return [_row(each, base, working[0] if working else None, tolerance) for each in tried]
+    working = [each for each in found if each.races and not each.failed and each.trial is not None]
+    return [_row(each, working, tolerance) for each in found if not each.cell.why_not]
 
 
-def _row(series: Series, base: Series | None, first: Series | None, tolerance: float) -> Row:
+def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
     cell, trial = series.cell, series.trial
-    if series.failed or not series.races or trial is None or base is None or base.trial is None or first is None:
-        return Row(name=cell.name, flags=cell.flags, failed=series.failed or "not run", devices=cell.devices)
+    if series not in working or trial is None:
+        return Row(name=cell.name, flags=cell.flags, failed=series.failed or "not run")
+    first = working[0]
+    base = next((each for each in working if _devices(each) == 1), first)
+    alone = next((each for each in working if each.cell.is_alone_of(cell)), None)
     start, told, step_s = start_of(series), trial.told, trial.step_s
-    batch, base_batch = _batch(start), _batch(start_of(base))
+    batch = _batch(start)
     rate = numbers.of_groups([[each * batch for each in race] for race in series.races])
-    ratio = _times(rounds.ratio(series, base), batch / base_batch)
     middle_s = batch / rate.middle
-    flops = (base.trial.told["flops_a_step"] or 0) * batch / base_batch
+    flops = told["flops_a_step"] or 0
     gap = trials.gap(_losses(series), _losses(first)) if batch == _batch(start_of(first)) else None
-    percents = statistics.quantiles(step_s, n=20) if len(step_s) > 1 else [step_s[0]] * 19
     steps = start["steps_per_epoch"]
     return Row(
         name=cell.name,
         flags=cell.flags,
-        devices=cell.devices,
+        devices=_devices(series),
         ranks=told["ranks"],
         turns=sum(map(len, series.races)),
         batch=batch,
         samples_per_s=rate,
-        ratio=ratio,
-        efficiency=ratio.middle / cell.devices,
+        ratio=_samples_ratio(series, base),
+        speed_up=None if alone is None else _samples_ratio(series, alone),
         step_p50_s=statistics.median(step_s),
-        step_p95_s=percents[18],
+        step_p95_s=statistics.quantiles(step_s, n=20, method="inclusive")[18] if len(step_s) >= _FEWEST else None,
         epoch_s=steps * middle_s if steps else None,
         parts_s=_parts_of(told),
         teraflops=flops / middle_s / 1e12 if flops else None,
@@ -119,8 +125,15 @@ def _row(series: Series, base: Series | None, first: Series | None, tolerance: f
     )
 
 
-def _times(interval: Interval, factor: float) -> Interval:
-    return Interval(*(each * factor for each in interval))
+def _samples_ratio(ours: Series, theirs: Series) -> Interval:
+    factor = _batch(start_of(ours)) / _batch(start_of(theirs))
+    return Interval(*(each * factor for each in rounds.ratio(ours, theirs)))
+
+
+def _devices(series: Series) -> int:
+    """Return the devices that the trial has used."""
+    start = start_of(series)
+    return int(start.get("chosen", {}).get("devices") or start["plan"].get("ranks") or 1)
 
 
 def _parts_of(told: dict[str, Any]) -> dict[str, float]:
@@ -135,9 +148,11 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
     if "forward" not in phases:  # a loop of one's own, whose forward pass is in its own code
         found["compute"], found["rest"] = found["compute"] + phases.get("", 0.0), found["rest"] - phases.get("", 0.0)
     if silent := told.get("silent_step_s"):
-        # What a backward pass waits for inside, no phase tells: it is the time that steps without exchange are faster.
+        # What a backward pass waits for inside, no phase tells. Steps that exchange no gradients are faster by that and
+        # by what the phases do tell of gradients: their exchanges, but for those that such steps have too.
         hidden = step_s - sum(silent) / len(silent)
-        outside = min(max(hidden - found["communication"], 0.0), found["compute"])
+        others = sum(seconds for phase, seconds in told["silent_phase_s"].items() if phase in _EXCHANGES)
+        outside = min(max(hidden - (found["communication"] - others), 0.0), found["compute"])
         found["compute"] -= outside
         found["communication"] += outside
     found["rest"] += step_s - sum(found.values())

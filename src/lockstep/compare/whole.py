@@ -114,7 +114,7 @@ def records(path: Path, target: float | None) -> dict[str, Any]:
                 told["step"] = row["step"]
             elif row["event"] == "epoch":
                 told["epoch_s"].append(row["epoch_s"])
-            elif row["event"] == "eval" and row["top1"] is not None:
+            elif row["event"] == "eval" and row.get("top1") is not None:
                 told["evals"].append([row["step"], told["train_s"], row["top1"]])
                 if target is not None and row["top1"] >= target:
                     return told | {"reached": True}
@@ -136,7 +136,7 @@ def _reaching(path: Path, target: float) -> Callable[[], bool]:
         for row in (parse_json(each) for each in lines if each.startswith((b'{"event": "start"', b'{"event": "eval"'))):
             total = row.get("total_steps", total)
             # One that has made its last step ends by itself.
-            if row["event"] == "eval" and (row["top1"] or 0.0) >= target and row["step"] < total:
+            if row["event"] == "eval" and (row.get("top1") or 0.0) >= target and row["step"] < total:
                 return True
         return False
 
