@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.compare import rounds
+from lockstep.compare import rounds, trials
 from lockstep.compare.report import write
 
 from ..command import refusal
@@ -53,6 +53,26 @@ def test_a_script_is_compared_and_a_variant_that_fails_is_a_row(
     assert json.loads((tmp_path / "found" / "report.json").read_text())["rows"][0]["parts_s"] == one["parts_s"]
     words[1] = "devices=1,2"
     assert "holds another comparison" in refusal(capsys, "compare", *words, "train.py", "x")
+
+
+@pytest.mark.long
+def test_a_job_is_forecast_and_what_was_measured_of_it_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["forecast", "digits", "--accelerator", "cpu", "--network", "1Gbit/s,50us", "--output", "found"]
+    assert main([*words, "--devices", "1,64"]) == 0, "far more ranks than processors, and a job that would have ended"
+    one, many = json.loads((tmp_path / "found" / "forecast.json").read_text())["rows"]
+    assert (one["speed_up"]["middle"], one["bytes_a_step"]) == (1, 0)
+    norms = sum(8 * (4 * channels + 1) for channels in 3 * (16, 32, 64))
+    assert many["bytes_a_step"] == 311_016 + norms, "gradients, and BatchNorm's statistics both ways"
+    assert many["limit"] == "the network's latency"
+    assert many["step_s"]["low"] < many["step_s"]["middle"] < many["step_s"]["high"]
+    assert "64 machines: " in (tmp_path / "found" / "forecast.md").read_text()
+    monkeypatch.setattr(trials, "run", lambda *_, **__: pytest.fail("measured again"))
+    assert main([*words, "--devices", "1,64", "--price", "2"]) == 0
+    assert json.loads((tmp_path / "found" / "forecast.json").read_text())["rows"][1]["cost"] > 0
+    assert "holds another forecast" in refusal(capsys, *words, "--batch", "128")
 
 
 @pytest.mark.long

@@ -57,7 +57,7 @@ trained whole, alone on the machine, once a seed: its accuracy and time, as mean
   --tolerance T      relative difference of losses that counts as the same model (default: 1e-3, 1e-9 in fp64)
   --yes              run more than 64 variants
   --from RUN …       a report on runs that have ended, which are ways of one job
-  --output FOLDER    default: runs/NAME-compare; a comparison that was stopped there goes on
+  --output FOLDER    default: runs/NAME-comparison; a comparison that was stopped there goes on
 
 Exit code: 0 measured, 1 no variant could be, 2 it cannot be tried.
 """
@@ -102,7 +102,7 @@ def main(given: list[str]) -> int:
     )
     tolerance = asked.get("--tolerance", 1e-9 if base.precision.name == "fp64" else 1e-3)
     aim = _aim(asked, base.seed, varied, is_script=has_script)
-    folder = folder_of(base, "compare", _plan(cells, job.shown()))
+    folder = folder_of(base, "comparison", _plan(cells, job.shown()))
     screen = Screen(stderr=True)
     busy = psutil.cpu_percent(0.5) / 100
     _announce(screen, cells, plan, busy, aim)
@@ -304,13 +304,13 @@ def folder_of(base: RunConfig, kind: str, plan: Mapping[str, Any]) -> Path:
     """
     asked = base.record.output
     path = folders.fresh(f"{folders.default_name(base)}-{kind}") if asked is None else asked
-    file = path / f"{kind}-plan.json"
+    file = path / "plan.json"
     try:
         if file.exists():
             with understanding(file):
                 before = parse_json(read(file))
             if before != plan:
-                raise RequestError(f"--output {path} holds the {kind} of another job; give another folder.")
+                raise RequestError(f"--output {path} holds another {kind}; give another folder.")
         elif asked is not None and path.is_dir() and any(path.iterdir()):
             raise RequestError(f"--output {path} holds something else; give another folder.")
         path.mkdir(parents=True, exist_ok=True)
