@@ -20,6 +20,13 @@ from ..needs import need
 from ..unit.test_compare import told
 from .test_script import LOOP
 
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ranks compute on one thread: beside other tests, threads that wait for one another take minutes."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 FAILS = LOOP.replace("    x = torch.randn", "    if session.world.size > 2:\n        labels()\n    x = torch.randn")
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import compare, flags
+from lockstep.cli import compare, flags, forecast
 from lockstep.cli.main import main
 from lockstep.cli.words import take
-from lockstep.compare import grid
+from lockstep.compare import grid, networks
 
 from ..command import CODE, COLD, ROOT, command, events, refusal
 
@@ -96,6 +96,10 @@ def test_each_command_is_understood(
         own, known = take([word for word in rest if not word.endswith(".py")], compare.OWN)
         assert grid.axes(own.get("--vary", [])) or known == ["digits"]
         assert flags.parse(known, prog="lockstep compare", check=lambda *_: None)
+    elif verb == "forecast":
+        own, known = take(rest, forecast.OWN)
+        assert own["--network"].endswith(".json") or networks.links("--network", own["--network"])
+        assert flags.parse(known, prog="lockstep forecast")
     elif verb == "submit":
         assert main([verb, *rest, "--dry-run"]) == 0
     elif rest:  # of runs that are not there
@@ -106,7 +110,17 @@ def test_each_command_is_understood(
 
 def test_each_flag_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     named = {flag for code in _code() if "lockstep" in code or code.startswith(("…", "--")) for flag in _flags(code)}
-    for words in ("train", "run", "eval", "submit slurm", "verify gradients", "verify curve", "doctor", "compare"):
+    for words in (
+        "train",
+        "run",
+        "eval",
+        "submit slurm",
+        "verify gradients",
+        "verify curve",
+        "doctor",
+        "compare",
+        "forecast",
+    ):
         with contextlib.suppress(SystemExit):
             main([*words.split(), "--help"])
     known = _flags(capsys.readouterr().out)

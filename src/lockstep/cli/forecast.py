@@ -47,7 +47,7 @@ device is a whole machine like this one.
 Exit code: 0 done, 1 the job cannot be measured, 2 it cannot be tried.
 """
 _PROG = "lockstep forecast"
-_OWN: dict[str, type] = {
+OWN: dict[str, type] = {
     "--devices": str,
     "--network": str,
     "--within": str,
@@ -65,7 +65,7 @@ def main(given: list[str]) -> int:
         return 0
     has_script = run.names_script(given)
     ours, script = run.split(given) if has_script else (given, [])
-    asked, rest = words.take(ours, _OWN)
+    asked, rest = words.take(ours, OWN)
     devices = _devices(asked.get("--devices", "1:64"))
     if "--network" not in asked:
         raise RequestError(f"{_PROG} lacks --network: what would connect the devices, such as 100GbE or 10Gbit/s,50us.")
