@@ -142,6 +142,7 @@ def test_what_lies_between_epochs_is_no_part_of_a_step(monkeypatch: pytest.Monke
 def row(name: str, rate: float, devices: int = 1, **values: object) -> rows.Row:
     parts = dict.fromkeys(rows.PARTS, 0.1) | {"communication": 0.6}
     known = {"samples_per_s": numbers.Interval(rate, rate, rate), "ratio": numbers.Interval(rate / 10, 0.9, 1.1)}
+    known["speed_up"] = known["ratio"]
     return rows.Row(name=name, flags=("--devices", str(devices)), devices=devices, parts_s=parts, **known | values)  # type: ignore[arg-type]
 
 
