@@ -75,7 +75,6 @@ def test_ranks_wait_for_the_slowest_between_any_two_exchanges() -> None:
     # Of two draws from {1, 3}, the larger is 1 once in four times.
     steps = ([1.0, 0.0], [3.0, 0.0])
     assert timeline.step_s(profile([Point(GRADIENT, 1)], *steps), 2, FREE) == pytest.approx(2.5)
-    assert timeline.step_s(profile([Point(GRADIENT, 1)], *steps), 2, FREE, waits=False) == pytest.approx(2)
     # What one step loses in its first half and wins in its second costs only those who wait in between.
     halves = ([1.0, 3.0, 0.0], [3.0, 1.0, 0.0])
     assert timeline.step_s(profile([Point(GRADIENT, 1), Point(GRADIENT, 1)], *halves), 2, FREE) == pytest.approx(4)
@@ -164,6 +163,7 @@ def test_at_most_five_shares_are_measured_the_ends_among_them() -> None:
     assert forecast.chosen(devices, 1024, is_weak=False) == [1, 2, 16, 128, 1024]
     assert forecast.chosen([1, 2, 4], 1024, is_weak=False) == [1, 2, 4]
     assert forecast.chosen([1, 64, 128], 64, is_weak=False) == [1, 64], "one sample each"
+    assert forecast.chosen(devices, None, is_weak=False) == [1, 2, 16, 128, 1024], "of a loader that nobody has seen"
     assert forecast.chosen(devices, 64, is_weak=True) == [1, 2]
 
 

@@ -88,11 +88,12 @@ def main(given: list[str]) -> int:
         return Cell(name=f"share of {ranks}", flags=(*how, *batch))
 
     try:
-        ranks = forecast.chosen(devices, base.batch.size, is_weak=is_weak)
+        batch = None if has_script else base.batch.size  # of a script's own loader, nobody knows yet
+        ranks = forecast.chosen(devices, batch, is_weak=is_weak)
         with compare.telling(screen) as tell:
             epochs = None if has_script else base.epochs
             shares, measured = forecast.measure(ranks, job.command, cell, folder, epochs, tell)
-            if not measured.on_gpu and "json" not in asked["--network"]:
+            if not measured.on_gpu and not asked["--network"].endswith(".json"):
                 tell("measuring what gloo itself takes for a message")
                 between = Links(*(a.behind(b) for a, b in zip(between, _gloo(folder), strict=True)))
     except OSError as error:

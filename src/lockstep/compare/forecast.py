@@ -110,11 +110,15 @@ class Cluster:
         )
 
 
-def chosen(devices: Sequence[int], batch: int, *, is_weak: bool) -> list[int]:
-    """Return the numbers of devices whose shares are measured: one, and up to four that span the others evenly."""
+def chosen(devices: Sequence[int], batch: int | None, *, is_weak: bool) -> list[int]:
+    """Return the numbers of devices whose shares are measured: one, and up to four that span the others evenly.
+
+    Of those that have shares of one size of the global `batch`, where that is known, one is enough.
+    """
     if is_weak:
         return [1, 2] if max(devices) > 1 else [1]
-    by_share = {math.ceil(batch / ranks): ranks for ranks in sorted(devices, reverse=True) if ranks > 1}
+    several = sorted(each for each in devices if each > 1)
+    by_share = {ranks if batch is None else math.ceil(batch / ranks): ranks for ranks in reversed(several)}
     several = sorted(by_share.values())
     kept = _MOST_MEASURED - 1
     if len(several) > kept:
@@ -153,11 +157,8 @@ def measure(
 
 
 def _trial(ranks: int, command: Callable[[Cell, Path], Words], cell: Cell, folder: Path) -> Trial:
-    found = trials.done(folder)
-    if found is None or found.failed:
-        trials.make_anew(folder)
-        words = ("compare", "share", str(ranks), *command(cell, folder / trials.RUN))
-        found = trials.run(f"share of {ranks}", folder, words, limit_s=_LIMIT_S)
+    words = ("compare", "share", str(ranks), *command(cell, folder / trials.RUN))
+    found = trials.once(cell.name, folder, words, limit_s=_LIMIT_S, retries=True)
     if found.failed:
         raise RunError(f"A rank's share of {ranks} cannot be measured: {found.failed}")
     return found

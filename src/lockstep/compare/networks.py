@@ -75,7 +75,7 @@ def links(flag: str, text: str) -> Links:
         if rate > 0:
             link = Link.of(rate, latency_s)
             return Links(link, link, link)
-    if ".json" in text:
+    if text.endswith(".json"):
         told = []
         for path in map(Path, text.split(",")):
             with understanding(path):

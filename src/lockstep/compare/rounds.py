@@ -158,12 +158,9 @@ def ratio(ours: Series, theirs: Series) -> Interval:
 
 def _trial(series: Series, command: Commands, *, steps: int | None, limit_s: float) -> Trial:
     folder = series.folder / "trial"
-    if found := trials.done(folder):
-        return found
     own_folder(series.folder)
-    trials.make_anew(folder)
     watched = ("compare", "measured", str(steps or 0), *command(series.cell, folder / trials.RUN))
-    return trials.run(series.cell.name, folder, watched, limit_s=limit_s)
+    return trials.once(series.cell.name, folder, watched, limit_s=limit_s)
 
 
 def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int) -> None:

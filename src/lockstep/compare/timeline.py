@@ -146,14 +146,10 @@ FREE = Network(between=_NO_LINK, within=_NO_LINK)
 """Exchanges that take no time."""
 
 
-def step_s(profile: Profile, ranks: int, network: Network, *, waits: bool = True) -> float:
-    """Return the seconds of a step of so many ranks, each with the profile's batch.
-
-    Without `waits` no rank is slower than the mean one.
-    """
-    seconds = profile.seconds if waits else profile.seconds.mean(0, keepdims=True)
-    *before, after = seconds.T
-    slowest = _Slowest(len(seconds), ranks)
+def step_s(profile: Profile, ranks: int, network: Network) -> float:
+    """Return the seconds of a step of so many ranks, each with the profile's batch."""
+    *before, after = profile.seconds.T
+    slowest = _Slowest(len(profile.seconds), ranks)
     # From the moment at which the gradients are there: the optimizer's step, then the next one up to that moment.
     now_s, since, free_s = 0.0, after.copy(), 0.0
     buckets = _buckets(profile)

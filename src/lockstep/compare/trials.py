@@ -89,6 +89,18 @@ def run(
     return trial
 
 
+def once(name: str, folder: Path, watched: Words, *, limit_s: float, retries: bool = False) -> Trial:
+    """Return the trial that was run in `folder` before; where none was, run it as `run` does.
+
+    With `retries` one that failed is run again.
+    """
+    before = done(folder)
+    if before is not None and not (retries and before.failed):
+        return before
+    make_anew(folder)
+    return run(name, folder, watched, limit_s=limit_s)
+
+
 def _probed(folder: Path) -> dict[str, Any]:
     path = folder / RUN / measured.FILE
     with understanding(path):

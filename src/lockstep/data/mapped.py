@@ -83,9 +83,11 @@ class Samples:
 
     def __call__(self, epoch: int, share: Indices) -> Pair:
         """Return x (n, *shape) and y (n,)."""
-        own_seeds = seeds(share, self.seed, epoch, PURPOSE[self.split])
         with kept():
-            return self.drawing.read(lambda: self._read(share, None), lambda: self._read(share, own_seeds))
+            return self.drawing.read(
+                lambda: self._read(share, None),
+                lambda: self._read(share, seeds(share, self.seed, epoch, PURPOSE[self.split])),
+            )
 
     def _read(self, share: Indices, own_seeds: UInt64 | None) -> Pair:
         x = torch.empty((len(share), *self.shape), dtype=self.dtype)
