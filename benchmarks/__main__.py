@@ -21,6 +21,8 @@ NAMES = (
     "reliability",
     "recovery",
     "nodes",
+    "measuring",
+    "pages",
     "forecast",
     "published",
     "peers",

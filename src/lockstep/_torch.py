@@ -63,6 +63,18 @@ def step(optimizer: Optimizer) -> None:
     _own_step(kind)(optimizer)
 
 
+def step_with_hooks(optimizer: Optimizer) -> Any:
+    """Make the step as `optimizer.step()` does: of torch's own optimizers as `step`, unless something hangs on it."""
+    kind = type(optimizer)
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooked = any(getattr(optimizer, name, True) for name in hooks)
+    module = sys.modules[Optimizer.__module__]
+    hooked |= any(getattr(module, f"_global_optimizer_{when}_hooks", True) for when in ("pre", "post"))
+    if hooked or optimizer.defaults.get("differentiable") or not kind.__module__.startswith("torch.optim."):
+        return kind.step(optimizer)
+    return step(optimizer)
+
+
 @functools.cache
 def _own_step(kind: Any) -> Callable[[Optimizer], Any]:
     found: Callable[[Optimizer], Any] = inspect.unwrap(kind.step)

@@ -39,6 +39,18 @@ class Generators:
         gpus = tuple(torch.cuda.get_rng_state(gpu) for gpu in _gpus(devices))
         return cls(torch.get_rng_state(), gpus, random.getstate(), dict(np.random.get_state(legacy=False)))
 
+    def is_now(self) -> bool:
+        """Whether nothing was drawn since then from the CPU's generators."""
+        now = Generators.now(())
+        ours, theirs = self.numpy["state"], now.numpy["state"]
+        return (
+            torch.equal(self.cpu, now.cpu)
+            and self.python == now.python
+            and ours["pos"] == theirs["pos"]
+            and np.array_equal(ours["key"], theirs["key"])
+            and self.numpy["has_gauss"] == now.numpy["has_gauss"]
+        )
+
     def put_back(self, devices: Sequence[torch.device]) -> None:
         """Make the process's generators continue from these states; `devices` are as many as there were."""
         torch.set_rng_state(self.cpu)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from .printable import visible
 
+_WIDE = 160
 Part = str | tuple[str, str]
 """A text, or a text and its style."""
 
@@ -33,6 +35,21 @@ class Screen(Console):
     def say(self, *parts: Part, style: str = "") -> None:
         """Print a sentence in one line, however long it is, for whoever searches it."""
         self.print(line(*parts), style=style, soft_wrap=True)
+
+    def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1) -> None:
+        """Print rows under their heads: the first columns so many texts, which fold, the others numbers.
+
+        A row without a number, "–", is faint. Lines are long where nobody watches.
+        """
+        if not self.is_terminal:
+            self.width = max(self.width, _WIDE)
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for number, head in enumerate(heads):
+            is_text = number < texts
+            table.add_column(head, justify="left" if is_text else "right", overflow="fold" if is_text else "ellipsis")
+        for row in rows:
+            table.add_row(*map(line, row), style="dim" if "–" in row else "")
+        self.print(table)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield what is to be written, with a visible character for each that a terminal would obey."""

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from . import script
+from . import _torch, script
 from .config import RunConfig
 from .data.share import Micro, SharedLoader, moved
 from .errors import RequestError
@@ -240,13 +240,14 @@ class Session:
             return self._model(part)
         if isinstance(part, Optimizer):
             self._prepared.optimizers.append(part)
-            before = part.step
+            own = part.step
+            before = own if "step" in vars(part) else functools.partial(_torch.step_with_hooks, part)
 
             def step(optimizer: Optimizer, closure: Any = None) -> Any:
                 return self._step(optimizer, before, closure)
 
             # A bound method of the object: schedules bind anew what they find, and look for the mark of their own.
-            part.step = types.MethodType(functools.update_wrapper(step, before), part)  # type: ignore[method-assign]
+            part.step = types.MethodType(functools.update_wrapper(step, own), part)  # type: ignore[method-assign]
             return part
         if isinstance(part, DataLoader):
             shared = self._shared(part)

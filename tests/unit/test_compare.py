@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 
-from lockstep.compare import answer, grid, numbers, past, rows, whole
+from lockstep.compare import answer, grid, numbers, past, records, rounds, rows, trials, whole
 from lockstep.compare.clock import Clock
 from lockstep.compare.grid import Cell, Words
 from lockstep.compare.past import Run, check_one_job
@@ -101,7 +102,7 @@ def test_an_interval_holds_the_ratio_and_the_same_is_no_winner(between: float) -
         held += one.holds(1.0)
         again += one.holds(other.middle)
         found += numbers.of_groups(raced(0.85, drawn, between)).high < 1
-    assert abs(held / times - numbers.SURE) < 0.015, "19 of 20 declare no winner"
+    assert abs(held / times - numbers.CONFIDENCE) < 0.015, "19 of 20 declare no winner"
     assert again > 0.9 * times, "9 of 10"
     assert found > 0.9 * times
 
@@ -188,10 +189,10 @@ STEPS = """{"event": "start", "total_steps": 5}
 
 def test_the_seconds_of_a_training_are_those_of_its_steps_until_it_is_accurate_enough(tmp_path: Path) -> None:
     (path := tmp_path / "steps.jsonl").write_text(STEPS)
-    found = whole.records(path, None)
+    found = records.training(path, None)
     assert (found["step"], found["train_s"], found["reached"]) == (5, 12.0, False), "the begun epoch too"
     assert found["evals"] == [[2, 4.0, 0.5], [4, 5.0, 0.9], [5, 12.0, 0.8]]
-    found = whole.records(path, 0.9)
+    found = records.training(path, 0.9)
     assert (found["step"], found["train_s"], found["epoch_s"], found["reached"]) == (4, 5.0, [4.0, 1.0], True)
 
 
@@ -357,9 +358,50 @@ def test_a_report_says_the_same_in_every_form_and_asks_no_network(tmp_path: Path
     assert "over the seeds" in page, "what it covers"
 
 
-def test_runs_of_other_jobs_are_not_compared() -> None:
-    one, other = (
-        Run(name, {}, flatten(override(RunConfig(), batch=batch)), {}) for name, batch in (("a", 64), ("b", 32))
+def test_runs_of_other_jobs_are_not_compared(tmp_path: Path) -> None:
+    one, other, larger = (
+        Run(name=name, folder=tmp_path, options=flatten(override(RunConfig(), **options)))
+        for name, options in (("a", {}), ("b", {"holdout": 0.1}), ("c", {"batch": 512}))
     )
-    with pytest.raises(RequestError, match=r"b is of another job than a: batch 32 \(not 64\)"):
+    with pytest.raises(RequestError, match=r"b is of another job than a: holdout 0\.1 \(not 0\.0\)"):
         check_one_job([one, other])
+    check_one_job([one, larger])
+
+
+def test_runs_are_listed_with_what_differs_and_damage_is_a_row(tmp_path: Path) -> None:
+    for name, lr, summary in (("b", 0.1, '{"exit": 0, "top1": 0.5}'), ("a", 0.2, "{}"), ("c", 0.1, "{")):
+        (folder := tmp_path / name).mkdir()
+        (folder / "config.toml").write_text(f"lr = {lr}\n")
+        (folder / "manifest.json").write_text(json.dumps({"date": f"2026-01-0{'bac'.index(name) + 1}", "host": "h"}))
+        (folder / "summary.json").write_text(summary)
+    first, second, damaged = past.below(tmp_path)[-2:] + past.below(tmp_path)[:1]
+    assert [(run.name, run.state) for run in (first, second, damaged)] == [("b", "done"), ("a", "killed"), ("c", "?")]
+    assert "summary.json" in damaged.trouble
+    assert past.differing([first, second]) == [{"lr": 0.1}, {"lr": 0.2}]
+
+
+def test_a_variant_that_hangs_is_ended_and_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)\n")
+    found = trials.run("hangs", tmp_path / "trial", ("run", str(tmp_path / "train.py")), limit_s=8)
+    assert found.failed.startswith("it was ended after 8 s; its output is in ")
+    pids = re.findall(r"pid (\d+)", (tmp_path / "trial" / "log").read_text())
+    assert pids, "it had begun"
+    assert not any(psutil.pid_exists(int(pid)) for pid in pids)
+
+
+def test_a_budget_that_does_not_hold_the_trials_is_refused_before_they_are_all_made(tmp_path: Path) -> None:
+    able = [Series(Cell(name=name, flags=()), tmp_path / name) for name in "abc"]
+    made: list[str] = []
+
+    def refused(cell: Cell, folder: Path) -> Words:
+        made.append(cell.name)
+        return ("no-such-verb",)
+
+    for each in able[:2]:  # made before, by a command that was stopped
+        (tmp_path / each.cell.name / "trial").mkdir(parents=True)
+        told = vars(training((9, 2.0, 0.5))) | {"seconds": 50.0}
+        (tmp_path / each.cell.name / "trial" / "trial.json").write_text(json.dumps(told))
+    plan = rounds.Plan(budget_s=40, width=0.02)
+    with pytest.raises(RequestError, match=r"--budget 40s is too small: trying 1 of 3 variants took 0 s; give 101s"):
+        rounds.run([each.cell for each in able], refused, tmp_path, plan, lambda _: None)
+    assert made == ["a"], "which is asked for its words, and was not run again"

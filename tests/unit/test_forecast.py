@@ -227,6 +227,18 @@ def test_what_cannot_be_forecast_is_refused(
     assert sentence in refusal(capsys, "forecast", *words)
 
 
+def test_a_run_of_several_tells_how_fast_the_link_was() -> None:
+    found = shares((1, 1.0, 1.0), (2, 0.5, 0.5))
+    true, base = cluster(Link.of(1e3, 0.0)), cluster(Link.of(7e5, 0.0))
+    lasted = timeline.step_s(found[1].profile, 2, true.network(1, has_trees=False))
+    fitted = forecast.fitted(base, found[1], [0.9 * lasted, lasted, 1.1 * lasted], has_trees=False)
+    for link, seconds in zip(fitted, (1.09 * lasted, lasted, 0.91 * lasted), strict=True):
+        network = cluster(link).network(1, has_trees=False)
+        assert timeline.step_s(found[1].profile, 2, network) == pytest.approx(seconds, rel=2e-3)
+    with pytest.raises(RequestError, match="it ran on faster devices"):
+        forecast.fitted(base, found[1], [0.4, 0.4], has_trees=False)
+
+
 def test_of_two_models_that_are_alike_both_exchange_their_gradients() -> None:
     models = [nn.Linear(10, 10), nn.Linear(10, 10)]
     stamps = Stamps(models, torch.device("cpu"))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,3 +205,24 @@ def test_a_lost_rank_is_told_in_plain_words_and_no_other_failure_is(error: Excep
     assert again.trace == ("" if told else failure.trace)
     for words in ("Rank 2", "collective", told, "continue with --resume auto") if told else ():
         assert words in str(again)
+
+
+FAULTS = """import os, resource, sys; import numpy as np; from lockstep import hardware
+if "keep" in sys.argv: hardware.keep_freed_memory(os.environ)
+def step(): [np.ones(2**20) for _ in range(3)]
+for _ in range(3): step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10): step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""
+
+
+def test_memory_that_a_step_frees_is_there_for_the_next_one() -> None:
+    def faults(*words: str, **env: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", FAULTS, *words], env=os.environ | env, capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert faults("keep") < 1000
+    assert faults("keep", MALLOC_MMAP_THRESHOLD_="1000000") > 10_000, "the user's own settings stay"
+    assert faults() > 1000

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,20 @@ def loop(**options: Any) -> Loop:
     model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return ours, *ours.prepare(model, optimizer, DataLoader(images(), batch_size=20))
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_hooks_on_a_step_are_called_with_it(is_global: bool) -> None:
+    ours, model, optimizer, loader = loop()
+    module = torch.optim.Optimizer.__module__
+    called: list[Any] = []
+    register = sys.modules[module].register_optimizer_step_post_hook if is_global else optimizer.register_step_post_hook
+    with contextlib.closing(types.SimpleNamespace(close=register(lambda *_: called.append(1)).remove)):
+        for _ in ours.epochs(1):
+            for batch in loader:
+                ours.backward(loss_of(model, batch))
+                optimizer.step()
+    assert len(called) == len(loader)
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

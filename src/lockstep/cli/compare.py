@@ -9,16 +9,15 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from rich.table import Table
 
 from .. import folders, hardware
-from ..compare import answer, grid, past, rounds, rows, whole
-from ..compare.grid import Cell, Words
+from ..compare import answer, grid, past, records, rounds, rows, whole
+from ..compare.grid import Cell
 from ..compare.measured import Measured, Raced, Share
 from ..compare.report import HTML, Report, over_seeds, write
 from ..compare.rounds import Series
@@ -26,14 +25,15 @@ from ..compare.rows import PARTS, Row
 from ..compare.whole import Aim
 from ..config import RunConfig
 from ..errors import RequestError, Stopped, counted
-from ..files import own_folder, parse_json, read, shown, understanding, write_json
+from ..files import own_folder, shown
 from ..launchers import table as launchers
 from ..launchers.table import visible_gpus
 from ..record.console import duration
-from ..screen import Screen, line
+from ..screen import Screen
 from ..versions import version_of
 from . import flags, output, run, words
-from .train import check, entry
+from .train import entry
+from .variants import Job, folder_of, scaling, telling
 
 if TYPE_CHECKING:
     from ..world import World
@@ -75,7 +75,6 @@ OWN: dict[str, type] = {
 _SEEDS = 3
 _ENDLESS = 10**6
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_WIDE = 160
 _WATCHED: dict[str, Any] = {"measured": Measured, "share": Share}
 _BUSY = 0.15
 """Share of the processors that other programs use, from which on that is told."""
@@ -87,12 +86,12 @@ def main(given: list[str]) -> int:
         return _watched(given)
     if output.helped(given, _USAGE):
         return 0
-    if given[:1] == ["--from"]:
-        return _from(given[1:])
+    if given[:1] == ["--from"] or (given[:1] == ["--output"] and given[2:3] == ["--from"]):
+        return _from([word for word in given if word != "--from"])
     has_script = run.names_script(given, ("--yes",))
     ours, script = run.split(given, ("--yes",)) if has_script else (given, [])
     asked, rest = words.take(ours, OWN)
-    job = Job(rest, script)
+    job = Job(rest, script, prog=_PROG)
     base = job.config(())
     varied = grid.axes(asked.get("--vary", [])) or _usual(base, is_script=has_script)
     weak = scaling(asked.get("--scaling", "strong"))
@@ -121,7 +120,7 @@ def main(given: list[str]) -> int:
     told = answer.sentences(table, found, job.shown(), trained, aim.to_accuracy)
     if busy > _BUSY:
         told.append(f"Other programs used {busy:.0%} of the processors when it began, which widens the intervals.")
-    runs = {each.cell.name: past.curves(each.run, steps=each.timed_to) for each in found if each.races}
+    runs = {each.cell.name: records.curves(each.run, steps=each.timed_to) for each in found if each.races}
     accuracy = {name: whole.curve(mine) for name, mine in trained.items()}
     _tell(_made(f"{job.shown()[2]}: ways to train", table, told, runs, accuracy), folder)
     return 0
@@ -151,7 +150,7 @@ def report_of(given: Sequence[Path], folder: Path | None) -> Path:
     table = past.rows(runs)
     fastest = max((row for row in table if row.samples_per_s), key=lambda row: row.samples_per_s or (), default=None)
     told = "No run has a speed." if fastest is None else f"{fastest.name} was the fastest; each run was measured once."
-    made = _made(f"{len(runs)} runs", table, [told], {run.name: (run.losses, run.busy) for run in runs})
+    made = _made(f"{len(runs)} runs", table, [told], {run.name: records.curves(run.folder) for run in runs})
     _tell(
         dataclasses.replace(made, about="Runs that have ended, each as its manifest.json tells.", is_past=True), folder
     )
@@ -189,46 +188,6 @@ def _tell(report: Report, folder: Path) -> None:
         _print(Screen(), report, folder, names)
 
 
-class Job:
-    """What all variants have: the command's own words."""
-
-    def __init__(self, given: Sequence[str], script: Sequence[str], *, prog: str = _PROG) -> None:
-        self._prog = prog
-        self._given = flags.without([*given], ("output",))
-        self._script = tuple(script)
-        output = flags.parse([*given], prog=prog, check=_anything) if not script else None
-        self.output = output.record.output if output else run.asked([*given, *script], prog=prog)[0].record.output
-
-    def config(self, more: Words) -> RunConfig:
-        """Return the config of the job with more flags. Raises `RequestError` where it cannot be."""
-        if self._script:
-            config, _ = run.asked([*self._given, *more, *self._script], prog=self._prog)
-        else:
-            config = flags.parse([*self._given, *more], prog=self._prog)
-            check(config)
-        return dataclasses.replace(config, record=dataclasses.replace(config.record, output=self.output))
-
-    def command(self, cell: Cell, folder: Path) -> Words:
-        """Return the words of the cell's command that is measured: it writes to this folder, and evaluates nothing."""
-        return self._words(cell, folder, *(() if self._script else ("--eval-every", str(10**9))))
-
-    def training(self, cell: Cell, folder: Path, seed: int) -> Words:
-        """Return the words of a whole training of the cell's."""
-        return self._words(cell, folder, "--seed", str(seed))
-
-    def _words(self, cell: Cell, folder: Path, *more: str) -> Words:
-        verb = "run" if self._script else "train"
-        return (verb, *self._given, *cell.flags, "--output", str(folder), *more, *self._script)
-
-    def shown(self) -> list[str]:
-        """Return the command as a person would give it, without what varies."""
-        return ["lockstep", "run" if self._script else "train", *self._given]
-
-
-def _anything(names: Any, config: RunConfig) -> None:
-    """Nothing is refused yet: what varies is not there."""
-
-
 def _watched(given: list[str]) -> int:
     """Internal verb: run a command, watched as `how` says."""
     how, told, verb, *rest = [*given, "", "", ""][: max(3, len(given))]
@@ -249,13 +208,6 @@ def _usual(base: RunConfig, *, is_script: bool) -> dict[str, list[str]]:
     found = hardware.survey(visible_gpus())
     gpus = 0 if base.parallel.accelerator == "cpu" else len(found.gpus)
     return grid.usual(found.cpus, gpus, has_bf16=found.has_bf16_units, is_script=is_script)
-
-
-def scaling(text: str) -> bool:
-    """Return whether scaling is weak. Raises `RequestError` for another word than strong or weak."""
-    if text not in ("strong", "weak"):
-        raise RequestError(f"--scaling {text}: give strong (one global batch) or weak (one batch a device).")
-    return text == "weak"
 
 
 def _seconds(text: str) -> float:
@@ -297,30 +249,6 @@ def _aim(asked: Mapping[str, Any], seed: int, varied: Mapping[str, Any], *, is_s
     return Aim(seeds=range(seed, seed + (many or _SEEDS)), to_accuracy=target)
 
 
-def folder_of(base: RunConfig, kind: str, plan: Mapping[str, Any]) -> Path:
-    """Return the folder of a comparison or forecast (`kind`), which may hold a part of it already.
-
-    Raises `RequestError` where it holds another `plan`, or something else.
-    """
-    asked = base.record.output
-    path = folders.fresh(f"{folders.default_name(base)}-{kind}") if asked is None else asked
-    file = path / "plan.json"
-    try:
-        if file.exists():
-            with understanding(file):
-                before = parse_json(read(file))
-            if before != plan:
-                raise RequestError(f"--output {path} holds another {kind}; give another folder.")
-        elif asked is not None and path.is_dir() and any(path.iterdir()):
-            raise RequestError(f"--output {path} holds something else; give another folder.")
-        path.mkdir(parents=True, exist_ok=True)
-        if not file.exists():
-            write_json(file, plan)
-    except OSError as error:
-        raise folders.unwritable(path, error) from error
-    return path
-
-
 def _plan(cells: Sequence[Cell], job: Sequence[str]) -> dict[str, Any]:
     return {"job": [*job], "cells": [{"name": each.name, "flags": list(each.flags)} for each in cells]}
 
@@ -348,25 +276,12 @@ def _estimate(screen: Screen, tried: Sequence[Series], aim: Aim) -> None:
         screen.say(f"{counted(many, 'whole training')} after the races: {long}")
 
 
-@contextlib.contextmanager
-def telling(screen: Screen) -> Iterator[Any]:
-    """Yield what says what is being done: in one line that changes, or line by line where nobody watches."""
-    if screen.is_terminal:
-        with screen.status("") as status:
-            yield lambda phrase: status.update(line(phrase))
-        return
-    yield screen.say
-
-
 def _print(screen: Screen, report: Report, folder: Path, names: Sequence[str]) -> None:
-    if not screen.is_terminal:
-        screen.width = _WIDE
-    screen.print(_table(report.rows))
+    titles = ("samples/s", "ratio", "efficiency", "step ms", "p95", *PARTS, "memory", "first step", "losses")
+    screen.table(["variant", *titles], [[row.name, *_cells(row)] for row in report.rows])
     if trained := over_seeds(report.rows):
         screen.print()
-        screen.print(
-            _titled(["variant", *trained], zip(*[[row.name for row in report.rows], *trained.values()], strict=True))
-        )
+        screen.table(["variant", *trained], zip(*[[row.name for row in report.rows], *trained.values()], strict=True))
     for row in report.rows:
         if row.failed:
             screen.say((f"{row.name}: {row.failed}", "dim"))
@@ -374,21 +289,6 @@ def _print(screen: Screen, report: Report, folder: Path, names: Sequence[str]) -
     for sentence in report.answer:
         screen.say(sentence)
     screen.say((f"{', '.join(names)} in {shown(folder)}", "dim"))
-
-
-def _table(found: Sequence[Row]) -> Table:
-    titles = ("samples/s", "ratio", "efficiency", "step ms", "p95", *PARTS, "memory", "first step", "losses")
-    return _titled(["variant", *titles], ([row.name, *_cells(row)] for row in found))
-
-
-def _titled(titles: Sequence[str], cells: Iterable[Sequence[str]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(titles[0], overflow="fold")
-    for title in titles[1:]:
-        table.add_column(title, justify="right")
-    for each in cells:
-        table.add_row(*map(line, each), style="dim" if "–" in each else "")
-    return table
 
 
 def _cells(row: Row) -> list[str]:

@@ -11,20 +11,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from .. import folders, hardware
-from ..compare import charts, forecast, networks
+from ..compare import charts, forecast, networks, past, records
 from ..compare.charts import Line
 from ..compare.forecast import Cluster, Forecast
 from ..compare.grid import Cell
 from ..compare.networks import Links
 from ..config import RunConfig
-from ..errors import RequestError, RunError
+from ..errors import RequestError, RunError, counted
 from ..files import parse_json, read, shown, understanding, write_json, write_whole
 from ..launchers import table as launchers
-from ..screen import Screen, line
-from . import compare, output, run, words
+from ..options import flatten
+from ..screen import Screen
+from . import output, run, variants, words
 
 _USAGE = """\
 usage: lockstep forecast [RECIPE] --network NETWORK [--devices N:M] [flags of lockstep train]
@@ -37,7 +36,8 @@ device is a whole machine like this one.
   --devices N:M       numbers of devices: 1:1024 (powers of two), or 1,2,4,6 (default: 1:64)
   --network NETWORK   what a node has towards others: {presets};
                       or a rate and a latency, such as 10Gbit/s,50us;
-                      or FILE.json,FILE.json, which lockstep doctor --json has printed on several hosts
+                      or FILE.json,FILE.json, which lockstep doctor --json has printed on several hosts;
+                      or RUN, the folder of a run of this job on several of the devices
   --within NETWORK    between the GPUs of a node (default: PCIe4)
   --per-node N        GPUs of a node (default: as many as here)
   --scaling weak      the same batch for each device; by default the same global batch (strong)
@@ -69,17 +69,18 @@ def main(given: list[str]) -> int:
     devices = _devices(asked.get("--devices", "1:64"))
     if "--network" not in asked:
         raise RequestError(f"{_PROG} lacks --network: what would connect the devices, such as 100GbE or 10Gbit/s,50us.")
-    between = networks.links("--network", asked["--network"])
     within = networks.links("--within", asked.get("--within", "PCIe4"))
     price = None if "--price" not in asked else words.tolerance("--price", asked["--price"])
-    is_weak = compare.scaling(asked.get("--scaling", "strong"))
-    job = compare.Job(rest, script, prog=_PROG)
+    is_weak = variants.scaling(asked.get("--scaling", "strong"))
+    job = variants.Job(rest, script, prog=_PROG)
     base = job.config(())
     _check(base, is_weak=is_weak, is_script=has_script)
+    made = _made(Path(asked["--network"]), base, is_script=has_script) if Path(asked["--network"]).is_dir() else None
+    between = networks.links("--network", asked["--network"]) if made is None else within
     plan = {"job": job.shown(), "scaling": "weak" if is_weak else "strong"}
     gpus = 0 if base.parallel.accelerator == "cpu" else len(hardware.survey(launchers.visible_gpus()).gpus)
     per_node = _per_node(asked.get("--per-node"), gpus)
-    folder = compare.folder_of(base, "forecast", plan)
+    folder = variants.folder_of(base, "forecast", plan)
     screen = Screen(stderr=True)
     how = ("--devices", "1") if has_script else ("--devices", "1", "--strategy", "ddp")
 
@@ -90,24 +91,52 @@ def main(given: list[str]) -> int:
     try:
         batch = None if has_script else base.batch.size  # of a script's own loader, nobody knows yet
         ranks = forecast.chosen(devices, batch, is_weak=is_weak)
-        with compare.telling(screen) as tell:
+        ranks = sorted({*ranks, *((made.ranks,) if made else ())})
+        with variants.telling(screen) as tell:
             epochs = None if has_script else base.epochs
             shares, measured = forecast.measure(ranks, job.command, cell, folder, epochs, tell)
             if not measured.on_gpu and not asked["--network"].endswith(".json"):
                 tell("measuring what gloo itself takes for a message")
-                between = Links(*(a.behind(b) for a, b in zip(between, _gloo(folder), strict=True)))
+                gloo = _gloo(folder)
+                between = gloo if made else Links(*(a.behind(b) for a, b in zip(between, gloo, strict=True)))
     except OSError as error:
         raise folders.unwritable(folder, error) from error
     cluster = Cluster(between=between, within=within, per_node=per_node, price=price, is_weak=is_weak)
+    if made:
+        share = next(each for each in shares if each.ranks == made.ranks)
+        fitted = forecast.fitted(cluster, share, made.step_s, has_trees=measured.on_gpu)
+        cluster = dataclasses.replace(cluster, between=fitted)
     found = forecast.forecast(shares, measured, cluster, devices)
     unit = "GPU" if measured.on_gpu else "machine"
     told = forecast.sentences(found, unit)
     about = f"{' '.join(job.shown()[2:3])} over {asked['--network']}, as measured on {_here()}"
     with output.written():
-        _print(Screen(), found, told, unit)
+        _print(Screen(), found, told)
     _write(folder, found, told, about)
     screen.say((f"{JSON}, {MARKDOWN}, {SVG} in {shown(folder)}", "dim"))
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """A run on several devices, whose steps tell how fast their links are."""
+
+    ranks: int
+    step_s: list[float]
+
+
+def _made(folder: Path, base: RunConfig, *, is_script: bool) -> _Made:
+    """Return what a run of the same job has recorded. Raises `RequestError` where it tells nothing of its links."""
+    run = past.load(folder)
+    if not is_script:
+        past.check_one_job([past.Run(name="what is forecast", folder=folder, options=flatten(base)), run], "batch")
+    ranks, step_s = int(records.start(folder)["plan"]["ranks"]), records.step_s(folder)
+    if ranks < 2 or len(step_s) < 2:
+        raise RequestError(
+            f"{shown(folder)} tells nothing of links: it had {counted(ranks, 'rank')}, and logged "
+            f"{counted(len(step_s), 'interval')} of its steps after the first; give a run of several, with --log-every."
+        )
+    return _Made(ranks, step_s)
 
 
 def _devices(text: str) -> list[int]:
@@ -212,16 +241,8 @@ def _filled(found: Sequence[Forecast]) -> tuple[list[str], list[list[str]]]:
     return [_HEADS[number] for number in kept], [[cells[number] for number in kept] for cells in table]
 
 
-def _print(screen: Screen, found: Sequence[Forecast], told: Sequence[str], unit: str) -> None:
-    if not screen.is_terminal:
-        screen.width = 160
-    heads, cells = _filled(found)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for head in heads:
-        table.add_column(head, justify="left" if head == "limited by" else "right")
-    for row in cells:
-        table.add_row(*map(line, row))
-    screen.print(table)
+def _print(screen: Screen, found: Sequence[Forecast], told: Sequence[str]) -> None:
+    screen.table(*_filled(found), texts=0)
     screen.print()
     for sentence in told[-1:]:
         screen.say(sentence)

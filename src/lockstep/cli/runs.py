@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from .. import folders
-from ..compare import listed
-from ..compare.listed import Listed
+from ..compare import past
+from ..compare.past import Run
 from ..errors import RequestError
-from ..screen import Screen, line
+from ..screen import Screen
 from . import compare, output, words
 
 _USAGE = """\
@@ -23,7 +21,7 @@ Lists the runs below FOLDER (default: runs): when and where, the options in whic
 
   --open    make a report of those that have ended, as lockstep compare --from does, and open it in a browser
 """
-_WIDE = 160
+_HEADS = ("run", "when", "host", "what differs", "accuracy", "samples/s", "state")
 
 
 def main(given: list[str]) -> int:
@@ -36,14 +34,12 @@ def main(given: list[str]) -> int:
     folder = Path(leading[0]) if leading else folders.RUNS
     if not folder.is_dir():
         raise RequestError(f"{folder} is no folder; give the one that has runs.")
-    found = listed.runs(folder)
+    found = past.below(folder)
     if not found:
         raise RequestError(f"{folder} has no runs.")
     with output.written():
         screen = Screen()
-        if not screen.is_terminal:
-            screen.width = _WIDE
-        screen.print(_table(found))
+        screen.table(_HEADS, map(_cells, found, past.differing(found)), texts=4)
         for run in found:
             if run.trouble:
                 screen.say((f"{run.name}: {run.trouble}", "dim"))
@@ -54,24 +50,17 @@ def main(given: list[str]) -> int:
     return 0
 
 
-def _table(found: Sequence[Listed]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("run", "when", "host", "what differs"):
-        table.add_column(title, overflow="fold")
-    for title in ("accuracy", "samples/s", "state"):
-        table.add_column(title, justify="right")
-    for run, differ in zip(found, listed.differing(found), strict=True):
-        told = " ".join(f"{key}={_short(value)}" for key, value in differ.items())
-        table.add_row(
-            line(run.name),
-            line(run.date[:16].replace("T", " ")),
-            line(run.host),
-            line(told),
-            "" if run.accuracy is None else f"{run.accuracy:.2%}",
-            "" if run.samples_per_s is None else f"{run.samples_per_s:,.0f}",
-            line(run.state),
-        )
-    return table
+def _cells(run: Run, differ: Mapping[str, Any]) -> list[str]:
+    top1, rate = run.summary.get("top1"), run.samples_per_s
+    return [
+        run.name,
+        str(run.manifest.get("date", ""))[:16].replace("T", " "),
+        str(run.manifest.get("host", "")),
+        " ".join(f"{key}={_short(value)}" for key, value in differ.items()),
+        "" if top1 is None else f"{top1:.2%}",
+        "" if rate is None else f"{rate:,.0f}",
+        run.state,
+    ]
 
 
 def _short(value: Any) -> str:

@@ -133,7 +133,7 @@ def _is_less_accurate(row: Row, rows: Sequence[Row], trained: Trained) -> bool:
 def _not_told_apart(names: str, seeds: int | None) -> str:
     if (seeds or 0) < 2:
         return f"with one seed nobody can say whether {names} differ"
-    return f"{seeds} seeds do not tell {names} apart from it at {numbers.SURE:.0%}"
+    return f"{seeds} seeds do not tell {names} apart from it at {numbers.CONFIDENCE:.0%}"
 
 
 def _plus_minus(found: numbers.Spread | None, times: float = 1.0, digits: int = 3) -> str:

@@ -17,20 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RunError
-from ..files import parse_json, read, understanding
-from . import numbers, timeline, trials
+from ..errors import RequestError, RunError
+from . import numbers, records, timeline, trials
 from .grid import Cell, Words
 from .networks import Links
 from .numbers import Interval
-from .timeline import FREE, GRADIENT, Network, Point, Profile
+from .timeline import FREE, GRADIENT, Link, Network, Point, Profile
 from .trials import Trial
 
-SURE = 0.9
+CONFIDENCE = 0.9
 """That an error bar holds the time."""
 PASSES = 2
 _MOST_MEASURED = 5
 _LIMIT_S = 600.0
+_FACTORS = (1e-4, 1e4)
+"""By which a link may be another than the one that it is fitted from."""
 LOSSES = ("smaller shares", "the slowest rank", "the network's rate", "the network's latency")
 """What keeps N devices from being N times as fast."""
 
@@ -143,9 +144,7 @@ def measure(
         for each in ranks:
             tell(f"measuring a rank's share of {each} ({number} of {PASSES})")
             found[each].append(_trial(each, command, cell(each), folder / f"share-{each}-{number}"))
-    first = folder / f"share-{ranks[0]}-1" / trials.RUN / "steps.jsonl"
-    with understanding(first):
-        start = parse_json(read(first).partition(b"\n")[0])
+    start = records.start(folder / f"share-{ranks[0]}-1" / trials.RUN)
     told = found[ranks[0]][0].told
     job = Job(
         batch=int(start["plan"]["global_size"]),
@@ -201,9 +200,36 @@ def _merged(told: dict[str, Any]) -> tuple[tuple[Point, ...], np.ndarray]:
     )
 
 
+def fitted(cluster: Cluster, share: Share, step_s: Sequence[float], *, has_trees: bool) -> Links:
+    """Return the links between nodes, as many times slower or faster as makes steps last what a run has recorded.
+
+    The run had the share's ranks. The middle by the median of `step_s`, the ends by those that 5 % are beyond. Raises
+    `RequestError` where it was faster than its computation alone is here.
+    """
+    alone_s, middle_s = timeline.step_s(share.profile, share.ranks, FREE), statistics.median(step_s)
+    if middle_s <= alone_s:
+        raise RequestError(
+            f"A step of that run took {1000 * middle_s:.3g} ms, which computes for {1000 * alone_s:.3g} ms here: "
+            "it ran on faster devices, and tells nothing of their links; measure those with lockstep doctor."
+        )
+    base = cluster.network(1, has_trees=has_trees)
+
+    def link(seconds: float) -> Link:
+        low, high = _FACTORS
+        while high > 1.001 * low:
+            factor = math.sqrt(low * high)
+            network = replace(base, between=base.between.slower(factor))
+            is_slower = timeline.step_s(share.profile, share.ranks, network) > seconds
+            low, high = (low, factor) if is_slower else (factor, high)
+        return base.between.slower(low)
+
+    slow_s, fast_s = (float(each) for each in np.quantile(step_s, (0.95, 0.05)))
+    return Links(link(max(slow_s, middle_s)), link(middle_s), link(min(fast_s, middle_s)))
+
+
 def forecast(shares: Sequence[Share], job: Job, cluster: Cluster, devices: Sequence[int]) -> list[Forecast]:
     """Return a row for each number of devices."""
-    error = numbers.of_next([share.process_s for share in shares], SURE)
+    error = numbers.of_next([share.process_s for share in shares], CONFIDENCE)
     return [_row(shares, job, cluster, each, error) for each in devices]
 
 

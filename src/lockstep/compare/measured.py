@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FILE = "measured.json"
 """In the run's folder."""
-_SILENT = 0.5
+_UNSYNCHRONISED = 0.5
 """Steps that exchange nothing, as a share of those that are timed."""
 _TIMED_S = 1.5
 _FEWEST, _MOST = 4, 500
@@ -215,21 +215,23 @@ class Probe:
             if self._is_profiled:
                 self._profile(loop)
             else:
-                self._be_silent()
+                self._stop_synchronising()
                 self._begin(loop)
         if self.made == self._last:
             if self._is_profiled:
                 self._told["profile"] = self.clock.told()
             elif self._last > self._timed_to:
-                self._told["silent_step_s"] = silent = self.clock.step_s
-                self._told["silent_phase_s"] = {phase: each / len(silent) for phase, each in self.clock.phase_s.items()}
+                self._told["unsynchronised_step_s"] = seconds = self.clock.step_s
+                phases = self.clock.phase_s.items()
+                self._told["unsynchronised_phase_s"] = {phase: each / len(seconds) for phase, each in phases}
             raise _EnoughError(loop.folder, self._told)
 
     def _plan(self) -> None:
         """Decide how many steps are timed, the same on every rank (*collective*)."""
         self._steps = self._steps or max(_FEWEST, self._as_many_as_fill(_TIMED_S))
         self._timed_to = self._warm_to + self._steps
-        more = self._steps if self._is_profiled else max(1, round(self._steps * _SILENT)) if self._world.size > 1 else 0
+        unsynchronised = max(1, round(self._steps * _UNSYNCHRONISED)) if self._world.size > 1 else 0
+        more = self._steps if self._is_profiled else unsynchronised
         self._last = self._timed_to + more
 
     def _as_many_as_fill(self, seconds: float) -> int:
@@ -299,7 +301,7 @@ class Probe:
         self._told["overlaps"] = job is not None  # a loop of one's own exchanges its gradients after the backward pass
         self.clock = Stamps(models, self._world.device)
 
-    def _be_silent(self) -> None:
+    def _stop_synchronising(self) -> None:
         """Have gradients exchanged no more, and the replicas, which part then, compared no more."""
         from ..gradients import Gradients
         from ..proofs import Proofs
@@ -310,7 +312,7 @@ class Probe:
         for kind in KINDS.values():
             if kind.has_ranks:
                 strategy = getattr(import_module(f"..strategies.{kind.module}", __package__), kind.type)
-                self.kept.enter_context(_patched(strategy, "sync_on", _unheard(strategy.sync_on)))
+                self.kept.enter_context(_patched(strategy, "sync_on", _without_sync(strategy.sync_on)))
 
 
 class Racer:
@@ -361,5 +363,5 @@ def _of_gradients(loop: Loop, world: World) -> int:
     return sum(each.nbytes for each in job.model.parameters() if each.requires_grad)
 
 
-def _unheard(sync_on: Any) -> Any:
+def _without_sync(sync_on: Any) -> Any:
     return lambda strategy, replica, *, last: sync_on(strategy, replica, last=False)

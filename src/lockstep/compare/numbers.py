@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-SURE = 0.98
+CONFIDENCE = 0.98
 """That an interval holds its number. So sure, a comparison that is done again comes to lie in it 9 times in 10."""
 
 
 class Interval(NamedTuple):
-    """A number, and the interval that holds it with `SURE`."""
+    """A number, and the interval that holds it with `CONFIDENCE`."""
 
     middle: float
     low: float
@@ -40,7 +40,7 @@ def of_groups(groups: Sequence[Sequence[float]]) -> Interval:
     middle = statistics.fmean(means)
     if len(means) == 1:
         return Interval(math.exp(middle), 0.0, math.inf)
-    reach = student((1 + SURE) / 2, len(means) - 1) * statistics.stdev(means) / math.sqrt(len(means))
+    reach = student((1 + CONFIDENCE) / 2, len(means) - 1) * statistics.stdev(means) / math.sqrt(len(means))
     return Interval(*(math.exp(each) for each in (middle, middle - reach, middle + reach)))
 
 
@@ -64,7 +64,7 @@ def paired(pairs: Sequence[tuple[float, float]]) -> Interval:
     found = spread([a - b for a, b in pairs]) or Spread(0.0, None, 0)
     if found.sd is None:
         return Interval(found.mean, -math.inf, math.inf)
-    reach = student((1 + SURE) / 2, found.n - 1) * found.sd / math.sqrt(found.n)
+    reach = student((1 + CONFIDENCE) / 2, found.n - 1) * found.sd / math.sqrt(found.n)
     return Interval(found.mean, found.mean - reach, found.mean + reach)
 
 

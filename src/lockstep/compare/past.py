@@ -1,4 +1,4 @@
-"""Rows of runs that are finished, this machine's or others': what their own records tell."""
+"""Runs that were made before, on this machine or others, as their own records tell: a list, and rows of a report."""
 
 from __future__ import annotations
 
@@ -8,75 +8,105 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .. import locks
 from ..errors import RequestError
-from ..files import lines_of, parse_json, read, shown, understanding
+from ..files import parse_json, read, shown, understanding
 from ..options import read_named
+from . import records
 from .numbers import Interval, spread
 from .rows import Row
 
-JOB = ("model", "data", "step", "batch", "augment", "image-size", "samples", "holdout", "classes")
+JOB = ("model", "data", "step", "augment", "image-size", "samples", "holdout", "classes")
 """The options that make runs ways of one job."""
-_BORING = ("output", "resume", "quiet", "log-every", "timeout", "stall-timeout")
+_BORING = ("output", "resume", "quiet", "log-every", "timeout", "stall-timeout", "init-method", "launcher", "data-dir")
+_STATES = {0: "done", 1: "failed", 2: "refused", 3: "proof failed", 75: "stopped"}
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run's folder, as its records tell."""
+    """A run's folder, as its records tell; what they do not is empty."""
 
     name: str
-    summary: Mapping[str, Any]
-    options: Mapping[str, Any]
-    start: Mapping[str, Any]
-    losses: list[float] = field(default_factory=list)
-    busy: list[tuple[float, float]] = field(default_factory=list)
+    folder: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    trouble: str = ""
+    """Why its records cannot be read."""
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Over all its steps; older runs have counted images."""
+        rate = self.summary.get("samples_per_s") or self.summary.get("images_per_s")
+        return None if rate is None else float(rate)
+
+    @property
+    def state(self) -> str:
+        """How it stands: a summary without an exit code is that of a run that goes on, or was killed."""
+        code = self.summary.get("exit")
+        if self.trouble:
+            return "?"
+        if code is not None:
+            return _STATES.get(code, f"exit {code}")
+        try:
+            locks.check_free(self.folder)
+        except RequestError:
+            return "running"
+        except OSError:  # of somebody else's
+            return "unfinished"
+        return "killed"
+
+
+def below(folder: Path) -> list[Run]:
+    """Return the runs below `folder`, at most two levels deep, the newest last."""
+    found = sorted({path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/manifest.json")})
+    return sorted((_listed(each, folder) for each in found), key=lambda run: str(run.manifest.get("date", "")))
+
+
+def _listed(folder: Path, above: Path) -> Run:
+    name = str(folder.relative_to(above))
+    try:
+        return _read(folder, name)
+    except RequestError as error:
+        return Run(name=name, folder=folder, trouble=str(error))
 
 
 def load(folder: Path) -> Run:
     """Return what a run has recorded. Raises `RequestError` where `folder` is no run that has ended, or is damaged."""
-    summary, config, steps = (folder / name for name in ("summary.json", "config.toml", "steps.jsonl"))
     if not folder.is_dir():
         raise RequestError(f"{shown(folder)} is not there; give the folder of a run that has ended.")
-    for path in (summary, config, steps):
-        if not path.exists():
-            raise RequestError(f"{shown(folder)} is no run that has ended: it has no {path.name}; give another folder.")
-    with understanding(summary):
-        told = parse_json(read(summary))
-        found = Run(shown(folder), {**told}, read_named(config), {})
-    found.losses, found.busy = curves(folder)
-    with understanding(steps):
-        found.start = parse_json(next(lines_of(steps), b"{}"))
-    return found
+    for name in ("summary.json", "config.toml", "steps.jsonl"):
+        if not (folder / name).exists():
+            raise RequestError(f"{shown(folder)} is no run that has ended: it has no {name}; give another folder.")
+    return _read(folder, shown(folder))
 
 
-def curves(folder: Path, *, steps: int | None = None) -> tuple[list[float], list[tuple[float, float]]]:
-    """Return a run's losses by step, and (seconds since its start, percent) of a processor, or of its GPUs.
-
-    `steps` is how many of them are wanted, by default all.
-    """
-    losses: list[float] = []
-    busy: list[tuple[float, float]] = []
-    begun: float | None = None
-    with understanding(path := folder / "steps.jsonl"):
-        for line in lines_of(path):
-            row = parse_json(line)
-            if row["event"] == "step":
-                losses.append(math.nan if row["loss"] is None else float(row["loss"]))
-            elif row["event"] == "start" and begun is None:
-                begun = float(row["time"])
-            elif row["event"] == "log" and begun is not None:
-                percent = row.get("device_percent", row.get("process_cpu_percent"))
-                if percent is not None:
-                    busy.append((float(row["time"]) - begun, float(percent)))
-    return losses[:steps], busy
+def _read(folder: Path, name: str) -> Run:
+    manifest, summary = (_json(folder / file) for file in ("manifest.json", "summary.json"))
+    return Run(name=name, folder=folder, options=read_named(folder / "config.toml"), manifest=manifest, summary=summary)
 
 
-def check_one_job(runs: Sequence[Run]) -> None:
-    """Raise `RequestError` where the runs are not ways of one job."""
+def _json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    with understanding(path):
+        return {**parse_json(read(path))}
+
+
+def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return, for each run, the options that are not the same in all."""
+    keys = {key for run in runs for key in run.options if key not in _BORING}
+    vary = sorted(key for key in keys if len({repr(run.options.get(key)) for run in runs}) > 1)
+    return [{key: run.options[key] for key in vary if key in run.options} for run in runs]
+
+
+def check_one_job(runs: Sequence[Run], *more: str) -> None:
+    """Raise `RequestError` where the runs are not ways of one job, in which `more` options too are the same."""
     first, *others = runs
     for run in others:
         differ = [
             f"{key} {run.options.get(key)!r} (not {first.options.get(key)!r})"
-            for key in JOB
+            for key in (*JOB, *more)
             if run.options.get(key) != first.options.get(key)
         ]
         if differ:
@@ -102,18 +132,17 @@ def _against(row: Row, base: float | None) -> Row:
 
 
 def _row(run: Run, flags: tuple[str, ...]) -> Row:
-    summary, plan = run.summary, run.start.get("plan") or {}
-    rate = summary.get("samples_per_s") or summary.get("images_per_s")
+    summary, began, rate = run.summary, records.start(run.folder), run.samples_per_s
+    plan, chosen = began.get("plan") or {}, began.get("chosen") or {}
     memory = summary.get("peak_memory_bytes") or {}
     epochs = [float(each) for each in summary.get("epoch_s") or []]
-    chosen = run.start.get("chosen") or {}
     return Row(
         name=run.name,
         flags=flags,
         devices=int(chosen.get("devices") or plan.get("ranks") or 1),
         ranks=int(plan.get("ranks") or 1),
         batch=plan.get("global_size"),
-        samples_per_s=None if not rate else Interval(float(rate), 0.0, math.inf),
+        samples_per_s=None if not rate else Interval(rate, 0.0, math.inf),
         failed="" if rate else f"ended with exit code {summary.get('exit')}, and no speed was recorded",
         step_p50_s=summary.get("step_p50_s"),
         step_p95_s=summary.get("step_p95_s"),

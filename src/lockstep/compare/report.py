@@ -16,15 +16,15 @@ from typing import Any
 from ..files import legal, write_json, write_whole
 from . import charts
 from .charts import Bar, Line
-from .numbers import SURE, Spread
+from .numbers import CONFIDENCE, Spread
 from .rows import PARTS, Row
 
 HTML, MARKDOWN, JSON, CSV = "report.html", "report.md", "report.json", "report.csv"
 COVERS = (
-    f"ratio: of samples/s, to the first variant on one device, else to the first; both with {SURE:.0%} intervals over "
-    "all races; efficiency: of samples/s, to the same on one device, by the devices; step times: over all timed steps "
-    "of rank 0; memory and processors: the sum over all ranks; losses: the largest relative difference of the first "
-    "steps"
+    f"ratio: of samples/s, to the first variant on one device, else to the first; both with {CONFIDENCE:.0%} intervals "
+    "over all races; efficiency: of samples/s, to the same on one device, by the devices; step times: over all timed "
+    "steps of rank 0; memory and processors: the sum over all ranks; losses: the largest relative difference of the "
+    "first steps"
 )
 COVERS_PAST = (
     "each run was measured once, on the machine and with the versions that its manifest.json names; ratio: of "
@@ -247,7 +247,7 @@ def _charts(report: Report) -> dict[str, dict[str, str]]:
         "throughput": (
             "Throughput",
             charts.bars("Throughput", [_rate(row) for row in rows], "samples/s") if rows else "",
-            f"Samples a second; the line on a bar is the interval that holds it with {SURE:.0%}.",
+            f"Samples a second; the line on a bar is the interval that holds it with {CONFIDENCE:.0%}.",
         ),
         "time": (
             "Where a step's time goes",

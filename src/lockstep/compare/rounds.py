@@ -22,7 +22,7 @@ from .. import hardware
 from ..errors import LockstepError, RequestError, RunError, counted
 from ..files import own_folder, parse_json, read, understanding, write_json
 from ..launchers.table import visible_gpus
-from . import numbers, trials
+from . import numbers, records, trials
 from .grid import Cell, Words
 from .numbers import Interval
 from .race import Race
@@ -34,7 +34,7 @@ _TURN_S = 0.1
 _TURNS = (12, 400)
 """At least and at most, in a race."""
 _LEAST_LIMIT_S = 120.0
-_RACED = "races.json"
+_RACED, _TRIAL = "races.json", "trial"
 _MEMORY = 0.7
 """Of what is free, that variants may hold at the same time."""
 
@@ -64,9 +64,14 @@ class Series:
         return 0 if self.trial is None else self.trial.told["warm_up"] + len(self.trial.step_s)
 
     @property
+    def start(self) -> dict[str, Any]:
+        """The start event of its trial's run."""
+        return records.start(self.run)
+
+    @property
     def run(self) -> Path:
         """The folder of its trial's run."""
-        return self.folder / "trial" / trials.RUN
+        return self.folder / _TRIAL / trials.RUN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +107,9 @@ def run(
     able = [each for each in series if not each.failed]
     for number, each in enumerate(able, start=1):
         tell(f"trying {each.cell.name} ({number} of {len(able)})")
-        limit_s = max(plan.budget_s, _LEAST_LIMIT_S)
+        limit_s = max(plan.budget_s - (time.monotonic() - begun_s), _LEAST_LIMIT_S)
         each.trial = _trial(each, command, steps=plan.steps, limit_s=limit_s)
+        _check_time(able, number, plan, time.monotonic() - begun_s)
     living = [each for each in able if not each.failed]
     if not living:
         first = next(each for each in series if each.failed)
@@ -135,6 +141,18 @@ def run(
     return series
 
 
+def _check_time(able: Sequence[Series], tried: int, plan: Plan, took_s: float) -> None:
+    """Raise `RequestError` once it is seen that the budget does not even hold the trials."""
+    known = [each.trial.seconds for each in able[:tried] if each.trial is not None and not each.trial.failed]
+    waiting = sum(trials.done(each.folder / _TRIAL) is None for each in able[tried:])
+    left_s = waiting * statistics.fmean(known) if known else 0.0
+    if took_s + left_s > plan.budget_s:
+        raise RequestError(
+            f"--budget {plan.budget_s:.0f}s is too small: trying {tried} of {counted(len(able), 'variant')} took "
+            f"{took_s:.0f} s; give {math.ceil(2 * (took_s + left_s))}s, or fewer variants."
+        )
+
+
 def _raced(folder: Path, plan: Plan) -> int:
     """Return how many races there were when they ended within this budget; 0 where they have not."""
     if not (path := folder / _RACED).exists():
@@ -157,7 +175,7 @@ def ratio(ours: Series, theirs: Series) -> Interval:
 
 
 def _trial(series: Series, command: Commands, *, steps: int | None, limit_s: float) -> Trial:
-    folder = series.folder / "trial"
+    folder = series.folder / _TRIAL
     own_folder(series.folder)
     watched = ("compare", "measured", str(steps or 0), *command(series.cell, folder / trials.RUN))
     return trials.once(series.cell.name, folder, watched, limit_s=limit_s)

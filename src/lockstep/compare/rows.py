@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..files import parse_json, read, understanding
-from . import numbers, rounds, trials
+from ..prove import curve
+from . import numbers, rounds
 from .numbers import Interval, Spread
 from .rounds import Series
 
@@ -91,12 +91,12 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
     first = working[0]
     base = next((each for each in working if _devices(each) == 1), first)
     alone = next((each for each in working if each.cell.is_alone_of(cell)), None)
-    start, told, step_s = start_of(series), trial.told, trial.step_s
+    start, told, step_s = series.start, trial.told, trial.step_s
     batch = _batch(start)
     rate = numbers.of_groups([[each * batch for each in race] for race in series.races])
     middle_s = batch / rate.middle
     flops = told["flops_a_step"] or 0
-    gap = trials.gap(_losses(series), _losses(first)) if batch == _batch(start_of(first)) else None
+    gap = _loss_gap(series, first) if batch == _batch(first.start) else None
     steps = start["steps_per_epoch"]
     return Row(
         name=cell.name,
@@ -126,13 +126,13 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
 
 
 def _samples_ratio(ours: Series, theirs: Series) -> Interval:
-    factor = _batch(start_of(ours)) / _batch(start_of(theirs))
+    factor = _batch(ours.start) / _batch(theirs.start)
     return Interval(*(each * factor for each in rounds.ratio(ours, theirs)))
 
 
 def _devices(series: Series) -> int:
     """Return the devices that the trial has used."""
-    start = start_of(series)
+    start = series.start
     return int(start.get("chosen", {}).get("devices") or start["plan"].get("ranks") or 1)
 
 
@@ -147,11 +147,11 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
         found[part] += seconds
     if "forward" not in phases:  # a loop of one's own, whose forward pass is in its own code
         found["compute"], found["rest"] = found["compute"] + phases.get("", 0.0), found["rest"] - phases.get("", 0.0)
-    if silent := told.get("silent_step_s"):
+    if unsynchronised := told.get("unsynchronised_step_s"):
         # What a backward pass waits for inside, no phase tells. Steps that exchange no gradients are faster by that and
         # by what the phases do tell of gradients: their exchanges, but for those that such steps have too.
-        hidden = step_s - sum(silent) / len(silent)
-        others = sum(seconds for phase, seconds in told["silent_phase_s"].items() if phase in _EXCHANGES)
+        hidden = step_s - sum(unsynchronised) / len(unsynchronised)
+        others = sum(seconds for phase, seconds in told["unsynchronised_phase_s"].items() if phase in _EXCHANGES)
         outside = min(max(hidden - (found["communication"] - others), 0.0), found["compute"])
         found["compute"] -= outside
         found["communication"] += outside
@@ -159,20 +159,14 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def start_of(series: Series) -> dict[str, Any]:
-    """Return the start event of a variant's trial."""
-    path = series.run / "steps.jsonl"
-    with understanding(path):
-        start: dict[str, Any] = parse_json(read(path).partition(b"\n")[0])
-        return start
-
-
 def _batch(start: dict[str, Any]) -> int:
     return int(start["plan"].get("global_size", 1))
 
 
-def _losses(series: Series) -> list[float]:
-    return trials.losses(series.run)[:_COMPARED]
+def _loss_gap(ours: Series, theirs: Series) -> float:
+    """Return the largest relative difference of the first losses that both have."""
+    a, b = (curve.losses_of(each.run) for each in (ours, theirs))
+    return max((curve.gap(a[step], b[step]) for step in sorted(a.keys() & b.keys())[:_COMPARED]), default=0.0)
 
 
 def _precision(series: Series) -> str:

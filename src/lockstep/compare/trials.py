@@ -6,13 +6,13 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import LockstepError, RequestError, Stopped
-from ..files import lines_of, own_folder, parse_json, read, understanding, write_json
+from ..files import own_folder, parse_json, read, understanding, write_json
 from ..prove import commands
 from . import measured
 from .grid import Words
@@ -113,19 +113,3 @@ def make_anew(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     own_folder(folder)
-
-
-def losses(folder: Path) -> list[float]:
-    """Return the losses of the steps that a trial has recorded, in order."""
-    path = folder / "steps.jsonl"
-    with understanding(path):
-        rows = [parse_json(line) for line in lines_of(path) if line.startswith(b'{"event": "step"')]
-        return [float(row["loss"]) for row in rows]
-
-
-def gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the largest relative difference of two runs' losses, over the steps that both have."""
-    return max(
-        (abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours, theirs, strict=False)),
-        default=0.0,
-    )

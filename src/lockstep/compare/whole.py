@@ -11,19 +11,17 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from ..files import foreign, lines_of, parse_json, understanding
-from . import numbers, trials
+from . import numbers, records, trials
 from .grid import Cell, Words
 from .numbers import Interval
 from .rounds import Series
-from .rows import Row, start_of
+from .rows import Row
 from .trials import Trial
 
 Commands = Callable[[Cell, Path, int], Words]
 Trained = Mapping[str, Mapping[int, Trial]]
-"""Trainings by variant and seed; what the records of each tell is as in `records`."""
+"""Trainings by variant and seed; what the records of each tell is as in `records.training`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,7 @@ def left(found: Sequence[Series], aim: Aim) -> tuple[int, float | None]:
 
 def _steps(series: Series) -> int:
     """Return how many steps a whole training has; 0 where nobody knows."""
-    start, config = start_of(series), series.cell.config
+    start, config = series.start, series.cell.config
     if config is None or not config.data.name:  # a script, which decides on its epochs
         return int(start["total_steps"])
     steps = int(start["steps_per_epoch"]) * config.epochs
@@ -94,53 +92,9 @@ def _steps(series: Series) -> int:
 
 
 def _train(name: str, folder: Path, words: Words, target: float | None) -> Trial:
-    path = folder / trials.RUN / "steps.jsonl"
-    enough = None if target is None else _reaching(path, target)
-    return trials.run(name, folder, words, told=lambda: records(path, target), enough=enough)
-
-
-def records(path: Path, target: float | None) -> dict[str, Any]:
-    """Return what a run's steps.jsonl tells of its training, up to the evaluation that reaches `target` if one does.
-
-    step, train_s: how many steps, and their seconds. epoch_s: of each epoch. evals: [step, seconds until then,
-    accuracy] of each evaluation. reached: whether the last one reaches the target. Raises `RequestError` where the
-    file is damaged.
-    """
-    told: dict[str, Any] = {"step": 0, "train_s": 0.0, "epoch_s": [], "evals": [], "reached": False}
-    with understanding(path):
-        for row in map(parse_json, lines_of(path)):
-            if row["event"] == "log":  # of the steps since the last one, by their mean
-                told["train_s"] += row["step_s"] * (row["step"] - told["step"])
-                told["step"] = row["step"]
-            elif row["event"] == "epoch":
-                told["epoch_s"].append(row["epoch_s"])
-            elif row["event"] == "eval" and row.get("top1") is not None:
-                told["evals"].append([row["step"], told["train_s"], row["top1"]])
-                if target is not None and row["top1"] >= target:
-                    return told | {"reached": True}
-    return told
-
-
-def _reaching(path: Path, target: float) -> Callable[[], bool]:
-    """Return what follows the records, and tells whether an evaluation reaches the target with steps left."""
-    read_to, total = 0, 0
-
-    def look() -> bool:
-        nonlocal read_to, total
-        if not path.exists():
-            return False
-        with open(path, "rb", opener=foreign) as file:
-            file.seek(read_to)
-            lines = [each for each in file if each.endswith(b"\n")]  # the last one may still be written
-        read_to += sum(map(len, lines))
-        for row in (parse_json(each) for each in lines if each.startswith((b'{"event": "start"', b'{"event": "eval"'))):
-            total = row.get("total_steps", total)
-            # One that has made its last step ends by itself.
-            if row["event"] == "eval" and (row.get("top1") or 0.0) >= target and row["step"] < total:
-                return True
-        return False
-
-    return look
+    path = folder / trials.RUN / records.FILE
+    enough = None if target is None else records.reaching(path, target)
+    return trials.run(name, folder, words, told=lambda: records.training(path, target), enough=enough)
 
 
 def row(known: Row, mine: Mapping[int, Trial], target: float | None) -> Row:

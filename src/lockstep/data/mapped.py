@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .. import own
 from ..errors import RequestError
-from ..randomness import kept
 from .augment import Augment
 from .counter import UInt64
 from .resident import Normalise, channels_first
@@ -83,11 +82,10 @@ class Samples:
 
     def __call__(self, epoch: int, share: Indices) -> Pair:
         """Return x (n, *shape) and y (n,)."""
-        with kept():
-            return self.drawing.read(
-                lambda: self._read(share, None),
-                lambda: self._read(share, seeds(share, self.seed, epoch, PURPOSE[self.split])),
-            )
+        return self.drawing.read(
+            lambda: self._read(share, None),
+            lambda: self._read(share, seeds(share, self.seed, epoch, PURPOSE[self.split])),
+        )
 
     def _read(self, share: Indices, own_seeds: UInt64 | None) -> Pair:
         x = torch.empty((len(share), *self.shape), dtype=self.dtype)

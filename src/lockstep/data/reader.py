@@ -39,7 +39,7 @@ class Reader:
         self._loader: DataLoader[Any] | None = None
         self._running: Any = None
         self._is_plain = _is_plain(loader.dataset)
-        self._draws = not self._is_plain or loader.collate_fn is not default_collate
+        self._collates = loader.collate_fn is not default_collate
         self._drawing = Drawing()
 
     def shares(self, shares: Iterator[Indices], keys: counter.UInt64) -> Iterator[Any]:
@@ -47,9 +47,9 @@ class Reader:
 
         A share is not empty. Some are taken ahead of time where there are workers.
         """
-        if self._draws:
+        if self._collates or not self._is_plain:
             batches = self.answers((_Seeded(keys, share, self._is_plain) for share in shares), keys)
-            return batches if self._user.num_workers else _apart(batches)
+            return _apart(batches) if self._collates and not self._user.num_workers else batches
         if type(self._user.dataset) is TensorDataset and not self._user.num_workers:
             return self._taken(self._user.dataset.tensors, shares)
         return self.answers((share.tolist() for share in shares), keys)
@@ -108,7 +108,7 @@ class Reader:
             return DataLoader(dataset, batch_size=None, sampler=self._queue, **options)
         if not self._is_plain and (_reads_batches(dataset) or not user.num_workers):
             # In workers others are left as they are: their own code there may look for its data set.
-            dataset = _Batched(dataset, self._drawing, collates=user.collate_fn is not default_collate)
+            dataset = _Batched(dataset, self._drawing, collates=self._collates)
         return DataLoader(dataset, batch_sampler=self._queue, collate_fn=user.collate_fn, **options)
 
 

@@ -20,12 +20,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from ..randomness import Generators
 from . import counter
 from .source import Indices
 
 T = TypeVar("T")
-_LOOK = np.zeros(3, np.uint64)
-"""With which generators are seeded whose next numbers are only to be known."""
 _GENERATORS = 3
 """Each gets bits of its own: torch's and NumPy's are of one kind, and would draw alike from the same seed."""
 
@@ -49,23 +48,19 @@ class Drawing:
 
     def __init__(self) -> None:
         self.is_seen = False
-        self._expected: tuple[float, ...] = ()
 
     def read(self, plain: Callable[[], T], seeded: Callable[[], T]) -> T:
         """Return what `plain()` reads, or, of a data set that draws, what `seeded()` does, which seeds for each sample.
 
-        The generators are seeded to see whether `plain` has drawn, and are left so.
+        The process's generators are left as they were.
         """
-        if self.is_seen:
+        before = Generators.now(())
+        if not self.is_seen:
+            found = plain()
+            if before.is_now():
+                return found
+            self.is_seen = True
+        try:
             return seeded()
-        if not self._expected:
-            seed_generators(_LOOK)
-            self._expected = _next_numbers()
-        seed_generators(_LOOK)
-        found = plain()
-        self.is_seen = _next_numbers() != self._expected
-        return seeded() if self.is_seen else found
-
-
-def _next_numbers() -> tuple[float, ...]:
-    return torch.rand((), dtype=torch.float64).item(), random.random(), np.random.random()
+        finally:
+            before.put_back(())

@@ -55,6 +55,7 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
     # is alone, it is the user's own.
     if topology.size > 1 or "OMP_NUM_THREADS" not in env:
         torch.set_num_threads(max(1, hardware.cpus() // sharing))
+    hardware.keep_freed_memory(env)
     if config.parallel.accelerator != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():

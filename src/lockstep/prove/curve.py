@@ -127,7 +127,7 @@ def compare(ours: Curve, theirs: Curve, *, tolerance: float) -> Parting:
     from ..verify import difference
 
     steps = sorted(ours.losses.keys() | theirs.losses.keys())
-    gaps = {step: _gap(ours.losses.get(step), theirs.losses.get(step)) for step in steps}
+    gaps = {step: gap(ours.losses.get(step), theirs.losses.get(step)) for step in steps}
     beyond = [step for step, gap in gaps.items() if gap > tolerance]
     found = difference.compare(ours.tensors, theirs.tensors)
     sizes = {each.name: _relative(each) for each in found.differences}
@@ -146,7 +146,7 @@ def compare(ours: Curve, theirs: Curve, *, tolerance: float) -> Parting:
     )
 
 
-def _gap(ours: float | None, theirs: float | None) -> float:
+def gap(ours: float | None, theirs: float | None) -> float:
     """Return the relative difference of two losses; infinite where one is missing or no number."""
     if ours is None or theirs is None or not (math.isfinite(ours) and math.isfinite(theirs)):
         return math.inf
