@@ -244,7 +244,15 @@ def _step_s(series: Series) -> float:
 
 
 def _steps_of_turn(series: Series) -> int:
-    return max(2, round(_TURN_S / _step_s(series)))
+    """Return how many steps of a turn are timed, after one that is not.
+
+    An epoch's first and last steps cost other times than those between. Turns of as many steps as an epoch, or of a
+    part of it, would always leave out the same ones.
+    """
+    steps = max(2, round(_TURN_S / _step_s(series)))
+    while math.gcd(steps + 1, series.start["steps_per_epoch"] or 1) > 1:
+        steps += 1
+    return steps
 
 
 def _turn_s(series: Series) -> float:
