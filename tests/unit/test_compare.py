@@ -380,6 +380,20 @@ def test_runs_are_listed_with_what_differs_and_damage_is_a_row(tmp_path: Path) -
     assert past.differing([first, second]) == [{"lr": 0.1}, {"lr": 0.2}]
 
 
+@pytest.mark.parametrize(("step_s", "epoch"), [(0.02, 6), (0.025, 6), (0.005, 21), (0.2, 3), (0.05, None)])
+def test_turns_time_each_step_of_an_epoch_as_often(
+    step_s: float, epoch: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "start", lambda _: {"steps_per_epoch": epoch})
+    steps = rounds._steps_of_turn(
+        Series(Cell(name="a", flags=()), tmp_path, Trial(told={"step_s": [step_s]}, seconds=1))
+    )
+    turns = range(epoch or 1)
+    timed = [(turn * (steps + 1) + step) % (epoch or 1) for turn in turns for step in range(1, steps + 1)]
+    assert {timed.count(each) for each in range(epoch or 1)} == {steps}
+    assert 0.1 <= steps * step_s + 1e-9 < 0.1 + 4 * step_s
+
+
 def test_a_variant_that_hangs_is_ended_and_is_a_row(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)\n")
     found = trials.run("hangs", tmp_path / "trial", ("run", str(tmp_path / "train.py")), limit_s=8)
