@@ -245,8 +245,8 @@ def keep_freed_memory(env: Mapping[str, str]) -> None:
     """Have the C library keep freed memory for what is allocated next, where it is glibc.
 
     By default it gives large blocks back to the system at once, so that the tensors of each training step cost
-    thousands of page faults: up to a third of the step on a CPU, and in each process another part of it. Not where
-    `env` has settings of the user's own (see mallopt(3)).
+    thousands of page faults: of a small convolutional net's step a tenth to a quarter, and in each process another
+    part. Not where `env` has settings of the user's own (see mallopt(3)).
     """
     if any(name.startswith("MALLOC_") for name in env) or "glibc.malloc" in env.get("GLIBC_TUNABLES", ""):
         return
