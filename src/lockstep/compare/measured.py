@@ -125,6 +125,9 @@ def _watched(entry: Callable[[RunConfig, World], Any], config: RunConfig, world:
         kept.enter_context(_timed(world.pulse, watcher.clock))
         kept.enter_context(_patched(Loop, "end_step", ended))
         kept.enter_context(_patched(Meter, "start", started))
+        kept.enter_context(
+            _patched(Loop, "save", lambda _: None)
+        )  # a thread writes, while another variant has its turn
         kept.enter_context(watcher.kept)
         try:
             entry(config, world)
