@@ -125,9 +125,8 @@ def _watched(entry: Callable[[RunConfig, World], Any], config: RunConfig, world:
         kept.enter_context(_timed(world.pulse, watcher.clock))
         kept.enter_context(_patched(Loop, "end_step", ended))
         kept.enter_context(_patched(Meter, "start", started))
-        kept.enter_context(
-            _patched(Loop, "save", lambda _: None)
-        )  # a thread writes, while another variant has its turn
+        # A thread would write, while another variant has its turn.
+        kept.enter_context(_patched(Loop, "save", lambda loop: loop.meter.start()))
         kept.enter_context(watcher.kept)
         try:
             entry(config, world)
