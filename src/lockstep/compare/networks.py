@@ -81,7 +81,10 @@ def links(flag: str, text: str) -> Links:
             with understanding(path):
                 told.append(all_reduces(parse_json(read(path))))
         return measured(told)
-    advice = "or a rate and a latency such as 10Gbit/s,50us, or FILE.json of lockstep doctor --json."
+    advice = (
+        "A rate and a latency, such as 10Gbit/s,50us, FILE.json of lockstep doctor --json and the folder of a run are "
+        "taken too."
+    )
     raise unknown(f"network of {flag}", text, PRESETS, advice)
 
 
