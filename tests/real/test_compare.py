@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lockstep.cli.main import main
@@ -102,6 +103,16 @@ def test_variants_are_trained_whole_until_they_are_accurate(tmp_path: Path, monk
     for seed, folder in enumerate(sorted((tmp_path / "found" / "0.1").glob("seed-*"))):
         assert json.loads((folder / "run" / "summary.json").read_text())["exit"] == 75, "ended as soon as that"
         assert f"seed = {seed}" in (folder / "run" / "config.toml").read_text().splitlines()
+
+
+@pytest.mark.long
+def test_a_variant_that_hangs_is_ended_and_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)\n")
+    found = trials.run("hangs", tmp_path / "trial", ("run", str(tmp_path / "train.py")), limit_s=25)
+    assert found.failed.startswith("it was ended after 25 s; its output is in ")
+    pids = re.findall(r"pid (\d+)", (tmp_path / "trial" / "log").read_text())
+    assert pids, "it had begun"
+    assert not any(psutil.pid_exists(int(pid)) for pid in pids)
 
 
 LOOK = """<script>
