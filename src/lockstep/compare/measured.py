@@ -171,12 +171,15 @@ def _timed(pulse: Pulse, clock: Clock) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
+    own = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if own is None:  # inherited, from a class that may be patched too
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 class Probe:
