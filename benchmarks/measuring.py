@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lockstep import RunConfig, World, override, train
+from lockstep.compare import measured
 from lockstep.compare.clock import Clock
-from lockstep.compare.measured import _watched
 from lockstep.loop import Loop
 from lockstep.options import recipe
 
@@ -79,7 +79,7 @@ def _trained(config: RunConfig, path: Path, *, watched: bool) -> Callable[[], fl
         marks, world = Marks(path), World.alone()
         try:
             if watched:
-                _watched(lambda config, world: train(config, world, marks), config, world, Watcher(world))
+                measured.watched(lambda config, world: train(config, world, marks), config, world, Watcher(world))
             else:
                 train(config, world, marks)
         finally:

@@ -94,8 +94,8 @@ def measure() -> Report:
         method=f"Model `mlp` (64–128–10), batch {BATCH}, float32, SGD(fused=True) with momentum and weight decay, one "
         f"thread, one process. A block is {STEPS} steps without evaluation or checkpoint; ours are timed from the "
         "record of their first step to the record of their last, so that recording is in it. The "
-        "DataLoader is torch's over a TensorDataset, or over a class whose samples are its rows, without workers: the "
-        "generators are then seeded for each sample, since it may draw.",
+        "DataLoader is torch's over a TensorDataset, or over a class whose samples are its rows, without workers: "
+        "whether it has drawn is looked at after each batch.",
         n=f"{ROUNDS} rounds of {STEPS} steps of each loop",
     )
 

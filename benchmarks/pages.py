@@ -70,7 +70,7 @@ def _shown(browser: str, page: Path, profile: Path) -> tuple[float, int]:
 
 def _comparison() -> Comparison:
     draw = random.Random(0)
-    names = [f"{strategy}-{devices}" for strategy in ("single", "dp", "ddp", "fsdp") for devices in (1, 2, 4)]
+    names = [f"{strategy}-{devices}" for strategy in ("single", "dp", "ddp", "hybrid") for devices in (1, 2, 4)]
     rows = [_row(name, number, draw) for number, name in enumerate(names[:VARIANTS])]
     losses = {row.name: [math.exp(-step / 3000) + draw.gauss(0, 0.05) for step in range(STEPS)] for row in rows}
     busy = {row.name: [(float(second), draw.uniform(90, 200)) for second in range(600)] for row in rows}

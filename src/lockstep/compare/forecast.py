@@ -209,8 +209,9 @@ def fitted(cluster: Cluster, share: Share, step_s: Sequence[float], *, has_trees
     alone_s, middle_s = timeline.step_s(share.profile, share.ranks, FREE), statistics.median(step_s)
     if middle_s <= alone_s:
         raise RequestError(
-            f"A step of that run took {1000 * middle_s:.3g} ms, which computes for {1000 * alone_s:.3g} ms here: "
-            "it ran on faster devices, and tells nothing of their links; measure those with lockstep doctor."
+            f"A step of that run took {1000 * middle_s:.3g} ms, and its computation alone takes "
+            f"{1000 * alone_s:.3g} ms here: it ran on faster devices, and tells nothing of their links; measure those "
+            "with lockstep doctor."
         )
     base = cluster.network(1, has_trees=has_trees)
 

@@ -53,7 +53,7 @@ class Measured:
     def __call__(self, config: RunConfig, world: World) -> None:
         """Measure (*collective*). Raises what the job does, and `RunError` where it ends before all steps are made."""
         probe = Probe(world, self.steps, is_profiled=self.is_profiled)
-        if not _watched(self.entry, config, world, probe):
+        if not watched(self.entry, config, world, probe):
             raise _too_short(probe.made)
 
 
@@ -91,7 +91,7 @@ class Raced:
     def __call__(self, config: RunConfig, world: World) -> None:
         """Run until the socket is closed. Raises what the job raises, and `RunError` where it ends before that."""
         with Racer(world, self.address) as racer:
-            if not _watched(self.entry, config, world, racer):
+            if not watched(self.entry, config, world, racer):
                 raise _too_short(racer.made)
 
 
@@ -105,7 +105,7 @@ class Watcher(Protocol):
         """Take note of it (*collective*)."""
 
 
-def _watched(entry: Callable[[RunConfig, World], Any], config: RunConfig, world: World, watcher: Watcher) -> bool:
+def watched(entry: Callable[[RunConfig, World], Any], config: RunConfig, world: World, watcher: Watcher) -> bool:
     """Run the entry until the watcher has seen enough; return whether it has."""
     from ..loop import Loop
     from ..meter import Meter
