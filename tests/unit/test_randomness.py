@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lockstep.randomness import load_generators, save_generators, seed_all
+from lockstep.randomness import Generators, load_generators, save_generators, seed_all
 from lockstep.world import World
 
 ALONE = World.alone()
@@ -30,6 +32,19 @@ def test_generators_continue_where_they_were() -> None:
     seed_all(4, 0)
     load_generators(ALONE, saved, 5, devices=CPU)
     assert _draw() == expected
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, np.random.rand, np.random.randn])
+def test_a_single_draw_is_seen(draw: Callable[[], Any]) -> None:
+    seed_all(3, 0)
+    for _ in range(700):  # past the end of a Mersenne twister's 624 words
+        before = Generators.now(())
+        assert before.is_now()
+        assert Generators.now((), before).as_json() == before.as_json()
+        draw()
+        draw()  # the second Gaussian of a pair is drawn from nothing
+        assert not before.is_now()
+        assert Generators.now((), before).as_json() == Generators.now(()).as_json()
 
 
 def test_every_gpu_that_is_driven_continues_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

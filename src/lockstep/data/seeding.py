@@ -48,13 +48,14 @@ class Drawing:
 
     def __init__(self) -> None:
         self.is_seen = False
+        self._before: Generators | None = None
 
     def read(self, plain: Callable[[], T], seeded: Callable[[], T]) -> T:
         """Return what `plain()` reads, or, of a data set that draws, what `seeded()` does, which seeds for each sample.
 
         The process's generators are left as they were.
         """
-        before = Generators.now(())
+        self._before = before = Generators.now((), self._before)
         if not self.is_seen:
             found = plain()
             if before.is_now():

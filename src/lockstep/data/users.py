@@ -27,7 +27,7 @@ from .alike import check_alike, digest
 from .augment import Augment
 from .content import COMPARED, Signature, compare, signature, stable
 from .loader import Streamed, worker_count
-from .mapped import PURPOSE, Finish, Module, Samples, no_such_class, sample_of
+from .mapped import PURPOSE, Finish, Module, Samples, checked, no_such_class
 from .resident import Normalise, ResidentImages, ResidentTensors, belongs_on_device
 from .seeding import seed_generators, seeds
 from .source import SPLITS, Source, Splits, Wish
@@ -148,7 +148,7 @@ def _classes(wish: Wish, dataset: Any) -> tuple[int, tuple[str, ...]]:
 
 def _source(wish: Wish, dataset: Any, split: str, classes: int, variations: tuple[str, ...]) -> Source:
     tensors = _tensors(dataset)
-    first = tensors[0][0] if tensors else sample_of(wish.config.name, split, dataset, 0, classes)[0]
+    first = tensors[0][0] if tensors else checked(wish.config.name, split, 0, dataset[0], classes)[0]
     if variations and not _is_image(first):
         raise RequestError(
             f"--augment {' '.join(variations)} varies images of bytes (C, H, W), and {wish.config.name} gives "
