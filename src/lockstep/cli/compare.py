@@ -277,7 +277,7 @@ def _estimate(screen: Screen, tried: Sequence[Series], aim: Aim) -> None:
 
 
 def _print(screen: Screen, report: Report, folder: Path, names: Sequence[str]) -> None:
-    titles = ("samples/s", "ratio", "efficiency", "step ms", "p95", *PARTS, "memory", "first step", "losses")
+    titles = ("samples/s", "ratio", "efficiency", "step ms", "p95", *PARTS, "memory", "first step", "losses", "proved")
     screen.table(["variant", *titles], [[row.name, *_cells(row)] for row in report.rows])
     if trained := over_seeds(report.rows):
         screen.print()
@@ -293,7 +293,7 @@ def _print(screen: Screen, report: Report, folder: Path, names: Sequence[str]) -
 
 def _cells(row: Row) -> list[str]:
     if row.samples_per_s is None or row.ratio is None:
-        return ["–"] * (8 + len(PARTS))
+        return ["–"] * (9 + len(PARTS))
     total_s = sum(row.parts_s.values())
     between = f" ({row.ratio.low:.2f}–{row.ratio.high:.2f})" if row.ratio.low else ""
     memory = row.device_memory_bytes or row.host_memory_bytes
@@ -307,4 +307,5 @@ def _cells(row: Row) -> list[str]:
         "" if memory is None else f"{memory / 2**30:.2f} GiB",
         "" if row.to_first_step_s is None else f"{row.to_first_step_s:.1f} s",
         "" if row.loss_gap is None else "same" if row.loss_gap == 0 else f"{row.loss_gap:.1e}",
+        row.proved,
     ]

@@ -149,6 +149,7 @@ def _row(run: Run, flags: tuple[str, ...]) -> Row:
         epoch_s=sum(epochs) / len(epochs) if epochs else None,
         host_memory_bytes=memory.get("host"),
         device_memory_bytes=memory.get("device"),
+        proved=records.proved(summary.get("proof")),
         accuracy=None if (top1 := summary.get("top1")) is None else spread([float(top1)]),
     )
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..files import foreign, lines_of, parse_json, understanding
+from ..files import foreign, lines_of, parse_json, read, understanding
+from ..proof import SUMMARY, Check, from_json
 
 FILE = "steps.jsonl"
 
@@ -47,14 +48,23 @@ def curves(folder: Path, *, steps: int | None = None) -> tuple[list[float], list
     return losses[:steps], busy
 
 
+def proved(held: Any) -> str:
+    """Return the names of the checks that hold, and of those that fail; `held` is "proof" of a summary.json."""
+    judged = [each for each in from_json(held) if each.outcome in (Check.HOLDS, Check.FAILS)]
+    return ", ".join(each.name + " fails" * each.fails for each in judged)
+
+
 def training(path: Path, target: float | None) -> dict[str, Any]:
     """Return what a run's steps.jsonl tells of its training, up to the evaluation that reaches `target` if one does.
 
     step, train_s: how many steps, and their seconds. epoch_s: of each epoch. evals: [step, seconds until then,
-    accuracy] of each evaluation. reached: whether the last one reaches the target. Raises `RequestError` where the
-    file is damaged.
+    accuracy] of each evaluation. reached: whether the last one reaches the target. proved: as of the whole run. Raises
+    `RequestError` where a file is damaged.
     """
-    told: dict[str, Any] = {"step": 0, "train_s": 0.0, "epoch_s": [], "evals": [], "reached": False}
+    told: dict[str, Any] = {"step": 0, "train_s": 0.0, "epoch_s": [], "evals": [], "reached": False, "proved": ""}
+    if (summary := path.parent / SUMMARY).exists():
+        with understanding(summary):
+            told["proved"] = proved(parse_json(read(summary)).get("proof"))
     with understanding(path):
         for row in map(parse_json, lines_of(path)):
             if row["event"] == "log":  # of the steps since the last one, by their mean

@@ -73,7 +73,7 @@ class Report:
 @dataclass(frozen=True)
 class _Column:
     head: str
-    value: Callable[[Row], float | None]
+    value: Callable[[Row], float | str | None]
     text: Callable[[Any], str]
     sd: Callable[[Row], float | None] | None = None
     """Where the value is a mean that has one."""
@@ -128,6 +128,7 @@ _COLUMNS = (
     _Column("J a step", lambda row: row.joules_a_step, "{:.3g}".format),
     _Column("first step, s", lambda row: row.to_first_step_s, "{:.1f}".format),
     _Column("losses", lambda row: row.loss_gap, lambda gap: "the same" if gap == 0 else f"{gap:.1e}"),
+    _Column("proved", lambda row: row.proved or None, str),
     _Column("turns", lambda row: row.turns, "{:.0f}".format),
 )
 
@@ -171,7 +172,7 @@ def _html(report: Report, drawn: Sequence[Mapping[str, str]]) -> str:
         {
             "cells": [
                 {"key": None, "text": row.name},
-                *({"key": column.value(row), "text": _shown(column, row)} for column in columns),
+                *({"key": _number(column, row), "text": _shown(column, row)} for column in columns),
             ]
         }
         for row in report.whole
@@ -197,6 +198,11 @@ def _html(report: Report, drawn: Sequence[Mapping[str, str]]) -> str:
 def _filled(report: Report) -> list[_Column]:
     """Return the columns of which any variant has a number: what could not be measured is blank, or not there."""
     return [each for each in _COLUMNS if any(each.value(row) is not None for row in report.whole)]
+
+
+def _number(column: _Column, row: Row) -> float | None:
+    value = column.value(row)
+    return None if isinstance(value, str) else value
 
 
 def _shown(column: _Column, row: Row) -> str:
@@ -230,7 +236,7 @@ def _csv(report: Report) -> str:
     columns = [each for column in _COLUMNS for each in (column, _deviation(column)) if each is not None]
     out.writerow(["variant", "flags", *(column.head for column in columns), "failed"])
     for row in report.rows:
-        values = ["" if (value := column.value(row)) is None else repr(value) for column in columns]
+        values = ["" if (value := column.value(row)) is None else str(value) for column in columns]
         out.writerow([row.name, " ".join(row.flags), *values, row.failed])
     return text.getvalue()
 

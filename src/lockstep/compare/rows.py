@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..prove import curve
-from . import numbers, rounds
+from . import numbers, records, rounds
 from .numbers import Interval, Spread
 from .rounds import Series
 
@@ -69,6 +69,8 @@ class Row:
     to_accuracy_s: Spread | None = None
     loss_gap: float | None = None
     """The largest relative difference of the first steps' losses to the first row's, of the same global batch."""
+    proved: str = ""
+    """Checks that hold, or fail: of the trial's replicas or, after whole trainings, of all that they have proved."""
     same_model: bool | None = None
     """Whether that is within the tolerance; None where they compute in another precision, which rounds otherwise."""
 
@@ -121,6 +123,7 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
         joules_a_step=told["joules_a_step"],
         to_first_step_s=trial.to_first_step_s,
         loss_gap=gap,
+        proved=records.proved(told.get("proof")),
         same_model=gap <= tolerance if gap is not None and _precision(series) == _precision(first) else None,
     )
 

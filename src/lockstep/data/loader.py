@@ -125,13 +125,15 @@ class Streamed:
         self._device = device
         self._queue = _Queue()
         self._running: Any = None
+        self._tasks = _Tasks(fetch)
+        self._is_direct = not workers and device.type != "cuda"
         # Once, here: each worker would look for the place by writing a file there, which one that is killed leaves.
         tempfile.gettempdir()
         with warnings.catch_warnings():
             # More of them than processors may well be what somebody asks for.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             self._loader: DataLoader[Any] = DataLoader(
-                _Tasks(fetch),  # type: ignore[arg-type]
+                self._tasks,  # type: ignore[arg-type]
                 batch_size=None,
                 sampler=self._queue,
                 collate_fn=as_it_is,
@@ -153,18 +155,11 @@ class Streamed:
         Raises `RequestError` for a sample that cannot be used, `RunError` where a data set's own code failed, and
         torch's RuntimeError, which may come at any moment, for a worker process that died.
         """
-        self._queue.begin(epoch, shares)
-        # Workers are born with signals held back, until they have said that they ignore them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            self._running = batches = iter(self._loader)
-        except (OSError, EOFError) as error:  # workers that stay answer at the begin of an epoch
-            self._raise_death(error)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for worker in getattr(batches, "_workers", ()):
-            # torch, and Python at its exit, end a worker that does not end by itself with SIGTERM, which it ignores.
-            worker._popen.terminate = worker._popen.kill
+        batches: Iterator[Any]
+        if self._is_direct:  # a DataLoader without workers costs more than a small net's forward pass
+            batches = map(self._tasks.__getitem__, ((epoch, share) for share in shares))
+        else:
+            batches = self._begun(epoch, shares)
         while True:
             try:
                 answer = next(batches)
@@ -179,6 +174,22 @@ class Streamed:
             share, x, y = answer
             x, y = (part.to(self._device, non_blocking=True) for part in (x, y))
             yield Fetched(self._finish(x, share, epoch), y, share)
+
+    def _begun(self, epoch: int, shares: Iterable[Indices]) -> Iterator[Any]:
+        """Return what the workers answer to the shares."""
+        self._queue.begin(epoch, shares)
+        # Workers are born with signals held back, until they have said that they ignore them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self._running = batches = iter(self._loader)
+        except (OSError, EOFError) as error:  # workers that stay answer at the begin of an epoch
+            self._raise_death(error)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for worker in getattr(batches, "_workers", ()):
+            # torch, and Python at its exit, end a worker that does not end by itself with SIGTERM, which it ignores.
+            worker._popen.terminate = worker._popen.kill
+        return batches
 
     def _raise_death(self, error: Exception) -> NoReturn:
         """Raise what torch does for a worker that has ended, or `error`, which came where one ended as it sent."""
