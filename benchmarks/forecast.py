@@ -30,7 +30,8 @@ from .harness import Report, Skipped, verdict
 
 EXAMINED, DESCRIBED = "examined", "described"
 WORLDS = (2, 3, 4)
-STEPS = 30
+STEPS, RUNS = 30, 3
+"""Timed in a run, and runs of each case: from start to start, too, the same job differs."""
 GOAL_MEDIAN, GOAL_WORST, GOAL_HELD = 0.08, 0.20, 0.9
 _LIMIT_S = 400
 _PORTS = count(29600)
@@ -125,10 +126,10 @@ def measure() -> Report:
         ],
         method="`lockstep train digits` under ddp on network namespaces with one processor each, whose links `tc tbf` "
         "slows down, and `tc netem` delays where the kernel has it. A rank's share is measured on all nodes at "
-        "the same time, without exchange. A link is examined by `lockstep doctor` on two nodes; or described by its "
+        "the same time, without exchange. A link is examined by `lockstep doctor` on these nodes; or described by its "
         "rate, to which gloo's own time for a message is added, as doctor finds it without a limit. Nothing is fitted "
-        f"to a measured step of several ranks. Measured: {STEPS} steps after the warm-up, mean.",
-        n=f"one run of each case, {forecast.PASSES} of each share and link",
+        f"to a measured step of several ranks. Measured: {STEPS} steps after the warm-up, mean; the median of {RUNS} runs.",
+        n=f"{RUNS} runs of each case, {forecast.PASSES} of each share and link",
     )
 
 
@@ -138,21 +139,23 @@ def _of(nodes: Sequence[Host], name: str, words: Sequence[str], folder: Path) ->
     told = [each for number in range(forecast.PASSES) for each in _shares(nodes, words, folder / f"share-{number}")]
     share = forecast.share(world, 1, told)
     shares = [replace(share, ranks=1, process_s=()), share]  # nothing is asked of one node
-    own = _message(nodes[:2], folder)
+    own = _message(nodes, folder)
     for link, (limit, bytes_per_s, latency_s) in _LINKS.items():
         with contextlib.ExitStack() as kept:
             try:
                 kept.enter_context(_throttled(nodes, limit))
             except AssertionError:  # a kernel without netem
                 continue
-            examined = _message(nodes[:2], folder)
-            real = _together(nodes, folder / limit.replace(" ", "-"), ("compare", "measured", f"{STEPS}"), words)
+            examined = _message(nodes, folder)
+            runs = [folder / f"{limit.replace(' ', '-')}-{number}" for number in range(RUNS)]
+            real = [_together(nodes, each, ("compare", "measured", f"{STEPS}"), words) for each in runs]
+        real_s = statistics.median(statistics.fmean(each["step_s"]) for each in real)
         described = Links(*(Link.of(bytes_per_s * _ON_THE_WIRE, latency_s).behind(each) for each in own))
         for known, between in ((EXAMINED, examined), (DESCRIBED, described)):
             cluster = Cluster(between=between, within=between, per_node=1)
             job = Job(batch=int(words[1]), steps_per_epoch=None, epochs=1, on_gpu=False)
             (row,) = forecast.forecast(shares, job, cluster, [world])
-            yield Case(name, world, link, known, row.step_s, statistics.fmean(real["step_s"]))
+            yield Case(name, world, link, known, row.step_s, real_s)
 
 
 def _shares(nodes: Sequence[Host], words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
