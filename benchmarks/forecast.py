@@ -128,7 +128,8 @@ def measure() -> Report:
         "slows down, and `tc netem` delays where the kernel has it. A rank's share is measured on all nodes at "
         "the same time, without exchange. A link is examined by `lockstep doctor` on these nodes; or described by its "
         "rate, to which gloo's own time for a message is added, as doctor finds it without a limit. Nothing is fitted "
-        f"to a measured step of several ranks. Measured: {STEPS} steps after the warm-up, mean; the median of {RUNS} runs.",
+        f"to a measured step of several ranks. Measured: {STEPS} steps after the warm-up, mean, the median of {RUNS} "
+        "runs.",
         n=f"{RUNS} runs of each case, {forecast.PASSES} of each share and link",
     )
 

@@ -34,7 +34,14 @@ OWN_TO_A_RANK = frozenset(
 NAMES_OF_CODE = ("model", "data", "loss", "step", "metric", "collate")
 """Options that may name code of the user's own, as module:attribute."""
 
-
+IDENTITY = (
+    *("model", "classes", "init-from", "freeze"),
+    *("data", "augment", "image-size", "samples", "holdout"),
+    *("optimizer", "lr", "lr-scale", "momentum", "nesterov", "weight-decay", "schedule", "milestones", "gamma"),
+    *("warmup", "lr-rule", "base-batch", "clip", "loss", "step", "collate", "label-smoothing", "ema"),
+    *("batch", "drop-last", "seed"),
+)
+"""The options that make a run the run it is: others (strategy, devices, epochs, precision …) may change on resuming."""
 _MOST_BYTES, _DOTS = 1 << 18, 200
 """Of a TOML file, and in one line of it."""
 

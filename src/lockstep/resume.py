@@ -13,45 +13,9 @@ from typing import Any
 from . import checkpoint
 from .config import RunConfig
 from .errors import RequestError, counted
-from .options import flatten
+from .options import IDENTITY, flatten
 from .state import State
 from .world import World
-
-# The options that make a run the run it is. Others (strategy, devices, launcher, epochs, precision, logging …) may
-# change when it is continued.
-IDENTITY = (
-    "model",
-    "classes",
-    "init-from",
-    "freeze",
-    "data",
-    "augment",
-    "image-size",
-    "samples",
-    "holdout",
-    "optimizer",
-    "lr",
-    "lr-scale",
-    "momentum",
-    "nesterov",
-    "weight-decay",
-    "schedule",
-    "milestones",
-    "gamma",
-    "warmup",
-    "lr-rule",
-    "base-batch",
-    "clip",
-    "loss",
-    "step",
-    "collate",
-    "label-smoothing",
-    "ema",
-    "batch",
-    "drop-last",
-    "seed",
-)
-
 
 _META: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(

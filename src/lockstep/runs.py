@@ -19,7 +19,7 @@ from .config import RunConfig
 from .errors import RequestError
 from .launchers.table import visible_gpus
 from .notes import FOLDER
-from .options import flatten_common
+from .options import IDENTITY, flatten_common
 from .pulse import SETUP
 from .record.base import Nothing, Recorder
 from .record.table import build as build_recorder
@@ -45,7 +45,7 @@ def opened(
     config: RunConfig,
     world: World,
     *,
-    keys: Collection[str] = resume.IDENTITY,
+    keys: Collection[str] = IDENTITY,
     console: Recorder | None = None,
     only: Collection[str] | None = None,
 ) -> Iterator[Opened]:

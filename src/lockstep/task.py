@@ -25,9 +25,9 @@ from .errors import RequestError
 from .losses import SAME_SUM
 from .models import table as models_table
 from .models.modes import evaluating
+from .options import IDENTITY
 from .randomness import kept, seed_all
 from .record.console import Terminal
-from .resume import IDENTITY
 from .scoring import best_of
 from .sessions import Session
 from .state import load_model

@@ -36,7 +36,7 @@ def test_a_script_is_compared_and_a_variant_that_fails_is_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rounds, "_FEWEST", 1)  # a single race is enough here
+    monkeypatch.setattr(rounds, "_FEWEST", 2)  # two races are enough here
     monkeypatch.setattr(rounds, "_widest", lambda _: 0.0)
     Path("train.py").write_text(FAILS.replace("session.epochs(3)", "session.epochs(10**6)"))
     words = ["--vary", "devices=1,2,3", "--steps", "8", "--accelerator", "cpu", "--output", "found", "--budget", "5m"]
@@ -53,7 +53,10 @@ def test_a_script_is_compared_and_a_variant_that_fails_is_a_row(
     assert two["loss_gap"] < 1e-9, "the same model"
     assert two["bytes_a_step"] > 0
     assert one["bytes_a_step"] is None
-    assert report["answer"][0].startswith("Take: lockstep run --accelerator cpu --devices ")
+    take = report["answer"][0]
+    assert take.startswith("Take: lockstep run --accelerator cpu --devices ")
+    assert take.endswith(" train.py found/ignored")
+    assert two["proved"] == "replicas"
     race = tmp_path / "found" / "race-01" / "race.json"
     race.unlink()  # as where it was stopped in its midst
     assert main(["compare", *words, "train.py", "found/ignored"]) == 0

@@ -77,8 +77,11 @@ def test_what_cannot_be_varied_is_refused(vary: list[str], words: str) -> None:
         (["digits", "--vary", "lr=1,2", "--to-accuracy", "94"], "give a share above 0 and at most 1"),
         (["digits", "--vary", "lr=1,2", "--to-accuracy", "nan"], "give a share above 0 and at most 1"),
         (["digits", "--vary", "lr=1,2", "--seeds", "1.5"], "give a whole number of 1 or more"),
-        (["digits", "--vary", "seed=1,2", "--seeds", "2"], "those take several seeds anyway"),
-        (["digits", "--vary", "seed=1,2", "--to-accuracy", "0.9"], "those take several seeds anyway"),
+        (["digits", "--vary", "seed=1,2", "--seeds", "2"], "which take --seeds anyway"),
+        (["digits", "--vary", "seed=1,2", "--to-accuracy", "0.9"], "which take --seeds anyway"),
+        (["digits", "--vary", "epochs=1,2"], "changes no step: add --seeds N"),
+        (["digits", "--vary", "output=a,b"], "decides on that"),
+        (["digits", "--vary", "strategy=ddp,dp", "--scaling", "weak"], "give --devices"),
         (["--vary", "devices=1,2", "--to-accuracy", "0.9", __file__], "which a script has not; use --seeds"),
     ],
 )
@@ -147,23 +150,23 @@ def row(name: str, rate: float, devices: int = 1, **values: object) -> rows.Row:
 
 
 def series(name: str, rates: list[float]) -> Series:
-    return Series(Cell(name=name, flags=()), races=[rates], folder=Path(name))
+    return Series(Cell(name=name, flags=()), races=[[each] for each in rates], folder=Path(name))
 
 
 def test_the_answer_names_the_fastest_same_model_or_the_plainest_of_equals() -> None:
     both = [series("one", [10.0, 10.1, 9.9]), series("two", [15.0, 15.2, 14.9])]
     table = [row("one", 10.0), row("two", 15.0, 2, same_model=True)]
-    take, why, limit = answer.sentences(table, both, ["lockstep", "train", "digits"])
+    take, why, limit = answer.sentences(table, both, lambda flags: ["lockstep", "train", "digits", *flags])
     assert take == "Take: lockstep train digits --devices 2"
     assert why.startswith("It is 1.50× as fast as one, the next")
     assert limit.startswith("60% of its step is exchanging gradients")
     other = [table[0], row("two", 15.0, 2, same_model=False, loss_gap=0.1)]
-    take, why, but, _ = answer.sentences(other, both, ["lockstep"])
+    take, why, but, _ = answer.sentences(other, both, lambda flags: ["lockstep", *flags])
     assert take == "Take: lockstep --devices 1"
     assert "as fast as two" not in why, "another model is no rival"
     assert but.startswith("two would be 1.50× as fast, but its model is another one")
     noise = [both[0], series("two", [15.0, 8.0, 9.0])]
-    _, why, _ = answer.sentences([table[0], row("two", 10.2, 2)], noise, [])
+    _, why, _ = answer.sentences([table[0], row("two", 10.2, 2)], noise, list)
     assert why == "Within the noise it is as fast as two; it needs the fewest devices."
 
 
@@ -277,7 +280,9 @@ def test_the_answer_names_who_is_accurate_first_and_what_is_within_the_spread() 
             for name, each in mine.items()
         }
         table = [whole.row(row(name, 10.0, place), trained[name], target) for place, name in enumerate(trained, 1)]
-        return answer.sentences(table, [series(name, [10.0, 10.1]) for name in trained], ["x"], trained, target)
+        return answer.sentences(
+            table, [series(name, [10.0, 10.1]) for name in trained], lambda flags: ["x", *flags], trained, target
+        )
 
     take, why, never, _ = answered({"a": [20.0, 21.0, 19.0], "b": [10.0, 11.1, 9.0], "c": [None] * 3})
     assert take == "Take: x --devices 2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import platform
 import shlex
 import sys
 import time
@@ -96,12 +97,14 @@ def main(given: list[str]) -> int:
     varied = grid.axes(asked.get("--vary", [])) or _usual(base, is_script=has_script)
     weak = scaling(asked.get("--scaling", "strong"))
     cells = grid.cells(varied, job.config, weak=weak, yes=asked.get("--yes", False))
+    if "--vary" not in asked:  # nobody has asked for those that cannot be
+        cells = [each for each in cells if not each.why_not]
     plan = rounds.Plan(
         budget_s=_seconds(asked.get("--budget", "2m")), width=0.02, steps=_whole("--steps", asked.get("--steps"))
     )
     tolerance = asked.get("--tolerance", 1e-9 if base.precision.name == "fp64" else 1e-3)
     aim = _aim(asked, base.seed, varied, is_script=has_script)
-    folder = folder_of(base, "comparison", _plan(cells, job.shown()))
+    folder = folder_of(base, "comparison", _plan(cells, job.shown(), plan))
     screen = Screen(stderr=True)
     busy = psutil.cpu_percent(0.5) / 100
     _announce(screen, cells, plan, busy, aim)
@@ -117,13 +120,13 @@ def main(given: list[str]) -> int:
             raise folders.unwritable(folder, error) from error
     table = rows.rows(found, tolerance=tolerance)
     table = [whole.row(row, trained[row.name], aim.to_accuracy) if trained.get(row.name) else row for row in table]
-    told = answer.sentences(table, found, job.shown(), trained, aim.to_accuracy)
+    told = answer.sentences(table, found, job.shown, trained, aim.to_accuracy)
     if busy > _BUSY:
         told.append(f"Other programs used {busy:.0%} of the processors when it began, which widens the intervals.")
     runs = {each.cell.name: records.curves(each.run, steps=each.timed_to) for each in found if each.races}
     accuracy = {name: whole.curve(mine) for name, mine in trained.items()}
-    _tell(_made(f"{job.shown()[2]}: ways to train", table, told, runs, accuracy), folder)
-    return 0
+    _tell(_made(f"{folders.default_name(base)}: ways to train", table, told, runs, accuracy), folder)
+    return 0 if any(row.samples_per_s for row in table) else 1
 
 
 def _from(given: list[str]) -> int:
@@ -233,11 +236,11 @@ def _aim(asked: Mapping[str, Any], seed: int, varied: Mapping[str, Any], *, is_s
     """Return which whole trainings are asked for; raises `RequestError` where they cannot be."""
     many, text = _whole("--seeds", asked.get("--seeds")), asked.get("--to-accuracy")
     if many is None and text is None:
+        for key in sorted(varied.keys() & {"epochs", "max-steps"}):
+            raise RequestError(f"--vary {key} changes no step: add --seeds N, which trains each variant whole.")
         return Aim(seeds=())
     if "seed" in varied:
-        raise RequestError(
-            "--vary seed and whole trainings go not together: those take several seeds anyway; drop one."
-        )
+        raise RequestError("--vary seed cannot be combined with whole trainings, which take --seeds anyway; drop one.")
     target = None
     if text is not None:
         with contextlib.suppress(ValueError):
@@ -249,8 +252,14 @@ def _aim(asked: Mapping[str, Any], seed: int, varied: Mapping[str, Any], *, is_s
     return Aim(seeds=range(seed, seed + (many or _SEEDS)), to_accuracy=target)
 
 
-def _plan(cells: Sequence[Cell], job: Sequence[str]) -> dict[str, Any]:
-    return {"job": [*job], "cells": [{"name": each.name, "flags": list(each.flags)} for each in cells]}
+def _plan(cells: Sequence[Cell], job: Sequence[str], plan: rounds.Plan) -> dict[str, Any]:
+    """Return what a comparison that goes on has to share with what it has begun: the machine, too."""
+    return {
+        "job": [*job],
+        "cells": [{"name": each.name, "flags": list(each.flags)} for each in cells],
+        "steps": plan.steps,
+        "machine": [platform.node(), *(version_of(name) for name in ("lockstep-torch", "torch"))],
+    }
 
 
 def _announce(screen: Screen, cells: Sequence[Cell], plan: rounds.Plan, busy: float, aim: Aim) -> None:
@@ -301,8 +310,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.samples_per_s.middle:,.0f}",
         f"{row.ratio.middle:.2f}{between}",
         "" if row.efficiency is None else f"{row.efficiency:.0%}",
-        f"{1000 * (row.step_p50_s or 0):.3g}",
-        f"{1000 * (row.step_p95_s or 0):.3g}",
+        *("" if each is None else f"{1000 * each:.3g}" for each in (row.step_p50_s, row.step_p95_s)),
         *(f"{row.parts_s[part] / total_s:.0%}" if total_s else "" for part in PARTS),
         "" if memory is None else f"{memory / 2**30:.2f} GiB",
         "" if row.to_first_step_s is None else f"{row.to_first_step_s:.1f} s",

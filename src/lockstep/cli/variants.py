@@ -46,12 +46,14 @@ class Job:
         return self._words(cell, folder, "--seed", str(seed))
 
     def _words(self, cell: Cell, folder: Path, *more: str) -> Words:
-        verb = "run" if self._script else "train"
-        return (verb, *self._given, *cell.flags, "--output", str(folder), *more, *self._script)
+        return self._with(*cell.flags, "--output", str(folder), *more)
 
-    def shown(self) -> list[str]:
-        """Return the command as a person would give it, without what varies."""
-        return ["lockstep", "run" if self._script else "train", *self._given]
+    def _with(self, *more: str) -> Words:
+        return ("run" if self._script else "train", *self._given, *more, *self._script)
+
+    def shown(self, flags: Sequence[str] = ()) -> list[str]:
+        """Return the command as a person would give it, with what varies."""
+        return ["lockstep", *self._with(*flags)]
 
 
 def _anything(names: Any, config: RunConfig) -> None:

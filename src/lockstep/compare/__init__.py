@@ -6,7 +6,9 @@ trials     one of them as a command of its own; what became of it, on the disk
 race       several that live at the same time, and run by turns
 rounds     the course of a comparison: trials, then races, until the ratios are known well enough
 numbers    a ratio, and the interval that holds it
-rows       the table that comes of it; past, the same of runs that have ended
+whole      whole trainings of each variant
+rows       the table that comes of it; past, the same of runs that have ended, and their list; records, one run's own
 answer     the recommendation in words
-report     what is written down, with its charts; listed, the runs of a folder
+report     what is written down, with its charts
+forecast   what more devices would buy: timeline (one step), networks (links), profiler (where a step exchanges)
 """

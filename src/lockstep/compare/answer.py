@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from . import numbers, rounds, whole
 from .rounds import Series
@@ -27,13 +27,13 @@ _FULL = 0.4
 def sentences(
     found: Sequence[Row],
     series: Sequence[Series],
-    command: Sequence[str],
+    command: Callable[[Sequence[str]], Sequence[str]],
     trained: Trained | None = None,
     target: float | None = None,
 ) -> list[str]:
-    """Return the answer: the command line to take first, then why; `command` is the job's own without what varies.
+    """Return the answer: the command line to take first, then why; `command` returns the job's own with more flags.
 
-    Of whole trainings to a `target` the variant to take is the one that reaches it first, otherwise the fastest.
+    With a `target` accuracy it is the variant that reaches it first, otherwise the fastest.
     """
     rows = [row for row in found if row.samples_per_s is not None]
     if not rows:
@@ -43,7 +43,7 @@ def sentences(
     tried = [row for row in rows if not row.failed]
     if target is not None and (reaching := [row for row in tried if row.reached]):
         chosen, why = _soonest(reaching, trained, target)
-        take = f"Take: {shlex.join([*command, *chosen.flags])}"
+        take = f"Take: {shlex.join(command(chosen.flags))}"
         return [take, why, *_unreached(rows, trained, target), _limit(chosen)]
     fair = [row for row in tried if row.same_model is not False] or rows
     worse = [row for row in fair if _is_less_accurate(row, fair, trained)] if target is None else []
@@ -51,8 +51,9 @@ def sentences(
     best = max(fair, key=lambda row: _rate(row))
     equal = [row for row in fair if row is not best and not _is_slower(row, best, by_name)]
     chosen = min([best, *equal], key=lambda row: (row.devices, rows.index(row)))
-    told = [f"Take: {shlex.join([*command, *chosen.flags])}"]
-    told.append(_why(chosen, best, equal, fair))
+    told = [f"Take: {shlex.join(command(chosen.flags))}", _why(chosen, best, equal, fair, len(rows))]
+    if len(rows) > 1 and all(len(each.races) == 1 for each in series if each.races):
+        told.append("There was time for one race, which does not tell how much starts differ: give a larger --budget.")
     told += [
         f"{row.name} would be {_rate(row) / _rate(chosen):.2f}× as fast, but its model is another one: its losses "
         f"differ by {row.loss_gap:.1e}."
@@ -65,8 +66,8 @@ def sentences(
         if _rate(row) > _rate(chosen)
     ]
     told += _unreached(rows, trained, target) if target is not None else _accuracies(chosen, rows, trained)
-    told.append(_limit(chosen))
-    return told
+    told += [_same(rows), _limit(chosen)]
+    return [each for each in told if each]
 
 
 def _soonest(reaching: Sequence[Row], trained: Trained, target: float) -> tuple[Row, str]:
@@ -122,6 +123,19 @@ def _accuracies(chosen: Row, rows: Sequence[Row], trained: Trained) -> list[str]
     return [f"{'; '.join(told)}."]
 
 
+def _same(rows: Sequence[Row]) -> str:
+    """Return which variants are shown to be the same model; "" for none."""
+    same = [row for row in rows if row.same_model]
+    if len(same) < 2:
+        return ""
+    gap = max(row.loss_gap or 0.0 for row in same)
+    ranks = " and all ranks hold the same bits" if any("replicas" in row.proved for row in same) else ""
+    return (
+        f"The same model: {', '.join(row.name for row in same)}; their losses differ by {gap:.1e} at most in the first "
+        f"steps{ranks}."
+    )
+
+
 def _is_less_accurate(row: Row, rows: Sequence[Row], trained: Trained) -> bool:
     """Whether another row is more accurate, beyond what seeds make."""
     known = [each for each in rows if each.accuracy is not None and each is not row]
@@ -132,7 +146,7 @@ def _is_less_accurate(row: Row, rows: Sequence[Row], trained: Trained) -> bool:
 
 def _not_told_apart(names: str, seeds: int | None) -> str:
     if (seeds or 0) < 2:
-        return f"with one seed nobody can say whether {names} differ"
+        return f"one seed does not tell whether {names} differ"
     return f"{seeds} seeds do not tell {names} apart from it at {numbers.CONFIDENCE:.0%}"
 
 
@@ -153,13 +167,15 @@ def _is_slower(row: Row, best: Row, by_name: Mapping[str, Series]) -> bool:
     return steps.high * (row.batch or 1) / (best.batch or 1) < 1
 
 
-def _why(chosen: Row, best: Row, equal: Sequence[Row], rows: Sequence[Row]) -> str:
+def _why(chosen: Row, best: Row, equal: Sequence[Row], rows: Sequence[Row], measured: int) -> str:
+    """Return why it is to be taken of `rows`, which are those of the same model among all that were measured."""
     others = [row.name for row in [best, *equal] if row is not chosen]
     if others and len(rows) > 1:
         few = "it needs the fewest devices" if chosen.devices < best.devices else "it comes first"
         return f"Within the noise it is as fast as {', '.join(others)}; {few}."
     if len(rows) == 1:
-        return "It is the only variant that could be measured."
+        only = "could be measured" if measured == 1 else "is the same model, and as accurate"
+        return f"It is the only variant that {only}."
     slower = [row for row in rows if row is not chosen]
     next_best = max(slower, key=_rate)
     told = f"It is {_rate(chosen) / _rate(next_best):.2f}× as fast as {next_best.name}, the next"

@@ -133,7 +133,8 @@ def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal:
                 "</circle>"
                 for point in whole
             ]
-    told = "; ".join(f"{line.name} ends at {_short(line.points[-1][1])}" for line in given if line.points)
+    ends = [(line.name, [y for _, y in line.points if math.isfinite(y)]) for line in given]
+    told = "; ".join(f"{name} ends at {_short(ys[-1])}" for name, ys in ends if ys)
     return _svg(title, told, height, drawn)
 
 

@@ -15,6 +15,7 @@ MOST = 64
 """Variants that are run without --yes."""
 Words = tuple[str, ...]
 _WAYS = ("strategy", "devices")
+_DECIDED = ("output", "resume", "eval-every", "quiet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ def axes(vary: Sequence[str]) -> dict[str, list[str]]:
             raise RequestError(f"--vary {word}: give an option and its values, as in --vary devices=1,2.")
         if key not in known:
             raise unknown("option of --vary", key, known, "lockstep train --help lists all.")
+        if key in _DECIDED:
+            raise RequestError(f"--vary {key}: the comparison itself decides on that; leave it out.")
         if key in found:
             raise RequestError(f"--vary {key} was given twice; give all its values at once.")
         if known[key] is bool and not {*values} <= {"true", "false"}:
@@ -93,7 +96,10 @@ def _parsed(cell: Cell, parse: Callable[[Words], RunConfig], *, weak: bool) -> C
     flags = cell.flags
     try:
         config = parse(flags)
-        if weak and (devices := config.parallel.devices or 1) > 1:
+        asked = config.parallel
+        if weak and asked.devices is None and asked.strategy != "single":
+            raise RequestError("--scaling weak has to know how many devices: give --devices, or --vary devices=1,2.")
+        if weak and (devices := asked.devices or 1) > 1:
             flags = (*flags, "--batch", str(config.batch.size * devices))
             config = parse(flags)
         reason = _contradiction(config)

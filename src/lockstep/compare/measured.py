@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import multiprocessing
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -99,6 +102,8 @@ class Watcher(Protocol):
     """Is told when a job's step is over, and has its clock."""
 
     clock: Any
+    has_phases: bool
+    """Whether its clock notes the phases, too."""
     kept: contextlib.ExitStack
 
     def after_step(self, loop: Loop) -> None:
@@ -122,9 +127,13 @@ def watched(entry: Callable[[RunConfig, World], Any], config: RunConfig, world: 
         watcher.clock.go_on()
 
     with contextlib.ExitStack() as kept:
-        kept.enter_context(_timed(world.pulse, watcher.clock))
+        if watcher.has_phases:
+            kept.enter_context(_timed(world.pulse, watcher.clock))
         kept.enter_context(_patched(Loop, "end_step", ended))
         kept.enter_context(_patched(Meter, "start", started))
+        # What ends the job is that enough is measured.
+        kept.enter_context(_patched(Loop, "goes_on", lambda *_: True))
+        kept.enter_context(_patched(Loop, "is_done", False))
         # A thread would write, while another variant has its turn.
         kept.enter_context(_patched(Loop, "save", lambda loop: loop.meter.start()))
         kept.enter_context(watcher.kept)
@@ -184,6 +193,8 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 class Probe:
     """Counts a job's steps as they end, and times those that are to be timed."""
+
+    has_phases = True
 
     def __init__(self, world: World, steps: int, *, is_profiled: bool = False) -> None:
         self.clock: Any = Clock(on_gpu=world.device.type == "cuda")
@@ -278,7 +289,8 @@ class Probe:
         cpu_s, joules = time.process_time() - self._cpu_s, self._joules_now(loop) - self._joules
         phase_s = {phase: each / self._steps for phase, each in self.clock.phase_s.items()}
         peak = loop.meter.telemetry.peak_memory_bytes()
-        flops = self._counter.get_total_flops()
+        # Replicas in threads are not counted: the counter belongs to this one.
+        flops = self._counter.get_total_flops() if len(loop.parts.devices) == 1 else 0
         rate = matrix.flops_per_s(self._world.device, loop.precision.name)  # by all ranks at the same time
         numbers = [cpu_s, joules, peak["host"] or 0, peak["device"] or 0, flops, rate]
         own = torch.tensor(numbers, dtype=torch.float64, device=self._world.device)
@@ -296,7 +308,7 @@ class Probe:
             "matrix_flops_per_s": rate,
             "bytes_a_step": self._bytes if self._world.size > 1 else None,
         }
-        if not self._is_profiled:  # of which the other ranks are not there
+        if not self._is_profiled:  # then the other ranks are missing
             loop.confirm()
             self._told["proof"] = loop.checks()
 
@@ -324,7 +336,12 @@ class Probe:
 
 
 class Racer:
-    """Runs as many steps as it is told to, and waits at their end; all ranks do at the same one."""
+    """Runs as many steps as it is told to, and waits at their end; all ranks do at the same one.
+
+    Its data workers are stopped while it waits: they would fill their queue meanwhile, at the cost of others' turns.
+    """
+
+    has_phases = False
 
     def __init__(self, world: World, address: str) -> None:
         """Connect to the socket at `address`, and say which rank comes."""
@@ -339,6 +356,7 @@ class Racer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._signal_workers(signal.SIGCONT)
         self._socket.close()
 
     def after_step(self, loop: Loop) -> None:
@@ -351,12 +369,21 @@ class Racer:
             self._left -= 1
             if self._left:
                 return
+        self._signal_workers(signal.SIGSTOP)
         self._say(f"{sum(self.clock.step_s[1:])}")  # the first one finds another variant's data in the caches
         told = self._lines.readline()
+        self._signal_workers(signal.SIGCONT)
         if not told:
             raise _EnoughError(loop.folder, {})
         self._left = 1 + int(told)
         self.clock.restart()
+
+    @staticmethod
+    def _signal_workers(number: int) -> None:
+        for worker in multiprocessing.active_children():
+            if worker.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, number)
 
     def _say(self, text: str) -> None:
         self._lines.write(f"{text}\n")

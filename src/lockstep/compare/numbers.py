@@ -29,14 +29,12 @@ class Interval(NamedTuple):
 
 
 def of_groups(groups: Sequence[Sequence[float]]) -> Interval:
-    """Return the geometric mean of positive values that come in groups, with its interval; infinite of a single value.
+    """Return the geometric mean of positive values that come in groups, with its interval; infinite of a single group.
 
     What differs from group to group is a random effect (Searle, Casella & McCulloch, Variance Components, 1992): the
-    groups' means are the sample. Of one group its values are, and what would differ in another is in no interval.
+    groups' means are the sample.
     """
     means = [statistics.fmean(map(math.log, group)) for group in groups if group]
-    if len(means) == 1:
-        means = [math.log(value) for group in groups for value in group]
     middle = statistics.fmean(means)
     if len(means) == 1:
         return Interval(math.exp(middle), 0.0, math.inf)

@@ -19,8 +19,6 @@ from types import TracebackType
 from ..errors import LockstepError, RunError
 from ..prove.commands import Command, Running
 
-_START_S = 300.0
-"""For a variant to come to its first turn."""
 _LOOK_S = 0.2
 _TURN = 50.0
 """Times what a turn should take, after which a variant hangs; at least `_LEAST_TURN_S`."""
@@ -40,9 +38,9 @@ class Runner:
     ranks: list[_Rank] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
 
-    def meet(self) -> None:
+    def meet(self, until_s: float) -> None:
         """Return once all ranks have come to their first turn. Raises what the command has told where it ends."""
-        until_s, size = time.monotonic() + _START_S, 1
+        size = 1
         while len(self.ranks) < size:
             self._check(until_s)
             with contextlib.suppress(TimeoutError):
@@ -83,7 +81,8 @@ class _Rank:
         self._heard = b""
 
     def say(self, text: str) -> None:
-        self._connection.sendall(f"{text}\n".encode())
+        with contextlib.suppress(ConnectionError):  # its command has ended, and tells why
+            self._connection.sendall(f"{text}\n".encode())
 
     def heard(self) -> str | None:
         """Return the next line; None where it has not come within a moment."""
@@ -131,15 +130,16 @@ class Race(contextlib.AbstractContextManager["Race"]):
         running = self._kept.enter_context(Running(name, command, log))
         self.runners.append(Runner(name, running, listener, steps, turn_s))
 
-    def meet(self) -> dict[str, str]:
-        """Wait until all are ready; return, by name, what those that are not have told, which race no more."""
-        failed = {}
+    def meet(self, limit_s: float) -> dict[str, str]:
+        """Wait until all are ready; end those that are not, and return by name why."""
+        failed, until_s = {}, time.monotonic() + limit_s
         for runner in list(self.runners):
             try:
-                runner.meet()
+                runner.meet(until_s)
             except LockstepError as error:
                 failed[runner.name] = str(error)
                 self.runners.remove(runner)
+                runner.command.__exit__()
         return failed
 
     def run(self, turns: int) -> None:

@@ -31,21 +31,21 @@ def curves(folder: Path, *, steps: int | None = None) -> tuple[list[float], list
 
     `steps` is how many of them are wanted, by default all.
     """
-    losses: list[float] = []
+    losses: dict[int, float] = {}  # a run that was resumed may have made a step twice
     busy: list[tuple[float, float]] = []
     begun: float | None = None
     with understanding(path := folder / FILE):
         for line in lines_of(path):
             row = parse_json(line)
             if row["event"] == "step":
-                losses.append(math.nan if row["loss"] is None else float(row["loss"]))
+                losses[row["step"]] = math.nan if row["loss"] is None else float(row["loss"])
             elif row["event"] == "start" and begun is None:
                 begun = float(row["time"])
             elif row["event"] == "log" and begun is not None:
                 percent = row.get("device_percent", row.get("process_cpu_percent"))
                 if percent is not None:
                     busy.append((float(row["time"]) - begun, float(percent)))
-    return losses[:steps], busy
+    return [loss for _, loss in sorted(losses.items())][:steps], busy
 
 
 def proved(held: Any) -> str:

@@ -33,7 +33,8 @@ _FEWEST = 4
 _TURN_S = 0.1
 _TURNS = (12, 400)
 """At least and at most, in a race."""
-_LEAST_LIMIT_S = 120.0
+_LEAST_LIMIT_S, _START_S = 120.0, 300.0
+"""At least, for a trial, and for variants to come to their first turn."""
 _RACED, _TRIAL = "races.json", "trial"
 _MEMORY = 0.7
 """Of what is free, that variants may hold at the same time."""
@@ -62,6 +63,12 @@ class Series:
     def timed_to(self) -> int:
         """The last of its trial's steps that exchanged gradients, as training does."""
         return 0 if self.trial is None else self.trial.told["warm_up"] + len(self.trial.step_s)
+
+    @property
+    def devices(self) -> int:
+        """The devices that its trial has used."""
+        start = self.start
+        return int(start.get("chosen", {}).get("devices") or start["plan"].get("ranks") or 1)
 
     @property
     def start(self) -> dict[str, Any]:
@@ -107,8 +114,10 @@ def run(
     able = [each for each in series if not each.failed]
     for number, each in enumerate(able, start=1):
         tell(f"trying {each.cell.name} ({number} of {len(able)})")
-        limit_s = max(plan.budget_s - (time.monotonic() - begun_s), _LEAST_LIMIT_S)
+        tried_s, limit_s = time.monotonic(), max(plan.budget_s / len(able), _LEAST_LIMIT_S)
         each.trial = _trial(each, command, steps=plan.steps, limit_s=limit_s)
+        if each.failed:  # one that hangs takes no time from the others
+            begun_s += time.monotonic() - tried_s
         _check_time(able, number, plan, time.monotonic() - begun_s)
     living = [each for each in able if not each.failed]
     if not living:
@@ -128,7 +137,8 @@ def run(
             f"{least_s:.0f} s at least; give {math.ceil(tried_s + _FEWEST * least_s)}s for {_FEWEST} races."
         )
     # As long as it takes to start: more turns narrow what turns differ by, more races what starts do.
-    turns = min(_TURNS[1], max(_TURNS[0], round(start_s / turn_s)))
+    races_s = (plan.budget_s - tried_s) / _FEWEST
+    turns = min(_TURNS[1], max(_TURNS[0], round(min(start_s, races_s - start_s) / turn_s)))
     number, before = 0, _raced(folder, plan)
     while living and (
         number == 0 or (number < before if before else not _is_over(living, plan, begun_s, start_s + turns * turn_s))
@@ -162,16 +172,15 @@ def _raced(folder: Path, plan: Plan) -> int:
         return int(told["races"]) if told["budget_s"] >= plan.budget_s else 0
 
 
+def base_of(series: Sequence[Series]) -> Series:
+    """Return the variant that the others are compared with: the first on one device, else the first."""
+    return next((each for each in series if each.devices == 1), series[0])
+
+
 def ratio(ours: Series, theirs: Series) -> Interval:
     """Return how many times as many steps a second `ours` makes."""
-    if ours.is_apart:
-        means = [[statistics.geometric_mean(race) for race in each.races] for each in (ours, theirs)]
-        return numbers.of_groups([[a / b] for a, b in zip(*means, strict=False)])
-    pairs = [
-        [a / b for a, b in zip(mine, other, strict=False)]
-        for mine, other in zip(ours.races, theirs.races, strict=False)
-    ]
-    return numbers.of_groups(pairs)
+    means = [[statistics.geometric_mean(race) for race in each.races] for each in (ours, theirs)]
+    return numbers.of_groups([[a / b] for a, b in zip(*means, strict=False)])
 
 
 def _trial(series: Series, command: Commands, *, steps: int | None, limit_s: float) -> Trial:
@@ -203,7 +212,7 @@ def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int)
                 raced = (sys.executable, "-P", "-m", "lockstep", "compare", "raced", race.address(), *words)
                 log, steps = folder / f"{name}.log", _steps_of_turn(each)
                 race.add(each.cell.name, raced, log, steps=steps, turn_s=_turn_s(each))
-            failed = race.meet()
+            failed = race.meet(max(_START_S, 3 * _start_s(group)))
             for each in group:
                 each.trouble = failed.get(each.cell.name, "")
             try:
@@ -226,11 +235,11 @@ def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int)
 
 def _fit(living: Sequence[Series]) -> bool:
     """Whether the variants' memory is there for all of them at the same time."""
-    peaks = [_told(each)["peak_memory_bytes"] for each in living]
+    peaks = [(_told(each)["peak_memory_bytes"], each.devices) for each in living]
     smallest = min((gpu.memory_bytes for gpu in hardware.gpus(visible_gpus())), default=0)
-    if sum(peak["device"] or 0 for peak in peaks) > _MEMORY * smallest:
+    if sum((peak["device"] or 0) / devices for peak, devices in peaks) > _MEMORY * smallest:
         return False
-    return bool(sum(peak["host"] for peak in peaks) < _MEMORY * psutil.virtual_memory().available)
+    return bool(sum(peak["host"] for peak, _ in peaks) < _MEMORY * psutil.virtual_memory().available)
 
 
 def _told(series: Series) -> dict[str, Any]:
@@ -273,8 +282,8 @@ def _is_over(living: Sequence[Series], plan: Plan, begun_s: float, race_s: float
 
 
 def _widest(living: Sequence[Series]) -> float:
-    first, *others = living
-    return max((ratio(each, first).half_width for each in others), default=0.0)
+    base = base_of(living)
+    return max((ratio(each, base).half_width for each in living if each is not base), default=0.0)
 
 
 def _known(living: Sequence[Series]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..options import IDENTITY
 from ..prove import curve
 from . import numbers, records, rounds
 from .numbers import Interval, Spread
@@ -68,11 +69,11 @@ class Row:
     """Steps, and their seconds, until then."""
     to_accuracy_s: Spread | None = None
     loss_gap: float | None = None
-    """The largest relative difference of the first steps' losses to the first row's, of the same global batch."""
+    """The largest relative difference of the first steps' losses to that row's, of the same global batch."""
     proved: str = ""
     """Checks that hold, or fail: of the trial's replicas or, after whole trainings, of all that they have proved."""
     same_model: bool | None = None
-    """Whether that is within the tolerance; None where they compute in another precision, which rounds otherwise."""
+    """Whether the losses agree within the tolerance; None in another precision, or where what varies is the model."""
 
     @property
     def efficiency(self) -> float | None:
@@ -90,20 +91,21 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
     cell, trial = series.cell, series.trial
     if series not in working or trial is None:
         return Row(name=cell.name, flags=cell.flags, failed=series.failed or "not run")
-    first = working[0]
-    base = next((each for each in working if _devices(each) == 1), first)
+    base = rounds.base_of(working)
     alone = next((each for each in working if each.cell.is_alone_of(cell)), None)
     start, told, step_s = series.start, trial.told, trial.step_s
     batch = _batch(start)
     rate = numbers.of_groups([[each * batch for each in race] for race in series.races])
     middle_s = batch / rate.middle
     flops = told["flops_a_step"] or 0
-    gap = _loss_gap(series, first) if batch == _batch(first.start) else None
+    gap = _loss_gap(series, base) if batch == _batch(base.start) else None
+    # What decides the model may vary too: then other losses are no fault.
+    is_judged = cell.options.keys().isdisjoint(IDENTITY) and _precision(series) == _precision(base)
     steps = start["steps_per_epoch"]
     return Row(
         name=cell.name,
         flags=cell.flags,
-        devices=_devices(series),
+        devices=series.devices,
         ranks=told["ranks"],
         turns=sum(map(len, series.races)),
         batch=batch,
@@ -124,19 +126,13 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
         to_first_step_s=trial.to_first_step_s,
         loss_gap=gap,
         proved=records.proved(told.get("proof")),
-        same_model=gap <= tolerance if gap is not None and _precision(series) == _precision(first) else None,
+        same_model=gap <= tolerance if gap is not None and is_judged else None,
     )
 
 
 def _samples_ratio(ours: Series, theirs: Series) -> Interval:
     factor = _batch(ours.start) / _batch(theirs.start)
     return Interval(*(each * factor for each in rounds.ratio(ours, theirs)))
-
-
-def _devices(series: Series) -> int:
-    """Return the devices that the trial has used."""
-    start = series.start
-    return int(start.get("chosen", {}).get("devices") or start["plan"].get("ranks") or 1)
 
 
 def _parts_of(told: dict[str, Any]) -> dict[str, float]:
