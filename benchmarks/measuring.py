@@ -27,7 +27,9 @@ DIGITS_ROUNDS = 10
 
 
 class Watcher:
-    """Notes when each phase of each step ends, as a trial and a turn do."""
+    """Notes when each phase of each step ends, as a trial does."""
+
+    has_phases = True
 
     def __init__(self, world: World) -> None:
         self.clock: Any = Clock(on_gpu=False)

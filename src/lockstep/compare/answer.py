@@ -146,7 +146,7 @@ def _is_less_accurate(row: Row, rows: Sequence[Row], trained: Trained) -> bool:
 
 def _not_told_apart(names: str, seeds: int | None) -> str:
     if (seeds or 0) < 2:
-        return f"one seed does not tell whether {names} differ"
+        return f"one seed cannot tell {names} apart from it"
     return f"{seeds} seeds do not tell {names} apart from it at {numbers.CONFIDENCE:.0%}"
 
 

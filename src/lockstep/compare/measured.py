@@ -131,9 +131,6 @@ def watched(entry: Callable[[RunConfig, World], Any], config: RunConfig, world: 
             kept.enter_context(_timed(world.pulse, watcher.clock))
         kept.enter_context(_patched(Loop, "end_step", ended))
         kept.enter_context(_patched(Meter, "start", started))
-        # What ends the job is that enough is measured.
-        kept.enter_context(_patched(Loop, "goes_on", lambda *_: True))
-        kept.enter_context(_patched(Loop, "is_done", False))
         # A thread would write, while another variant has its turn.
         kept.enter_context(_patched(Loop, "save", lambda loop: loop.meter.start()))
         kept.enter_context(watcher.kept)
@@ -191,6 +188,16 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, own)
 
 
+def _endless() -> contextlib.ExitStack:
+    """Have the job's loop go on whatever its epochs, until enough is measured."""
+    from ..loop import Loop
+
+    kept = contextlib.ExitStack()
+    kept.enter_context(_patched(Loop, "goes_on", lambda *_: True))
+    kept.enter_context(_patched(Loop, "is_done", False))
+    return kept
+
+
 class Probe:
     """Counts a job's steps as they end, and times those that are to be timed."""
 
@@ -198,7 +205,7 @@ class Probe:
 
     def __init__(self, world: World, steps: int, *, is_profiled: bool = False) -> None:
         self.clock: Any = Clock(on_gpu=world.device.type == "cuda")
-        self.kept = contextlib.ExitStack()
+        self.kept = _endless()
         """What has to be put back in the end."""
         self.made = 0
         self._world, self._steps, self._is_profiled = world, steps, is_profiled
@@ -345,7 +352,7 @@ class Racer:
 
     def __init__(self, world: World, address: str) -> None:
         """Connect to the socket at `address`, and say which rank comes."""
-        self.clock, self.kept, self.made = Clock(on_gpu=world.device.type == "cuda"), contextlib.ExitStack(), 0
+        self.clock, self.kept, self.made = Clock(on_gpu=world.device.type == "cuda"), _endless(), 0
         self._world, self._left = world, 0
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(address)
