@@ -14,6 +14,7 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.compare import rounds, trials
+from lockstep.compare.grid import Cell, Words
 from lockstep.compare.report import write
 
 from ..command import refusal
@@ -109,11 +110,21 @@ def test_variants_are_trained_whole_until_they_are_accurate(tmp_path: Path, monk
 
 
 @pytest.mark.long
-def test_a_variant_that_hangs_is_ended_and_is_a_row(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)\n")
-    found = trials.run("hangs", tmp_path / "trial", ("run", str(tmp_path / "train.py")), limit_s=25)
-    assert found.failed.startswith("it was ended after 25 s; its output is in ")
-    pids = re.findall(r"pid (\d+)", (tmp_path / "trial" / "log").read_text())
+def test_a_variant_that_hangs_is_ended_and_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_LEAST_LIMIT_S": 45.0, "_FEWEST": 1, "_widest": lambda _: 0.0}.items():
+        monkeypatch.setattr(rounds, name, value)
+    (tmp_path / "hangs.py").write_text("import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)\n")
+    (tmp_path / "trains.py").write_text(LOOP)
+    cells = [Cell(name=name, flags=()) for name in ("hangs", "trains")]
+
+    def command(cell: Cell, folder: Path) -> Words:
+        return ("run", "--accelerator", "cpu", "--output", str(folder), str(tmp_path / f"{cell.name}.py"), "ignored")
+
+    plan = rounds.Plan(budget_s=90.0, width=1.0, steps=8)
+    hangs, trains = rounds.run(cells, command, tmp_path / "found", plan, print)
+    assert hangs.failed.startswith("it was ended after 45 s; its output is in ")
+    assert trains.races, "the time that the other took is not its"
+    pids = re.findall(r"pid (\d+)", (tmp_path / "found" / "hangs" / "trial" / "log").read_text())
     assert pids, "it had begun"
     assert not any(psutil.pid_exists(int(pid)) for pid in pids)
 

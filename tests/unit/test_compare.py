@@ -328,7 +328,7 @@ def told(name: str = "two<script>") -> Report:
         row(name, 15.0, 2, step_p50_s=0.07, host_memory_bytes=2e9, loss_gap=1e-7, same_model=True),
         rows.Row(name="broken", flags=(), failed="out of memory"),
     ]
-    losses = {"one": [2.0, 1.5, math.nan, 1.0], name: [2.0, 1.5, 1.2]}
+    losses = {"one": [2.0, 1.5, math.nan, math.nan], name: [2.0, 1.5, 1.2]}
     busy = {"one": [(0.0, 90.0), (1.0, 100.0)]}
     accuracy = {"one": [(1.0, 0.5), (2.0, 0.93)], name: []}
     curves = {"losses": losses, "busy": busy, "accuracy": accuracy}
