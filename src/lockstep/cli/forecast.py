@@ -109,7 +109,7 @@ def main(given: list[str]) -> int:
     found = forecast.forecast(shares, measured, cluster, devices)
     unit = "GPU" if measured.on_gpu else "machine"
     told = forecast.sentences(found, unit)
-    about = f"{' '.join(job.shown()[2:3])} over {asked['--network']}, as measured on {_here()}"
+    about = f"{folders.default_name(base)} over {asked['--network']}, as measured on {_here()}"
     with output.written():
         _print(Screen(), found, told)
     _write(folder, found, told, about)

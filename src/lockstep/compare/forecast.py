@@ -54,7 +54,8 @@ class Job:
 
     batch: int
     steps_per_epoch: int | None
-    epochs: int
+    epochs: int | None
+    """None where neither the job nor its record tells."""
     on_gpu: bool
 
 
@@ -149,7 +150,7 @@ def measure(
     job = Job(
         batch=int(start["plan"]["global_size"]),
         steps_per_epoch=start["steps_per_epoch"] or None,
-        epochs=epochs or start["epochs"] or 1,
+        epochs=epochs or start["epochs"] or None,
         on_gpu=told["peak_memory_bytes"]["device"] is not None,
     )
     return [share(each, job.batch, [trial.told for trial in found[each]]) for each in ranks], job
@@ -249,7 +250,7 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
     steps = None if job.steps_per_epoch is None else math.ceil(job.steps_per_epoch / grown)
     epoch_s = None if steps is None else steps * step_s
     cost = None
-    if cluster.price is not None and epoch_s is not None:
+    if cluster.price is not None and epoch_s is not None and job.epochs is not None:
         cost = devices * cluster.price * epoch_s * job.epochs / 3600
     return Forecast(
         devices=devices,
