@@ -20,7 +20,7 @@ LAYERS = [
         "_torch shared_memory world state randomness gradients",
         "data models nn precision optim losses strategies launchers record",
         "checkpoint resume meter evaluation verify doctor progress",
-        "job parts prepared saving start announce proofs scoring trained engine folders runs script loop sessions task",
+        "job prepared saving start announce proofs scoring engine folders runs script loop sessions task",
         "prove",
         "compare",
         "cli",
