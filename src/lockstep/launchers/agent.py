@@ -16,19 +16,19 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from torch._C import _DistStoreError as DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
-from .. import bounded, failures, locks
+from .. import failures
 from ..config import RunConfig
 from ..errors import ProofError, RequestError, Stopped
 from ..failures import Failure
 from ..interrupts import OUTSIDE, Heard, Interrupts
-from ..notes import FOLDER, Notes
+from ..notes import Notes
 from . import lifeline, memory, reasons
 from .frozen import Frozen
 from .members import Members
@@ -41,8 +41,6 @@ _KILLED_S = 5.0  # for ranks to be gone once they are killed
 _DONE_S = 10.0  # for ranks that are done to end what they have started
 _OTHERS_S = 30.0  # for other nodes to be done
 _LOOK_S = 0.02
-_LOOK_FOR_FOLDER_S = 1.0  # ranks have none before they have met
-_DISK_S = 2.0  # for a lock, on a disk that may be a network's
 _AGREEING = 3  # times, of which each but the last may lose a node
 
 
@@ -72,9 +70,6 @@ class Agent(LocalElasticAgent):
         self._interrupts = Interrupts()
         self._starts = 0
         self._is_alone, self._memory = config.parallel.most_nodes == 1, ExitStack()
-        self._locks: list[IO[bytes]] = []
-        """Of the run's folder, once ranks have one: more than one where the disk was late to grant the first."""
-        self._looked_s = 0.0
         self._is_starting = False
         self._are_asked = False
         """Whether the ranks of this start were asked to save and end."""
@@ -149,8 +144,6 @@ class Agent(LocalElasticAgent):
         return str(self._memory.enter_context(memory.file()))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if time.monotonic() - self._looked_s >= _LOOK_FOR_FOLDER_S:
-            self._lock_folder()
         ended = self._ended_badly()
         if not ended and (values := self.values()) is not None:
             # torch's way to its end waits without limit for ranks that have died or were stopped since.
@@ -179,30 +172,14 @@ class Agent(LocalElasticAgent):
         """End what is left of the ranks, at once: torch would ask them first, and wait."""
         self.cause = cause
         self._kill()
-        self._lock_folder()
         self._wait_for_end(_KILLED_S)
         self._decide(cause)
         return RunResult(state=WorkerState.FAILED)
 
-    def _lock_folder(self) -> None:
-        """Keep other jobs out of the run's folder until this one has ended, also while no rank is there to hold it."""
-        self._looked_s = time.monotonic()
-
-        def acquire(folder: str) -> None:
-            # Kept also where it comes late: to close one lock file of a process's gives all its locks on it back.
-            if lock := locks.acquire_for_agent(Path(folder)):
-                self._locks.append(lock)
-
-        with suppress(RuntimeError):  # nobody may answer at the agents' store, or at a network's file server
-            if not self._locks and (folder := self._notes.read(FOLDER)):
-                bounded.within(_DISK_S, lambda: acquire(folder), "folder")
-
     def close(self) -> None:
-        """Let others have the run's folder; the job is over."""
+        """Note that the job is over."""
         self.is_over = True
         self._memory.close()
-        for lock in self._locks:
-            lock.close()
 
     def _decide(self, cause: Failure) -> None:
         """Let torch start the ranks again, or not."""
