@@ -132,8 +132,11 @@ def load_generators(world: World, saved: list[dict[str, Any]], *fallback: int, d
 
 
 def _numpy_memory() -> bytes:
-    """Return the bytes of NumPy's generator, 624 words and a position (`BitGenerator.ctypes`)."""
-    return ctypes.string_at(np.random.get_bit_generator().ctypes.state_address, 4 * 625)  # type: ignore[attr-defined]  # public, and in no stub
+    """Return the bytes of NumPy's generator, 624 words and a position (`BitGenerator.ctypes`); of another kind, text."""
+    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, and in no stub
+    if not isinstance(bits, np.random.MT19937):
+        return repr(bits.state).encode()
+    return ctypes.string_at(bits.ctypes.state_address, 4 * 625)
 
 
 def _gpus(devices: Sequence[torch.device]) -> list[torch.device]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
 import random
 import re
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 
 from lockstep.compare import answer, grid, numbers, past, records, rounds, rows, whole
@@ -267,6 +270,22 @@ def test_what_is_stopped_since_it_is_enough_has_not_failed(tmp_path: Path) -> No
         ended(1)
     with pytest.raises(Stopped):
         commands.run("a", [(sys.executable, "-c", "raise SystemExit(75)")], [tmp_path / "log"])
+
+
+LEAVES = "import os, signal; pid = os.fork(); pid or os.kill(os.getpid(), signal.SIGSTOP); print(pid, flush=True)"
+
+
+def test_what_a_command_has_left_ends_with_it_even_where_it_is_stopped(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with commands.Running("a", (sys.executable, "-c", LEAVES), log) as running, contextlib.suppress(RunError):
+        while True:
+            running.check()
+    pid = int(log.read_text().split()[-1])
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.1)
+    pytest.fail("it is still there")
 
 
 def test_the_answer_names_who_is_accurate_first_and_what_is_within_the_spread() -> None:

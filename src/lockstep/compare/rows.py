@@ -69,7 +69,7 @@ class Row:
     """Steps, and their seconds, until then."""
     to_accuracy_s: Spread | None = None
     loss_gap: float | None = None
-    """The largest relative difference of the first steps' losses to that row's, of the same global batch."""
+    """The largest relative difference of the first steps' losses to those of the row that `ratio` is to."""
     proved: str = ""
     """Checks that hold, or fail: of the trial's replicas or, after whole trainings, of all that they have proved."""
     same_model: bool | None = None

@@ -107,7 +107,7 @@ def row(known: Row, mine: Mapping[int, Trial], target: float | None) -> Row:
         known,
         failed=known.failed or "".join(trouble[:1]),
         seeds=len(told),
-        proved="; ".join(dict.fromkeys(each.get("proved", "") for each in told)) or known.proved,
+        proved="; ".join(dict.fromkeys(each["proved"] for each in told if each.get("proved"))) or known.proved,
         accuracy=numbers.spread([top1 for *_, top1 in ends]),
         trained_s=numbers.spread([each["train_s"] for each in told]),
         trained_epoch_s=numbers.spread([statistics.fmean(each["epoch_s"]) for each in told if each["epoch_s"]]),

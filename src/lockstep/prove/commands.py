@@ -15,6 +15,7 @@ import psutil
 
 from ..errors import ProofError, RequestError, RunError, Stopped
 from ..files import lines_of, ours
+from ..launchers.lifeline import end_group
 
 Command = tuple[str, ...]
 _LOOK_S = 0.05
@@ -59,9 +60,11 @@ class Running(contextlib.AbstractContextManager["Running"]):
         self._name, self._log = name, log
         with open(log, "wb", buffering=0, opener=ours) as file:
             self._child = _start(command, file)
+        self._left = [self._child]
 
     def __exit__(self, *_: object) -> None:
-        _end([self._child], 0.0)
+        left, self._left = self._left, []
+        _end(left, 0.0)
 
     def check(self) -> None:
         """Raise the error that the command has ended with, if it has ended."""
@@ -117,6 +120,8 @@ def _end(children: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
                         with contextlib.suppress(psutil.NoSuchProcess):
                             each.kill()
                 child.wait()
+        for child in children:  # data workers whose rank was killed, which may be stopped
+            end_group(child.pid)
 
 
 def _error(name: str, code: int, log: Path) -> Exception:
