@@ -132,7 +132,7 @@ def load_generators(world: World, saved: list[dict[str, Any]], *fallback: int, d
 
 
 def _numpy_memory() -> bytes:
-    """Return the bytes of NumPy's generator, 624 words and a position (`BitGenerator.ctypes`); of another kind, text."""
+    """Return the bytes of NumPy's generator, 624 words and a position (`BitGenerator.ctypes`); others as text."""
     bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, and in no stub
     if not isinstance(bits, np.random.MT19937):
         return repr(bits.state).encode()

@@ -7,6 +7,7 @@ part of what an interval has to hold.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import sys
@@ -70,7 +71,7 @@ class Series:
         start = self.start
         return int(start.get("chosen", {}).get("devices") or start["plan"].get("ranks") or 1)
 
-    @property
+    @functools.cached_property
     def start(self) -> dict[str, Any]:
         """The start event of its trial's run."""
         return records.start(self.run)
