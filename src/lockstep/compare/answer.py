@@ -130,10 +130,9 @@ def _same(rows: Sequence[Row]) -> str:
         return ""
     gap = max(row.loss_gap or 0.0 for row in same)
     ranks = " and all ranks hold the same bits" if any("replicas" in row.proved for row in same) else ""
-    return (
-        f"The same model: {', '.join(row.name for row in same)}; their losses differ by {gap:.1e} at most in the first "
-        f"steps{ranks}."
-    )
+    losses = f"differ by {gap:.1e} at most" if gap else "are equal"
+    names = ", ".join(row.name for row in same)
+    return f"The same model: {names}; their losses {losses} in the first steps{ranks}."
 
 
 def _is_less_accurate(row: Row, rows: Sequence[Row], trained: Trained) -> bool:
