@@ -74,3 +74,15 @@ def test_a_rank_whose_gpu_hangs_is_named_and_ends(tmp_path: Path) -> None:
     assert found, ended.err
     assert STALL_S - 1 <= int(found[1]) <= STALL_S + 2
     assert (tmp_path / "run" / "failures" / "rank_0.txt").read_text().startswith("Rank 0 stopped ")
+
+
+def test_variants_are_compared_with_what_a_gpu_tells(tmp_path: Path) -> None:
+    words = ("--accelerator", "cuda", "--devices", 1, "--batch", 1024, "--vary", "precision=fp32,bf16")
+    done = command(tmp_path, "compare", "digits", *words, "--budget", "2m", "--output", "found")
+    assert done.code == 0, done
+    for row in json.loads((tmp_path / "found" / "report.json").read_text())["rows"]:
+        assert row["failed"] == ""
+        assert row["device_memory_bytes"] > 0
+        assert 0 < row["busy_gpus"] <= 1
+        assert row["joules_a_step"] > 0
+        assert abs(row["parts_s"]["rest"]) < 0.05 * sum(row["parts_s"].values())

@@ -295,13 +295,15 @@ class Probe:
 
         cpu_s, joules = time.process_time() - self._cpu_s, self._joules_now(loop) - self._joules
         phase_s = {phase: each / self._steps for phase, each in self.clock.phase_s.items()}
-        peak = loop.meter.telemetry.peak_memory_bytes()
+        telemetry = loop.meter.telemetry
+        gpus_busy = len(telemetry.handles) * telemetry.sample().get("device_percent", 0) / 100
+        peak = telemetry.peak_memory_bytes()
         # Replicas in threads are not counted: the counter belongs to this one.
         flops = self._counter.get_total_flops() if len(loop.parts.devices) == 1 else 0
         rate = matrix.flops_per_s(self._world.device, loop.precision.name)  # by all ranks at the same time
-        numbers = [cpu_s, joules, peak["host"] or 0, peak["device"] or 0, flops, rate]
+        numbers = [cpu_s, joules, gpus_busy, peak["host"] or 0, peak["device"] or 0, flops, rate]
         own = torch.tensor(numbers, dtype=torch.float64, device=self._world.device)
-        cpu_s, joules, host, device, flops, rate = self._world.sum(own).tolist()
+        cpu_s, joules, gpus_busy, host, device, flops, rate = self._world.sum(own).tolist()
         seconds = sum(self.clock.step_s)
         self._told |= {
             "ranks": self._world.size,
@@ -309,6 +311,7 @@ class Probe:
             "step_s": self.clock.step_s,
             "phase_s": phase_s,
             "busy_processors": cpu_s / seconds,
+            "busy_gpus": gpus_busy or None,
             "joules_a_step": joules / self._steps or None,
             "peak_memory_bytes": {"host": host, "device": device or None},
             "flops_a_step": flops or None,

@@ -125,6 +125,7 @@ _COLUMNS = (
     _Column("host memory", lambda row: row.host_memory_bytes, _gibibytes),
     _Column("device memory", lambda row: row.device_memory_bytes, _gibibytes),
     _Column("processors busy", lambda row: row.busy_processors, "{:.2f}".format),
+    _Column("GPUs busy", lambda row: row.busy_gpus, "{:.2f}".format),
     _Column("J a step", lambda row: row.joules_a_step, "{:.3g}".format),
     _Column("first step, s", lambda row: row.to_first_step_s, "{:.1f}".format),
     _Column("losses", lambda row: row.loss_gap, lambda gap: "the same" if gap == 0 else f"{gap:.1e}"),

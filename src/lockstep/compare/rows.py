@@ -54,6 +54,8 @@ class Row:
     host_memory_bytes: float | None = None
     device_memory_bytes: float | None = None
     busy_processors: float | None = None
+    busy_gpus: float | None = None
+    """In which a kernel ran, as NVML tells of its last second: 2 where two were busy all the time."""
     joules_a_step: float | None = None
     to_first_step_s: float | None = None
     accuracy: Spread | None = None
@@ -122,6 +124,7 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
         host_memory_bytes=told["peak_memory_bytes"]["host"],
         device_memory_bytes=told["peak_memory_bytes"]["device"],
         busy_processors=told["busy_processors"],
+        busy_gpus=told.get("busy_gpus"),
         joules_a_step=told["joules_a_step"],
         to_first_step_s=trial.to_first_step_s,
         loss_gap=gap,
