@@ -403,6 +403,33 @@ def test_runs_are_listed_with_what_differs_and_damage_is_a_row(tmp_path: Path) -
     assert past.differing([first, second]) == [{"lr": 0.1}, {"lr": 0.2}]
 
 
+def test_replicas_with_batch_statistics_of_their_own_are_another_model(tmp_path: Path) -> None:
+    told = dict.fromkeys(["flops_a_step", "bytes_a_step", "busy_processors", "joules_a_step"])
+    told |= {"step_s": [1.0], "phase_s": {}, "ranks": 1, "peak_memory_bytes": {"host": 1, "device": None}}
+    found = []
+    for name, devices, kind, micro in [
+        ("a", 1, "sync", 1),
+        ("b", 2, "sync", 1),
+        ("c", 2, "local", 1),
+        ("d", 1, "sync", 2),
+    ]:
+        chosen = {"devices": devices, "batchnorm": kind}
+        start = {"event": "start", "steps_per_epoch": 1, "chosen": chosen}
+        start |= {"plan": {"global_size": 4, "accumulation": micro}}
+        run = tmp_path / name / "trial" / "run"
+        run.mkdir(parents=True)
+        loss = 2.0 + (1e-5 if name != "a" else 0)
+        lines = (start, {"event": "step", "step": 1, "loss": loss})
+        (run / "steps.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        cell = Cell(name=name, flags=())
+        trial = Trial(told=told, seconds=1.0)
+        found.append(Series(cell, tmp_path / name, trial, races=[[1.0, 1.1], [1.0, 1.1]]))
+    same = {each.name: each.same_model for each in rows.rows(found, tolerance=1e-3)}
+    assert same == {"a": True, "b": True, "c": False, "d": False}
+    assert rounds.base_of([found[2], found[1]]) is found[1], "the first that is the model of one device"
+    assert rounds.base_of([found[2]]) is found[2]
+
+
 @pytest.mark.parametrize(("step_s", "epoch"), [(0.02, 6), (0.025, 6), (0.005, 21), (0.2, 3), (0.05, None)])
 def test_turns_time_each_step_of_an_epoch_as_often(
     step_s: float, epoch: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

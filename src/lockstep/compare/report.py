@@ -21,10 +21,10 @@ from .rows import PARTS, Row
 
 HTML, MARKDOWN, JSON, CSV = "report.html", "report.md", "report.json", "report.csv"
 COVERS = (
-    f"ratio: of samples/s, to the first variant on one device, else to the first; both with {CONFIDENCE:.0%} intervals "
-    "over all races; efficiency: of samples/s, to the same on one device, by the devices; step times: over all timed "
-    "steps of rank 0; memory and processors: the sum over all ranks; losses: the largest relative difference of the "
-    "first steps"
+    "ratio: of samples/s, to the first variant on one device, else to the first that is its model; both with "
+    f"{CONFIDENCE:.0%} intervals over all races; efficiency: of samples/s, to the same on one device, by the devices; "
+    "step times: over all timed steps of rank 0; memory and processors: the sum over all ranks; losses: the largest "
+    "relative difference of the first steps"
 )
 COVERS_PAST = (
     "each run was measured once, on the machine and with the versions that its manifest.json names; ratio: of "

@@ -71,6 +71,14 @@ class Series:
         start = self.start
         return int(start.get("chosen", {}).get("devices") or start["plan"].get("ranks") or 1)
 
+    @property
+    def statistics(self) -> tuple[int, int]:
+        """Into how many parts, each with batch statistics of its own, a batch is cut: among replicas, and in turn."""
+        chosen, plan = self.start.get("chosen", {}), self.start["plan"]
+        if chosen.get("batchnorm", "none") == "none":
+            return 1, 1
+        return (self.devices if chosen["batchnorm"] == "local" else 1), int(plan.get("accumulation", 1))
+
     @functools.cached_property
     def start(self) -> dict[str, Any]:
         """The start event of its trial's run."""
@@ -174,8 +182,13 @@ def _raced(folder: Path, plan: Plan) -> int:
 
 
 def base_of(series: Sequence[Series]) -> Series:
-    """Return the variant that the others are compared with: the first on one device, else the first."""
-    return next((each for each in series if each.devices == 1), series[0])
+    """Return the variant that the others are compared with: the first on one device, else the first that is its model.
+
+    Replicas with batch statistics of their own are not; where all are such, it is the first.
+    """
+    alone = [each for each in series if each.devices == 1]
+    whole = [each for each in series if each.statistics[0] == 1]
+    return [*alone, *whole, *series][0]
 
 
 def ratio(ours: Series, theirs: Series) -> Interval:

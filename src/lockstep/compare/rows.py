@@ -37,7 +37,7 @@ class Row:
     batch: int | None = None
     samples_per_s: Interval | None = None
     ratio: Interval | None = None
-    """Of samples/s, to the first row that is one device, else to the first; 1 of that one itself."""
+    """Of samples/s, to the first row that is one device, else to the first that is its model; 1 of that one itself."""
     speed_up: Interval | None = None
     """Of samples/s, to the row that is the same on one device; None where there is none."""
     step_p50_s: float | None = None
@@ -75,7 +75,8 @@ class Row:
     proved: str = ""
     """Checks that hold, or fail: of the trial's replicas or, after whole trainings, of all that they have proved."""
     same_model: bool | None = None
-    """Whether the losses agree within the tolerance; None in another precision, or where what varies is the model."""
+    """Whether the losses agree within the tolerance, and batch statistics are of as many samples; None in another
+    precision, or where what varies is the model."""
 
     @property
     def efficiency(self) -> float | None:
@@ -103,6 +104,8 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
     gap = _loss_gap(series, base) if batch == _batch(base.start) else None
     # What decides the model may vary too: then other losses are no fault.
     is_judged = cell.options.keys().isdisjoint(IDENTITY) and _precision(series) == _precision(base)
+    # First losses may agree within the tolerance where these differ: the model is another one all the same.
+    is_same = series.statistics == base.statistics
     steps = start["steps_per_epoch"]
     return Row(
         name=cell.name,
@@ -129,7 +132,7 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
         to_first_step_s=trial.to_first_step_s,
         loss_gap=gap,
         proved=records.proved(told.get("proof")),
-        same_model=gap <= tolerance if gap is not None and is_judged else None,
+        same_model=is_same and gap <= tolerance if gap is not None and is_judged else None,
     )
 
 
