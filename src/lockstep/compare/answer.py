@@ -58,12 +58,12 @@ def sentences(
         f"{row.name} would be {_rate(row) / _rate(chosen):.2f}× as fast, but its model is another one: its losses "
         f"differ by {row.loss_gap:.1e}."
         for row in rows
-        if row.same_model is False and _rate(row) > _rate(chosen)
+        if row.same_model is False and _is_slower(chosen, row, by_name)
     ]
     told += [
         f"{row.name} would be {_rate(row) / _rate(chosen):.2f}× as fast, but is less accurate."
         for row in worse
-        if _rate(row) > _rate(chosen)
+        if _is_slower(chosen, row, by_name)
     ]
     told += _unreached(rows, trained, target) if target is not None else _accuracies(chosen, rows, trained)
     told += [_same(rows), _limit(chosen)]
@@ -173,8 +173,7 @@ def _why(chosen: Row, best: Row, equal: Sequence[Row], rows: Sequence[Row], meas
         few = "it needs the fewest devices" if chosen.devices < best.devices else "it comes first"
         return f"Within the noise it is as fast as {', '.join(others)}; {few}."
     if len(rows) == 1:
-        only = "could be measured" if measured == 1 else "is the same model, and as accurate"
-        return f"It is the only variant that {only}."
+        return "No other variant " + ("could be measured." if measured == 1 else "is the same model, and as accurate.")
     slower = [row for row in rows if row is not chosen]
     next_best = max(slower, key=_rate)
     told = f"It is {_rate(chosen) / _rate(next_best):.2f}× as fast as {next_best.name}, the next"
