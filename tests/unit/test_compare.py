@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -84,6 +85,11 @@ def test_what_cannot_be_varied_is_refused(vary: list[str], words: str) -> None:
         (["digits", "--vary", "seed=1,2", "--to-accuracy", "0.9"], "which take --seeds anyway"),
         (["digits", "--vary", "epochs=1,2"], "changes no step: add --seeds N"),
         (["digits", "--vary", "output=a,b"], "decides on that"),
+        (["digits", "--vary", "devices=1,x"], "--devices x: give a whole number"),
+        (["digits", "--vary", "strategy=ddp,ddpp"], "did you mean ddp"),
+        (["digits", "--vary", "devices=1,1"], "One variant is left, which nothing is compared with"),
+        (["digits", "--accelerator", "cpu", "--vary", "strategy=single,ddp"], "ddp on one device is what single is"),
+        (["--vary", "devices=1,2"], "lacks a job: give a recipe"),
         (["digits", "--vary", "strategy=ddp,dp", "--scaling", "weak"], "give --devices"),
         (["--vary", "devices=1,2", "--to-accuracy", "0.9", __file__], "which a script has not; use --seeds"),
     ],
@@ -161,7 +167,7 @@ def test_the_answer_names_the_fastest_same_model_or_the_plainest_of_equals() -> 
     table = [row("one", 10.0), row("two", 15.0, 2, same_model=True)]
     take, why, limit = answer.sentences(table, both, lambda flags: ["lockstep", "train", "digits", *flags])
     assert take == "Take: lockstep train digits --devices 2"
-    assert why.startswith("It is 1.50× as fast as one, the next")
+    assert why.startswith("It is 1.50× (1.49–1.51) as fast as one, the next")
     assert limit.startswith("60% of its step is exchanging gradients")
     other = [table[0], row("two", 15.0, 2, same_model=False, loss_gap=0.1)]
     take, why, but, _ = answer.sentences(other, both, lambda flags: ["lockstep", *flags])
@@ -170,7 +176,7 @@ def test_the_answer_names_the_fastest_same_model_or_the_plainest_of_equals() -> 
     assert but.startswith("two would be 1.50× as fast, but its model is another one")
     noise = [both[0], series("two", [15.0, 8.0, 9.0])]
     _, why, _ = answer.sentences([table[0], row("two", 10.2, 2)], noise, list)
-    assert why == "Within the noise it is as fast as two; it needs the fewest devices."
+    assert why == "The races do not tell it and two apart by speed; it needs the fewest devices."
 
 
 def training(*evals: tuple[int, float, float], reached: bool = False, failed: str = "") -> Trial:
@@ -401,6 +407,12 @@ def test_runs_are_listed_with_what_differs_and_damage_is_a_row(tmp_path: Path) -
     assert [(run.name, run.state) for run in (first, second, damaged)] == [("b", "done"), ("a", "killed"), ("c", "?")]
     assert "summary.json" in damaged.trouble
     assert past.differing([first, second]) == [{"lr": 0.1}, {"lr": 0.2}]
+    for part in ("compared/one/seed-0/run", "compared/race-01/one"):
+        shutil.copytree(tmp_path / "a", tmp_path / part)
+    assert {run.name for run in past.below(tmp_path)} == {"a", "b", "c", "compared/one/seed-0/run"}
+    (tmp_path / "compared" / "report.html").touch()
+    with pytest.raises(RequestError, match=r"compared is a comparison, reported in .*report\.html"):
+        past.load(tmp_path / "compared")
 
 
 def test_replicas_with_batch_statistics_of_their_own_are_another_model(tmp_path: Path) -> None:

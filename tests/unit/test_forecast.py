@@ -210,6 +210,8 @@ def test_what_doctor_has_found_is_a_link(tmp_path: Path) -> None:
     [
         (["digits"], "lacks --network"),
         (["digits", "--network", "100GbF"], "did you mean 100GbE"),
+        (["digits", "--network", "10Gbit/s"], "--network 10Gbit/s lacks the latency of a message"),
+        (["digits", "--network", "runs/absent"], "--network runs/absent is no folder"),
         (["digits", "--network", "1GbE", "--devices", "4:2"], "--devices 4:2: give a range such as 1:1024"),
         (["digits", "--network", "1GbE", "--devices", "two"], "--devices two"),
         (["digits", "--network", "1GbE", "--price", "-1"], "--price -1: give 0 or more"),

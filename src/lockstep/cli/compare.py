@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from .. import folders, hardware
 from ..compare import answer, grid, past, records, rounds, rows, whole
 from ..compare.grid import Cell
@@ -25,16 +23,17 @@ from ..compare.rounds import Series
 from ..compare.rows import PARTS, Row
 from ..compare.whole import Aim
 from ..config import RunConfig
-from ..errors import RequestError, Stopped, counted
+from ..errors import RequestError, RunError, Stopped, counted
 from ..files import own_folder, shown
 from ..launchers import table as launchers
 from ..launchers.table import visible_gpus
 from ..record.console import duration
 from ..screen import Screen
+from ..script import Script
 from ..versions import version_of
 from . import flags, output, run, words
 from .train import entry
-from .variants import Job, folder_of, scaling, telling
+from .variants import BUSY, Job, busy, folder_of, scaling, telling
 
 if TYPE_CHECKING:
     from ..world import World
@@ -77,8 +76,6 @@ _SEEDS = 3
 _ENDLESS = 10**6
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _WATCHED: dict[str, Any] = {"measured": Measured, "share": Share}
-_BUSY = 0.15
-"""Share of the processors that other programs use, from which on that is told."""
 
 
 def main(given: list[str]) -> int:
@@ -96,9 +93,15 @@ def main(given: list[str]) -> int:
     base = job.config(())
     varied = grid.axes(asked.get("--vary", [])) or _usual(base, is_script=has_script)
     weak = scaling(asked.get("--scaling", "strong"))
+    for key, values in varied.items():
+        for value in values:
+            job.check_value(grid.words(key, value))
     cells = grid.cells(varied, job.config, weak=weak, yes=asked.get("--yes", False))
     if "--vary" not in asked:  # nobody has asked for those that cannot be
         cells = [each for each in cells if not each.why_not]
+    elif sum(not each.why_not for each in cells) == 1:
+        why = "; ".join(f"{each.name}: {each.why_not}" for each in cells if each.why_not)
+        raise RequestError(f"One variant is left, which nothing is compared with{f' ({why})' if why else ''}.")
     plan = rounds.Plan(
         budget_s=_seconds(asked.get("--budget", "2m")), width=0.02, steps=_whole("--steps", asked.get("--steps"))
     )
@@ -106,8 +109,8 @@ def main(given: list[str]) -> int:
     aim = _aim(asked, base.seed, varied, is_script=has_script)
     folder = folder_of(base, "comparison", _plan(cells, job.shown(), plan))
     screen = Screen(stderr=True)
-    busy = psutil.cpu_percent(0.5) / 100
-    _announce(screen, cells, plan, busy, aim)
+    _announce(screen, cells, plan, aim)
+    used = busy(screen, "intervals")
     with telling(screen) as tell:
         try:
             found = rounds.run(cells, job.command, folder, plan, tell, lambda tried: _estimate(screen, tried, aim))
@@ -121,8 +124,8 @@ def main(given: list[str]) -> int:
     table = rows.rows(found, tolerance=tolerance)
     table = [whole.row(row, trained[row.name], aim.to_accuracy) if trained.get(row.name) else row for row in table]
     told = answer.sentences(table, found, job.shown, trained, aim.to_accuracy)
-    if busy > _BUSY:
-        told.append(f"Other programs used {busy:.0%} of the processors when it began, which widens the intervals.")
+    if used > BUSY:
+        told.append(f"Other programs used {used:.0%} of the processors when it began, which widens the intervals.")
     runs = {each.cell.name: records.curves(each.run, steps=each.timed_to) for each in found if each.races}
     accuracy = {name: whole.curve(mine) for name, mine in trained.items()}
     _tell(_made(f"{folders.default_name(base)}: ways to train", table, told, runs, accuracy), folder)
@@ -152,8 +155,12 @@ def report_of(given: Sequence[Path], folder: Path | None) -> Path:
         raise folders.unwritable(folder, error) from error
     table = past.rows(runs)
     fastest = max((row for row in table if row.samples_per_s), key=lambda row: row.samples_per_s or (), default=None)
-    told = "No run has a speed." if fastest is None else f"{fastest.name} was the fastest; each run was measured once."
-    made = _made(f"{len(runs)} runs", table, [told], {run.name: records.curves(run.folder) for run in runs})
+    told = [
+        "No run has a speed." if fastest is None else f"{fastest.name} was the fastest; each run was measured once."
+    ]
+    if len(batches := {row.batch for row in table if row.batch}) > 1:
+        told.append(f"Their global batches differ ({', '.join(map(str, sorted(batches)))}): they are other models.")
+    made = _made(f"{len(runs)} runs", table, told, {run.name: records.curves(run.folder) for run in runs})
     _tell(
         dataclasses.replace(made, about="Runs that have ended, each as its manifest.json tells.", is_past=True), folder
     )
@@ -198,13 +205,26 @@ def _watched(given: list[str]) -> int:
         raise RequestError(f"lockstep compare {how} takes a word, and the command to watch, run or train.")
     job: Callable[[RunConfig, World], Any] = entry
     if verb == "run":
-        config, job = run.asked(rest, prog="lockstep run")
+        config, script = run.asked(rest, prog="lockstep run")
+        job = _Ending(script)
     else:
         # What watches it ends it, after more steps than a short job has.
         config = dataclasses.replace(flags.parse(rest, prog="lockstep train"), epochs=_ENDLESS, max_steps=None)
     folders.check(config)
     launchers.launch(Raced(job, told) if how == "raced" else _WATCHED[how](job, int(told)), config)
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ending:
+    """A script as an entry for the launchers, which fails where it ends with an exit code of its own."""
+
+    script: Script
+
+    def __call__(self, config: RunConfig, world: World) -> None:
+        code = self.script(config, world)
+        if code:
+            raise RunError(f"{self.script.name} has ended with exit code {code}; what it printed says why.")
 
 
 def _usual(base: RunConfig, *, is_script: bool) -> dict[str, list[str]]:
@@ -262,9 +282,11 @@ def _plan(cells: Sequence[Cell], job: Sequence[str], plan: rounds.Plan) -> dict[
     }
 
 
-def _announce(screen: Screen, cells: Sequence[Cell], plan: rounds.Plan, busy: float, aim: Aim) -> None:
+def _announce(screen: Screen, cells: Sequence[Cell], plan: rounds.Plan, aim: Aim) -> None:
     able = [each for each in cells if not each.why_not]
-    screen.say(f"{len(able)} variants, at most {plan.budget_s:.0f} s: {', '.join(each.name for each in able)}")
+    screen.say(
+        f"{counted(len(able), 'variant')}, at most {plan.budget_s:.0f} s: {', '.join(each.name for each in able)}"
+    )
     if aim.seeds:
         until = "" if aim.to_accuracy is None else f", each until an evaluation has {100 * aim.to_accuracy:g}%"
         many = len(able) * len(aim.seeds)
@@ -272,8 +294,6 @@ def _announce(screen: Screen, cells: Sequence[Cell], plan: rounds.Plan, busy: fl
     for each in cells:
         if each.why_not:
             screen.say((f"left out: {each.name}: {each.why_not}", "bright_black"))
-    if busy > _BUSY:
-        screen.say((f"warning: other programs use {busy:.0%} of the processors; intervals will be wider", "yellow"))
 
 
 def _estimate(screen: Screen, tried: Sequence[Series], aim: Aim) -> None:
@@ -287,7 +307,11 @@ def _estimate(screen: Screen, tried: Sequence[Series], aim: Aim) -> None:
 
 def _print(screen: Screen, report: Report, folder: Path, names: Sequence[str]) -> None:
     titles = ("samples/s", "ratio", "efficiency", "step ms", "p95", *PARTS, "memory", "first step", "losses", "proved")
-    screen.table(["variant", *titles], [[row.name, *_cells(row)] for row in report.rows])
+    columns = zip(
+        ("variant", *titles), zip(*[[row.name, *_cells(row)] for row in report.rows], strict=True), strict=True
+    )
+    filled = {head: cells for head, cells in columns if any(cell not in ("", "–") for cell in cells)}
+    screen.table([*filled], zip(*filled.values(), strict=True))
     if trained := over_seeds(report.rows):
         screen.print()
         screen.table(["variant", *trained], zip(*[[row.name for row in report.rows], *trained.values()], strict=True))
@@ -311,9 +335,13 @@ def _cells(row: Row) -> list[str]:
         f"{row.ratio.middle:.2f}{between}",
         "" if row.efficiency is None else f"{row.efficiency:.0%}",
         *("" if each is None else f"{1000 * each:.3g}" for each in (row.step_p50_s, row.step_p95_s)),
-        *(f"{row.parts_s[part] / total_s:.0%}" if total_s else "" for part in PARTS),
+        *(_percent(row.parts_s[part] / total_s) if total_s and row.tells(part) else "" for part in PARTS),
         "" if memory is None else f"{memory / 2**30:.2f} GiB",
         "" if row.to_first_step_s is None else f"{row.to_first_step_s:.1f} s",
         "" if row.loss_gap is None else "same" if row.loss_gap == 0 else f"{row.loss_gap:.1e}",
         row.proved,
     ]
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share) + 0}%"

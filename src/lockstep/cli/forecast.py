@@ -18,7 +18,7 @@ from ..compare.forecast import Cluster, Forecast
 from ..compare.grid import Cell
 from ..compare.networks import Links
 from ..config import RunConfig
-from ..errors import RequestError, RunError, counted
+from ..errors import RequestError, RunError, Stopped, counted
 from ..files import parse_json, read, shown, understanding, write_json, write_whole
 from ..launchers import table as launchers
 from ..options import flatten
@@ -88,6 +88,7 @@ def main(given: list[str]) -> int:
         batch = ("--batch", str(base.batch.size * ranks)) if is_weak and ranks > 1 else ()
         return Cell(name=f"share of {ranks}", flags=(*how, *batch))
 
+    variants.busy(screen, "error bars")
     try:
         batch = None if has_script else base.batch.size  # of a script's own loader, nobody knows yet
         ranks = forecast.chosen(devices, batch, is_weak=is_weak)
@@ -99,6 +100,10 @@ def main(given: list[str]) -> int:
                 tell("measuring what gloo itself takes for a message")
                 gloo = _gloo(folder)
                 between = gloo if made else Links(*(a.behind(b) for a, b in zip(between, gloo, strict=True)))
+    except (KeyboardInterrupt, Stopped):
+        raise Stopped(
+            f"Stopped on request; start the same command with --output {shown(folder)} to go on where it was."
+        ) from None
     except OSError as error:
         raise folders.unwritable(folder, error) from error
     cluster = Cluster(between=between, within=within, per_node=per_node, price=price, is_weak=is_weak)

@@ -34,15 +34,18 @@ def main(given: list[str]) -> int:
     folder = Path(leading[0]) if leading else folders.RUNS
     if not folder.is_dir():
         raise RequestError(f"{folder} is no folder; give the one that has runs.")
-    found = past.below(folder)
-    if not found:
+    found, reports = past.below(folder), sorted(folder.glob("*/report.html"))
+    if not found and not reports:
         raise RequestError(f"{folder} has no runs.")
     with output.written():
         screen = Screen()
-        screen.table(_HEADS, map(_cells, found, past.differing(found)), texts=4)
+        if found:
+            screen.table(_HEADS, map(_cells, found, past.differing(found)), texts=4)
         for run in found:
             if run.trouble:
                 screen.say((f"{run.name}: {run.trouble}", "dim"))
+        for page in reports:
+            screen.say((f"comparison: {page}", "dim"))
     if asked.get("--open"):
         ended = [run for run in found if run.samples_per_s]
         page = compare.report_of([run.folder for run in ended], None)

@@ -8,25 +8,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from .. import folders
 from ..compare.grid import Cell, Words
 from ..config import RunConfig
 from ..errors import RequestError
 from ..files import parse_json, read, understanding, write_json
+from ..options import recipes
 from ..screen import Screen, line
 from . import flags, run
-from .train import check
+from .train import check, preflight
+
+BUSY = 0.15
+"""Share of the processors that other programs use, from which on that is told."""
 
 
 class Job:
     """What all variants have: the command's own words."""
 
     def __init__(self, given: Sequence[str], script: Sequence[str], *, prog: str) -> None:
+        if not script and all(word.startswith("-") for word in given[:1]) and not {"--config", "--model"} & {*given}:
+            raise RequestError(f"{prog} lacks a job: give a recipe ({', '.join(recipes())}), or a script.")
         self._prog = prog
         self._given = flags.without([*given], ("output",))
         self._script = tuple(script)
         output = flags.parse([*given], prog=prog, check=_anything) if not script else None
         self.output = output.record.output if output else run.asked([*given, *script], prog=prog)[0].record.output
+
+    def check_value(self, words: Words) -> None:
+        """Raise `RequestError` for a flag whose value can never be one, whatever else is asked for."""
+        preflight(flags.parse([*words], prog=self._prog, base=RunConfig(), check=_anything))
 
     def config(self, more: Words) -> RunConfig:
         """Return the config of the job with more flags. Raises `RequestError` where it cannot be."""
@@ -89,6 +101,14 @@ def folder_of(base: RunConfig, kind: str, plan: Mapping[str, Any]) -> Path:
     except OSError as error:
         raise folders.unwritable(path, error) from error
     return path
+
+
+def busy(screen: Screen, what: str) -> float:
+    """Return the share of the processors that other programs use now; say where that widens `what`."""
+    share: float = psutil.cpu_percent(0.5) / 100
+    if share > BUSY:
+        screen.say((f"warning: other programs use {share:.0%} of the processors; {what} will be wider", "yellow"))
+    return share
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 
 from . import numbers, rounds, whole
+from .numbers import Interval
 from .rounds import Series
 from .rows import Row
 from .whole import Trained
@@ -20,6 +21,8 @@ _LIMITS = {
     "optimizer": ("the optimizer's own step", "a larger --batch has less of it a sample"),
     "rest": ("what a step costs besides the model", "a larger --batch has less of it a sample"),
 }
+_WIDE = 0.15
+"""Half of a ratio's interval, relative to it, from which on a larger budget is advised."""
 _FULL = 0.4
 """Of the rate of large matrix products, from which on arithmetic limits a net; public nets reach 0.2 to 0.45."""
 
@@ -51,12 +54,10 @@ def sentences(
     best = max(fair, key=lambda row: _rate(row))
     equal = [row for row in fair if row is not best and not _is_slower(row, best, by_name)]
     chosen = min([best, *equal], key=lambda row: (row.devices, rows.index(row)))
-    told = [f"Take: {shlex.join(command(chosen.flags))}", _why(chosen, best, equal, fair, len(rows))]
-    if len(rows) > 1 and all(len(each.races) == 1 for each in series if each.races):
-        told.append("There was time for one race, which does not tell how much starts differ: give a larger --budget.")
+    told = [f"Take: {shlex.join(command(chosen.flags))}", _why(chosen, best, equal, fair, len(rows), by_name)]
+    told += [_widely(rows)]
     told += [
-        f"{row.name} would be {_rate(row) / _rate(chosen):.2f}× as fast, but its model is another one: its losses "
-        f"differ by {row.loss_gap:.1e}."
+        f"{row.name} would be {_rate(row) / _rate(chosen):.2f}× as fast, but its model is another one."
         for row in rows
         if row.same_model is False and _is_slower(chosen, row, by_name)
     ]
@@ -66,7 +67,7 @@ def sentences(
         if _is_slower(chosen, row, by_name)
     ]
     told += _unreached(rows, trained, target) if target is not None else _accuracies(chosen, rows, trained)
-    told += [_same(rows), _limit(chosen)]
+    told += [_same(rows), _others(rows), _limit(chosen)]
     return [each for each in told if each]
 
 
@@ -135,6 +136,12 @@ def _same(rows: Sequence[Row]) -> str:
     return f"The same model: {names}; their losses {losses} in the first steps{ranks}."
 
 
+def _others(rows: Sequence[Row]) -> str:
+    """Return which variants are other models, and why; "" for none."""
+    found = [f"{row.name} ({row.another})" for row in rows if row.another]
+    return f"Not the same model: {', '.join(found)}." if found else ""
+
+
 def _is_less_accurate(row: Row, rows: Sequence[Row], trained: Trained) -> bool:
     """Whether another row is more accurate, beyond what seeds make."""
     known = [each for each in rows if each.accuracy is not None and each is not row]
@@ -160,25 +167,37 @@ def _rate(row: Row) -> float:
     return row.samples_per_s.middle
 
 
+def _widely(rows: Sequence[Row]) -> str:
+    """Return how little is known of the ratios; "" where it is enough."""
+    width = max((row.ratio.half_width for row in rows if row.ratio is not None), default=0.0)
+    if width > 1:
+        return "There was no time for enough races to tell how much starts differ: give a larger --budget."
+    return f"Ratios are known to ±{width:.0%} only: a larger --budget narrows them." if width > _WIDE else ""
+
+
 def _is_slower(row: Row, best: Row, by_name: Mapping[str, Series]) -> bool:
     """Whether a variant has fewer samples a second than the best, beyond the noise of the turns that both had."""
     steps = rounds.ratio(by_name[row.name], by_name[best.name])
     return steps.high * (row.batch or 1) / (best.batch or 1) < 1
 
 
-def _why(chosen: Row, best: Row, equal: Sequence[Row], rows: Sequence[Row], measured: int) -> str:
+def _why(
+    chosen: Row, best: Row, equal: Sequence[Row], rows: Sequence[Row], measured: int, by_name: Mapping[str, Series]
+) -> str:
     """Return why it is to be taken of `rows`, which are those of the same model among all that were measured."""
     others = [row.name for row in [best, *equal] if row is not chosen]
     if others and len(rows) > 1:
         few = "it needs the fewest devices" if chosen.devices < best.devices else "it comes first"
-        return f"Within the noise it is as fast as {', '.join(others)}; {few}."
+        return f"The races do not tell it and {', '.join(others)} apart by speed; {few}."
     if len(rows) == 1:
         return "No other variant " + ("could be measured." if measured == 1 else "is the same model, and as accurate.")
     slower = [row for row in rows if row is not chosen]
     next_best = max(slower, key=_rate)
-    told = f"It is {_rate(chosen) / _rate(next_best):.2f}× as fast as {next_best.name}, the next"
-    if chosen.devices > 1 and (times := chosen.speed_up) is not None:
-        told += f", and {times.middle:.2f}× ({times.low:.2f}–{times.high:.2f}) as fast as one device"
+    per_step = rounds.ratio(by_name[chosen.name], by_name[next_best.name])
+    times = Interval(*(each * (chosen.batch or 1) / (next_best.batch or 1) for each in per_step))
+    told = f"It is {times.middle:.2f}× ({times.low:.2f}–{times.high:.2f}) as fast as {next_best.name}, the next"
+    if chosen.devices > 1 and (alone := chosen.speed_up) is not None:
+        told += f", and {alone.middle:.2f}× ({alone.low:.2f}–{alone.high:.2f}) as fast as one device"
     return f"{told}."
 
 

@@ -30,6 +30,8 @@ CONFIDENCE = 0.9
 PASSES = 2
 _MOST_MEASURED = 5
 _LIMIT_S = 600.0
+_APART = 1.5
+"""Times as long as in another process, from which on a step's time is doubted."""
 _FACTORS = (1e-4, 1e4)
 """By which a link may be another than the one that it is fitted from."""
 LOSSES = ("smaller shares", "the slowest rank", "the network's rate", "the network's latency")
@@ -143,8 +145,10 @@ def measure(
     found: dict[int, list[Trial]] = {each: [] for each in ranks}
     for number in range(1, PASSES + 1):
         for each in ranks:
-            tell(f"measuring a rank's share of {each} ({number} of {PASSES})")
-            found[each].append(_trial(each, command, cell(each), folder / f"share-{each}-{number}"))
+            path = folder / f"share-{each}-{number}"
+            if trials.done(path) is None:
+                tell(f"measuring a rank's share of {each} ({number} of {PASSES})")
+            found[each].append(_trial(each, command, cell(each), path))
     start = records.start(folder / f"share-{ranks[0]}-1" / trials.RUN)
     told = found[ranks[0]][0].told
     job = Job(
@@ -153,7 +157,14 @@ def measure(
         epochs=epochs or start["epochs"] or None,
         on_gpu=told["peak_memory_bytes"]["device"] is not None,
     )
-    return [share(each, job.batch, [trial.told for trial in found[each]]) for each in ranks], job
+    made = [share(each, job.batch, [trial.told for trial in found[each]]) for each in ranks]
+    apart = max(max(each.process_s) / min(each.process_s) for each in made)
+    if apart > _APART:
+        tell(
+            f"warning: the same steps took {apart:.1f} times as long in one process as in another, as where other "
+            "programs are in the way; error bars are as wide: measure again with another --output"
+        )
+    return made, job
 
 
 def _trial(ranks: int, command: Callable[[Cell, Path], Words], cell: Cell, folder: Path) -> Trial:

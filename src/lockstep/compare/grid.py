@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from ..config import RunConfig
 from ..errors import RequestError, counted, unknown
 from ..kinds import KINDS
+from ..launchers import table
 from ..options import leaves
 
 MOST = 64
@@ -51,7 +52,9 @@ def axes(vary: Sequence[str]) -> dict[str, list[str]]:
         if not equals or not values:
             raise RequestError(f"--vary {word}: give an option and its values, as in --vary devices=1,2.")
         if key not in known:
-            raise unknown("option of --vary", key, known, "lockstep train --help lists all.")
+            raise unknown(
+                "option of --vary", key, known, "lockstep train --help lists all; a script's own flags do not vary."
+            )
         if key in _DECIDED:
             raise RequestError(f"--vary {key}: the comparison itself decides on that; leave it out.")
         if key in found:
@@ -76,7 +79,7 @@ def cells(
     found: list[Cell] = []
     for values in combined:
         options = dict(zip(varied, values, strict=True))
-        flags = tuple(word for key, value in options.items() for word in _words(key, value))
+        flags = tuple(word for key, value in options.items() for word in words(key, value))
         name = "-".join(f"{key}-{value}" if value in ("true", "false") else value for key, value in options.items())
         found.append(_parsed(Cell(name=name or "as it is", flags=flags, options=options), parse, weak=weak))
     if all(cell.why_not for cell in found):
@@ -84,7 +87,7 @@ def cells(
     return found
 
 
-def _words(key: str, value: str) -> Words:
+def words(key: str, value: str) -> Words:
     """Return the option as flags."""
     if value == "true":
         return (f"--{key}",)
@@ -112,8 +115,11 @@ def _contradiction(config: RunConfig) -> str:
     """Return why the devices and the strategy of a grid's cell do not go together; "" where they do."""
     asked = config.parallel
     devices, kind = asked.devices, KINDS.get(asked.strategy)
-    if kind is None or devices is None:
+    if kind is None:
         return ""  # the job itself finds out what there is
+    if devices is None:
+        is_one = kind.process_per_device and table.least_ranks(config) == 1
+        return f"{asked.strategy} on one device is what single is; give --devices." if is_one else ""
     if devices > 1 and not (kind.has_ranks or kind.drives_all):
         return f"{asked.strategy} is one device, and {devices} were asked for."
     if devices == 1 and (kind.has_ranks or kind.drives_all):

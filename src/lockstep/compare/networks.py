@@ -53,6 +53,7 @@ PRESETS: dict[str, tuple[float, tuple[float, float, float]]] = {
 _RATES = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": _GBIT, "mb": 1e6, "gb": 1e9}
 _TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _WORDS = re.compile(r"([\d.]+)\s*([kmg]bit|[mg]b)(?:/s)?\s*,\s*([\d.]+)\s*(us|µs|ms|s)", re.IGNORECASE)
+_RATE_ALONE = re.compile(r"[\d.]+\s*([kmg]bit|[mg]b)(/s)?", re.IGNORECASE)
 _SIZE = re.compile(r"all-reduce (\d+) (B|KiB|MiB|GiB)")
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -81,6 +82,10 @@ def links(flag: str, text: str) -> Links:
             with understanding(path):
                 told.append(all_reduces(parse_json(read(path))))
         return measured(told)
+    if _RATE_ALONE.fullmatch(text.strip()):
+        raise RequestError(f"{flag} {text} lacks the latency of a message: give {text},50us or what it is there.")
+    if "/" in text:
+        raise RequestError(f"{flag} {text} is no folder, and no network; give the folder of a run, or 10Gbit/s,50us.")
     advice = (
         "A rate and a latency, such as 10Gbit/s,50us, FILE.json of lockstep doctor --json and the folder of a run are "
         "taken too."

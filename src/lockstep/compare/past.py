@@ -18,6 +18,8 @@ from .rows import Row
 
 JOB = ("model", "data", "step", "augment", "image-size", "samples", "holdout", "classes")
 """The options that make runs ways of one job."""
+_TOLD = 3
+"""Options in which jobs differ, that a refusal names."""
 _BORING = ("output", "resume", "quiet", "log-every", "timeout", "stall-timeout", "init-method", "launcher", "data-dir")
 _STATES = {0: "done", 1: "failed", 2: "refused", 3: "proof failed", 75: "stopped"}
 
@@ -58,8 +60,10 @@ class Run:
 
 
 def below(folder: Path) -> list[Run]:
-    """Return the runs below `folder`, at most two levels deep, the newest last."""
-    found = sorted({path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/manifest.json")})
+    """Return the runs below `folder`, at most two levels deep, and whole trainings of comparisons; the newest last."""
+    whole = ("*/seed-*/run", "*/*/seed-*/run")
+    paths = {path.parent for depth in ("*", "*/*", *whole) for path in folder.glob(f"{depth}/manifest.json")}
+    found = sorted(path for path in paths if not path.parent.name.startswith("race-"))
     return sorted((_listed(each, folder) for each in found), key=lambda run: str(run.manifest.get("date", "")))
 
 
@@ -77,7 +81,9 @@ def load(folder: Path) -> Run:
         raise RequestError(f"{shown(folder)} is not there; give the folder of a run that has ended.")
     for name in ("summary.json", "config.toml", "steps.jsonl"):
         if not (folder / name).exists():
-            raise RequestError(f"{shown(folder)} is no run that has ended: it has no {name}; give another folder.")
+            page = folder / "report.html"
+            what = f"a comparison, reported in {shown(page)}" if page.exists() else "no run that has ended"
+            raise RequestError(f"{shown(folder)} is {what}: it has no {name}; give another folder.")
     return _read(folder, shown(folder))
 
 
@@ -110,8 +116,10 @@ def check_one_job(runs: Sequence[Run], *more: str) -> None:
             if run.options.get(key) != first.options.get(key)
         ]
         if differ:
+            more_of = f" and {len(differ) - _TOLD} more" if len(differ) > _TOLD else ""
             raise RequestError(
-                f"{run.name} is of another job than {first.name}: {', '.join(differ)}; compare runs of one job."
+                f"{run.name} is of another job than {first.name}: {', '.join(differ[:_TOLD])}{more_of}; "
+                "compare runs of one job."
             )
 
 
@@ -148,7 +156,7 @@ def _row(run: Run, flags: tuple[str, ...]) -> Row:
         step_p95_s=summary.get("step_p95_s"),
         epoch_s=sum(epochs) / len(epochs) if epochs else None,
         host_memory_bytes=memory.get("host"),
-        device_memory_bytes=memory.get("device"),
+        device_memory_bytes=memory.get("device") or None,
         proved=records.proved(summary.get("proof")),
         accuracy=None if (top1 := summary.get("top1")) is None else spread([float(top1)]),
     )

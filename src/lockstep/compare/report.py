@@ -96,7 +96,7 @@ def _known(row: Row) -> Any:
 
 
 def _part_ms(part: str, row: Row) -> float | None:
-    return 1000 * row.parts_s[part] if row.parts_s else None
+    return 1000 * row.parts_s[part] if row.parts_s and row.tells(part) else None
 
 
 _TRAINED = (
@@ -130,7 +130,7 @@ _COLUMNS = (
     _Column("first step, s", lambda row: row.to_first_step_s, "{:.1f}".format),
     _Column("losses", lambda row: row.loss_gap, lambda gap: "the same" if gap == 0 else f"{gap:.1e}"),
     _Column("proved", lambda row: row.proved or None, str),
-    _Column("turns", lambda row: row.turns, "{:.0f}".format),
+    _Column("turns", lambda row: row.turns or None, "{:.0f}".format),
 )
 
 
@@ -148,7 +148,7 @@ def write(report: Report, folder: Path) -> list[str]:
 
 def over_seeds(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Return, by title, what whole trainings have told of each row; empty where there were none."""
-    if not any(row.seeds for row in rows):
+    if not any(row.seeds or row.accuracy for row in rows):
         return {}
     told = {column.head: [_shown(column, row) for row in rows] for column in _TRAINED}
     return {head: cells for head, cells in told.items() if any(cells)}

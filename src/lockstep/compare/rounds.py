@@ -34,7 +34,7 @@ _FEWEST = 4
 _TURN_S = 0.1
 _TURNS = (12, 400)
 """At least and at most, in a race."""
-_LEAST_LIMIT_S, _START_S = 120.0, 300.0
+_LEAST_LIMIT_S, _START_S = 60.0, 300.0
 """At least, for a trial, and for variants to come to their first turn."""
 _RACED, _TRIAL = "races.json", "trial"
 _MEMORY = 0.7
@@ -122,8 +122,9 @@ def run(
     series = [Series(cell, folder / _safe(cell.name)) for cell in cells]
     able = [each for each in series if not each.failed]
     for number, each in enumerate(able, start=1):
-        tell(f"trying {each.cell.name} ({number} of {len(able)})")
         tried_s, limit_s = time.monotonic(), max(plan.budget_s / len(able), _LEAST_LIMIT_S)
+        if trials.done(each.folder / _TRIAL) is None:
+            tell(f"trying {each.cell.name} ({number} of {len(able)}), at most {limit_s:.0f} s")
         each.trial = _trial(each, command, steps=plan.steps, limit_s=limit_s)
         if each.failed:  # one that hangs takes no time from the others
             begun_s += time.monotonic() - tried_s
@@ -301,7 +302,8 @@ def _widest(living: Sequence[Series]) -> float:
 
 
 def _known(living: Sequence[Series]) -> str:
-    return f", ratios known to ±{_widest(living):.1%}" if len(living[0].races) > 1 else ""
+    width = _widest(living) if len(living[0].races) > 1 else math.inf
+    return f", ratios known to ±{width:.1%}" if width < 1 else ""
 
 
 def _safe(name: str) -> str:

@@ -74,9 +74,15 @@ class Row:
     """The largest relative difference of the first steps' losses to those of the row that `ratio` is to."""
     proved: str = ""
     """Checks that hold, or fail: of the trial's replicas or, after whole trainings, of all that they have proved."""
+    another: str = ""
+    """Why it is another model, where that is judged."""
     same_model: bool | None = None
     """Whether the losses agree within the tolerance, and batch statistics are of as many samples; None in another
     precision, or where what varies is the model."""
+
+    def tells(self, part: str) -> bool:
+        """Whether a part of the step is known: replicas in one process exchange within their computation."""
+        return part != "communication" or self.ranks > 1 or self.devices == 1
 
     @property
     def efficiency(self) -> float | None:
@@ -87,13 +93,13 @@ class Row:
 def rows(found: Sequence[Series], *, tolerance: float) -> list[Row]:
     """Return a row for each variant that was tried, in their order."""
     working = [each for each in found if each.races and not each.failed and each.trial is not None]
-    return [_row(each, working, tolerance) for each in found if not each.cell.why_not]
+    return [_row(each, working, tolerance) for each in found]
 
 
 def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
     cell, trial = series.cell, series.trial
     if series not in working or trial is None:
-        return Row(name=cell.name, flags=cell.flags, failed=series.failed or "not run")
+        return Row(name=cell.name, flags=cell.flags, failed=series.failed or "it was not run")
     base = rounds.base_of(working)
     alone = next((each for each in working if each.cell.is_alone_of(cell)), None)
     start, told, step_s = series.start, trial.told, trial.step_s
@@ -105,7 +111,14 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
     # What decides the model may vary too: then other losses are no fault.
     is_judged = cell.options.keys().isdisjoint(IDENTITY) and _precision(series) == _precision(base)
     # First losses may agree within the tolerance where these differ: the model is another one all the same.
-    is_same = series.statistics == base.statistics
+    parts, whole = series.statistics, base.statistics
+    is_same = parts == whole
+    another = (
+        "" if gap is None or not is_judged or (is_same and gap <= tolerance) else f"its losses differ by {gap:.1e}"
+    )
+    if is_judged and not is_same:
+        what = "replica" if parts[0] != whole[0] else "micro-batch"
+        another = f"each {what} has batch statistics of its own"
     steps = start["steps_per_epoch"]
     return Row(
         name=cell.name,
@@ -132,6 +145,7 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
         to_first_step_s=trial.to_first_step_s,
         loss_gap=gap,
         proved=records.proved(told.get("proof")),
+        another=another,
         same_model=is_same and gap <= tolerance if gap is not None and is_judged else None,
     )
 
