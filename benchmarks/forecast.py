@@ -126,7 +126,7 @@ def measure() -> Report:
         ],
         method="`lockstep train digits` under ddp on network namespaces with one processor each, whose links `tc tbf` "
         "slows down, and `tc netem` delays where the kernel has it. A rank's share is measured on all nodes at "
-        "the same time, without exchange. A link is examined by `lockstep doctor` on these nodes; or described by its "
+        "the same time, without exchange, and taken from the slowest, for which the others wait. A link is examined by `lockstep doctor` on these nodes; or described by its "
         "rate, to which gloo's own time for a message is added, as doctor finds it without a limit. Nothing is fitted "
         f"to a measured step of several ranks. Measured: {STEPS} steps after the warm-up, mean, the median of {RUNS} "
         "runs.",
@@ -137,7 +137,9 @@ def measure() -> Report:
 def _of(nodes: Sequence[Host], name: str, words: Sequence[str], folder: Path) -> Iterator[Case]:
     """Yield the cases of one job on these nodes."""
     world = len(nodes)
-    told = [each for number in range(forecast.PASSES) for each in _shares(nodes, words, folder / f"share-{number}")]
+    passes = [_shares(nodes, words, folder / f"share-{number}") for number in range(forecast.PASSES)]
+    # All wait for the slowest node: of three on two processors, one has a processor of its own, and tells nothing.
+    told = [max(each, key=lambda node: statistics.fmean(node["step_s"])) for each in passes]
     share = forecast.share(world, 1, told)
     shares = [replace(share, ranks=1, process_s=()), share]  # nothing is asked of one node
     own = _message(nodes, folder)
