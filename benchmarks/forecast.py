@@ -127,8 +127,8 @@ def measure() -> Report:
         method="`lockstep train digits` under ddp on network namespaces with one processor each, whose links `tc tbf` "
         "slows down, and `tc netem` delays where the kernel has it. A rank's share is measured on all nodes at the "
         "same time, without exchange, and taken from the slowest, for which the others wait. A link is examined by "
-        "`lockstep doctor` on these nodes; or described by its rate, to which gloo's own time for a message is added, as "
-        "doctor finds it without a limit. Nothing is fitted to a measured step of several ranks. Measured: "
+        "`lockstep doctor` on these nodes; or described by its rate, to which gloo's own time for a message is "
+        "added, as doctor finds it without a limit. Nothing is fitted to a measured step of several ranks. Measured: "
         f"{STEPS} steps after the warm-up, mean, the median of {RUNS} runs.",
         n=f"{RUNS} runs of each case, {forecast.PASSES} of each share and link",
     )
