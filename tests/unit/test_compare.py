@@ -27,7 +27,7 @@ from lockstep.compare.trials import Trial
 from lockstep.config import RunConfig
 from lockstep.errors import RequestError, RunError, Stopped
 from lockstep.options import flatten, override
-from lockstep.prove import commands
+from lockstep.verify import commands
 
 from ..command import refusal
 
