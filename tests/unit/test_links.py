@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lockstep import failures, locks, said, stacks
+from lockstep import failures, folders, said, stacks
 from lockstep.checkpoint import Checkpoints
 from lockstep.cli.main import main
 from lockstep.config import RunConfig
@@ -186,7 +186,7 @@ def _output(folder: Path) -> None:
 
 
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "the lock": (".lock", lambda folder: locks.acquire(folder).close()),
+    "the lock": (".lock", lambda folder: folders._locked(folder).close()),
     "output": ("output/rank_0.txt", _output),
     "stacks": ("output/.rank_0.stacks", _switch),
     "stacks of the others": ("output/.rank_0.stacks", lambda folder: stacks.remove("*", folder)),
