@@ -10,12 +10,12 @@ from typing import Any
 
 import psutil
 
-from .. import folders
 from ..compare.grid import Cell, Words
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..files import parse_json, read, understanding, write_json
-from ..options import recipes
+from ..config.options import recipes
+from ..run import folders
 from ..screen import Screen, line
 from . import flags, run
 from .train import check, preflight

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..errors import RunError
 from ..files import write_json
 from . import energy, matrix
 from .clock import Clock
 
 if TYPE_CHECKING:
-    from ..loop import Loop
-    from ..world import World
+    from ..steps.loop import Loop
+    from ..world.world import World
 
 FILE = "measured.json"
 """In the run's folder."""
@@ -217,7 +217,7 @@ class Probe(Watcher):
         """Count the operations of the next step, and the bytes that this rank gives to collectives in it."""
         from torch.utils.flop_counter import FlopCounterMode
 
-        from ..world import World
+        from ..world.world import World
 
         def counted(exchange: Any, size: Callable[[Any], int]) -> Any:
             def run(world: World, *given: Any) -> Any:

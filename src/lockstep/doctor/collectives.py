@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from .. import bounded
-from ..failures import is_echo, one_line
-from ..launchers import rank
-from ..topology import Topology
+from ..launch import rank
+from ..monitor import bounded
+from ..monitor.failures import is_echo, one_line
+from ..world.topology import Topology
 from .finding import KIB, MIB, RED, Finding, found, shown
 
 if TYPE_CHECKING:
     import torch
 
     from .._torch import Store
-    from ..world import World
+    from ..world.world import World
     from .board import Board
 
 _SIZES = {
@@ -44,7 +44,7 @@ def compute(topology: Topology, device: torch.device, store: Store, board: Board
     import torch
 
     from .._torch import PrefixStore
-    from ..world import World
+    from ..world.world import World
 
     worlds: list[World] = []
     limit_s, group = board.patience_s, PrefixStore("group", store)
