@@ -15,7 +15,7 @@ from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..files import parse_json, read, understanding, write_json
 from ..config.options import recipes
-from ..run import folders
+from ..runs import folders
 from ..screen import Screen, line
 from . import flags, run
 from .train import check, preflight
