@@ -21,7 +21,7 @@ import psutil
 
 from .. import hardware
 from ..errors import LockstepError, RequestError, RunError, counted
-from ..files import own_folder, parse_json, read, understanding, write_json
+from ..files import own_folder, parse_json, read, shown, understanding, write_json
 from ..launchers.table import visible_gpus
 from . import numbers, records, trials
 from .grid import Cell, Words
@@ -132,7 +132,11 @@ def run(
     living = [each for each in able if not each.failed]
     if not living:
         first = next(each for each in series if each.failed)
-        raise RunError(f"None of {counted(len(series), 'variant')} can be run; {first.cell.name}: {first.failed}")
+        log = first.folder / _TRIAL / "log"
+        where = f" Its output is in {shown(log)}." if log.exists() else ""
+        raise RunError(
+            f"None of {counted(len(series), 'variant')} can be run; {first.cell.name}: {first.failed}{where}"
+        )
     tried(series)
     if not _fit(living):
         tell("memory does not hold all variants at once: they race one after the other, which widens the intervals")
