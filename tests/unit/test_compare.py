@@ -409,6 +409,7 @@ def test_runs_are_listed_with_what_differs_and_damage_is_a_row(tmp_path: Path) -
     assert past.differing([first, second]) == [{"lr": 0.1}, {"lr": 0.2}]
     for part in ("compared/one/seed-0/run", "compared/race-01/one"):
         shutil.copytree(tmp_path / "a", tmp_path / part)
+    (tmp_path / "compared" / "plan.json").touch()
     assert {run.name for run in past.below(tmp_path)} == {"a", "b", "c", "compared/one/seed-0/run"}
     (tmp_path / "compared" / "report.html").touch()
     with pytest.raises(RequestError, match=r"compared is a comparison, reported in .*report\.html"):

@@ -307,10 +307,9 @@ def _estimate(screen: Screen, tried: Sequence[Series], aim: Aim) -> None:
 
 def _print(screen: Screen, report: Report, folder: Path, names: Sequence[str]) -> None:
     titles = ("samples/s", "ratio", "efficiency", "step ms", "p95", *PARTS, "memory", "first step", "losses", "proved")
-    columns = zip(
-        ("variant", *titles), zip(*[[row.name, *_cells(row)] for row in report.rows], strict=True), strict=True
-    )
-    filled = {head: cells for head, cells in columns if any(cell not in ("", "–") for cell in cells)}
+    columns = zip(*[[row.name, *_cells(row)] for row in report.rows], strict=True)
+    told = zip(("variant", *titles), columns, strict=True)
+    filled = {head: cells for head, cells in told if any(cell not in ("", "–") for cell in cells)}
     screen.table([*filled], zip(*filled.values(), strict=True))
     if trained := over_seeds(report.rows):
         screen.print()
@@ -335,13 +334,9 @@ def _cells(row: Row) -> list[str]:
         f"{row.ratio.middle:.2f}{between}",
         "" if row.efficiency is None else f"{row.efficiency:.0%}",
         *("" if each is None else f"{1000 * each:.3g}" for each in (row.step_p50_s, row.step_p95_s)),
-        *(_percent(row.parts_s[part] / total_s) if total_s and row.tells(part) else "" for part in PARTS),
+        *(f"{round(100 * row.parts_s[part] / total_s)}%" if total_s and row.tells(part) else "" for part in PARTS),
         "" if memory is None else f"{memory / 2**30:.2f} GiB",
         "" if row.to_first_step_s is None else f"{row.to_first_step_s:.1f} s",
         "" if row.loss_gap is None else "same" if row.loss_gap == 0 else f"{row.loss_gap:.1e}",
         row.proved,
     ]
-
-
-def _percent(share: float) -> str:
-    return f"{round(100 * share) + 0}%"

@@ -63,8 +63,13 @@ def below(folder: Path) -> list[Run]:
     """Return the runs below `folder`, at most two levels deep, and whole trainings of comparisons; the newest last."""
     whole = ("*/seed-*/run", "*/*/seed-*/run")
     paths = {path.parent for depth in ("*", "*/*", *whole) for path in folder.glob(f"{depth}/manifest.json")}
-    found = sorted(path for path in paths if not path.parent.name.startswith("race-"))
+    found = sorted(path for path in paths if not _is_of_race(path))
     return sorted((_listed(each, folder) for each in found), key=lambda run: str(run.manifest.get("date", "")))
+
+
+def _is_of_race(folder: Path) -> bool:
+    """Whether a comparison has made the run to race it: it is ended in its midst."""
+    return folder.parent.name.startswith("race-") and (folder.parents[1] / "plan.json").exists()
 
 
 def _listed(folder: Path, above: Path) -> Run:

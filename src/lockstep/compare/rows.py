@@ -110,15 +110,7 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
     gap = _loss_gap(series, base) if batch == _batch(base.start) else None
     # What decides the model may vary too: then other losses are no fault.
     is_judged = cell.options.keys().isdisjoint(IDENTITY) and _precision(series) == _precision(base)
-    # First losses may agree within the tolerance where these differ: the model is another one all the same.
-    parts, whole = series.statistics, base.statistics
-    is_same = parts == whole
-    another = (
-        "" if gap is None or not is_judged or (is_same and gap <= tolerance) else f"its losses differ by {gap:.1e}"
-    )
-    if is_judged and not is_same:
-        what = "replica" if parts[0] != whole[0] else "micro-batch"
-        another = f"each {what} has batch statistics of its own"
+    another = _another(series, base, gap, tolerance) if gap is not None and is_judged else None
     steps = start["steps_per_epoch"]
     return Row(
         name=cell.name,
@@ -145,8 +137,8 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
         to_first_step_s=trial.to_first_step_s,
         loss_gap=gap,
         proved=records.proved(told.get("proof")),
-        another=another,
-        same_model=is_same and gap <= tolerance if gap is not None and is_judged else None,
+        another=another or "",
+        same_model=None if another is None else not another,
     )
 
 
@@ -180,6 +172,14 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
 
 def _batch(start: dict[str, Any]) -> int:
     return int(start["plan"].get("global_size", 1))
+
+
+def _another(ours: Series, theirs: Series, gap: float, tolerance: float) -> str:
+    """Return why the model is not the other's; "" where it is."""
+    parts, whole = ours.statistics, theirs.statistics
+    if parts != whole:  # another one, however near the first losses are
+        return f"each {'replica' if parts[0] != whole[0] else 'micro-batch'} has batch statistics of its own"
+    return f"its losses differ by {gap:.1e}" if gap > tolerance else ""
 
 
 def _loss_gap(ours: Series, theirs: Series) -> float:
