@@ -104,6 +104,11 @@ def test_the_time_of_a_step_is_that_before_its_points_were_noted() -> None:
     assert forecast.share(1, 64, [told(0.5)]).profile.step_s == pytest.approx(0.5)
 
 
+def test_processes_that_contradict_each_other_are_told() -> None:
+    assert forecast.doubt(shares((1, 0.016, 0.017), (2, 0.008, 0.009))) == ""
+    assert "took 84.6 times as long" in forecast.doubt(shares((1, 0.016, 0.017), (2, 0.016, 1.353)))
+
+
 def test_of_micro_batches_the_last_ones_gradients_are_exchanged() -> None:
     points = [[GATHER, 8, -1], [GRADIENT, 4, 0], [GRADIENT, 4, 1], [GATHER, 8, -1], [GRADIENT, 4, 0], [GRADIENT, 4, 1]]
     found = forecast.share(2, 64, [told(0.7, points=points)]).profile

@@ -114,6 +114,9 @@ def main(given: list[str]) -> int:
     found = forecast.forecast(shares, measured, cluster, devices)
     unit = "GPU" if measured.on_gpu else "machine"
     told = forecast.sentences(found, unit)
+    if doubt := forecast.doubt(shares):
+        screen.say((f"warning: {doubt}", "yellow"))
+        told.insert(0, doubt)
     about = f"{folders.default_name(base)} over {asked['--network']}, as measured on {_here()}"
     with output.written():
         _print(Screen(), found, told)

@@ -28,7 +28,8 @@ class Job:
     """What all variants have: the command's own words."""
 
     def __init__(self, given: Sequence[str], script: Sequence[str], *, prog: str) -> None:
-        if not script and all(word.startswith("-") for word in given[:1]) and not {"--config", "--model"} & {*given}:
+        named = {word.partition("=")[0] for word in given} & {"--config", "--model", "--data"}
+        if not script and not named and all(word.startswith("-") for word in given[:1]):
             raise RequestError(f"{prog} lacks a job: give a recipe ({', '.join(recipes())}), or a script.")
         self._prog = prog
         self._given = flags.without([*given], ("output",))

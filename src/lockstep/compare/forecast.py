@@ -157,14 +157,18 @@ def measure(
         epochs=epochs or start["epochs"] or None,
         on_gpu=told["peak_memory_bytes"]["device"] is not None,
     )
-    made = [share(each, job.batch, [trial.told for trial in found[each]]) for each in ranks]
-    apart = max(max(each.process_s) / min(each.process_s) for each in made)
-    if apart > _APART:
-        tell(
-            f"warning: the same steps took {apart:.1f} times as long in one process as in another, as where other "
-            "programs are in the way; error bars are as wide: measure again with another --output"
-        )
-    return made, job
+    return [share(each, job.batch, [trial.told for trial in found[each]]) for each in ranks], job
+
+
+def doubt(shares: Sequence[Share]) -> str:
+    """Return why the shares' times are to be doubted; "" where processes agree."""
+    apart = max(max(each.process_s) / min(each.process_s) for each in shares)
+    if apart < _APART:
+        return ""
+    return (
+        f"The same steps took {apart:.1f} times as long in one process as in another, as where other programs are in the "
+        "way; error bars are as wide: measure again with another --output."
+    )
 
 
 def _trial(ranks: int, command: Callable[[Cell, Path], Words], cell: Cell, folder: Path) -> Trial:
