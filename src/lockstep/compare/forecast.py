@@ -166,8 +166,8 @@ def doubt(shares: Sequence[Share]) -> str:
     if apart < _APART:
         return ""
     return (
-        f"The same steps took {apart:.1f} times as long in one process as in another, as where other programs are in the "
-        "way; error bars are as wide: measure again with another --output."
+        f"The same steps took {apart:.1f} times as long in one process as in another, as where other programs are in "
+        "the way; error bars are as wide: measure again with another --output."
     )
 
 
