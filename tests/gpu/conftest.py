@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from lockstep.topology import Topology
@@ -29,9 +30,11 @@ def joined() -> Iterator[World]:
     """Give one rank in a process group of NCCL and gloo, as ranks of a larger world have it."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    world = World.join(Topology(), device, HashStore(), timeout_s=60)
-    yield world
-    world.close()
+    try:
+        yield World.join(Topology(), device, HashStore(), timeout_s=60)
+    finally:  # a group that stays fails all tests after it
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def doubled(world: World) -> World:

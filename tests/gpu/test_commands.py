@@ -17,6 +17,7 @@ from ..command import ROOT, command, end, start
 from .conftest import several
 
 STALL_S = 5
+COMPARED_S = 240
 
 
 def test_the_driver_tells_of_every_gpu_and_bytes_come_back_from_each() -> None:
@@ -78,7 +79,8 @@ def test_a_rank_whose_gpu_hangs_is_named_and_ends(tmp_path: Path) -> None:
 
 def test_variants_are_compared_with_what_a_gpu_tells(tmp_path: Path) -> None:
     words = ("--accelerator", "cuda", "--devices", 1, "--batch", 1024, "--vary", "precision=fp32,bf16")
-    done = command(tmp_path, "compare", "digits", *words, "--budget", "2m", "--output", "found")
+    words += ("--budget", "2m", "--output", "found")
+    done = end(start(tmp_path, "compare", "digits", *words, CUDA_VISIBLE_DEVICES="0"), COMPARED_S)
     assert done.code == 0, done
     for row in json.loads((tmp_path / "found" / "report.json").read_text())["rows"]:
         assert row["failed"] == ""
@@ -86,3 +88,13 @@ def test_variants_are_compared_with_what_a_gpu_tells(tmp_path: Path) -> None:
         assert 0 < row["busy_gpus"] <= 1
         assert row["joules_a_step"] > 0
         assert abs(row["parts_s"]["rest"]) < 0.05 * sum(row["parts_s"].values())
+
+
+def test_more_gpus_are_forecast_from_one(tmp_path: Path) -> None:
+    words = ("--accelerator", "cuda", "--batch", 4096, "--devices", "1:8", "--network", "100GbE", "--within", "NVLink4")
+    words += ("--output", "found")
+    done = end(start(tmp_path, "forecast", "digits", *words, CUDA_VISIBLE_DEVICES="0"), COMPARED_S)
+    assert done.code == 0, done
+    rows = json.loads((tmp_path / "found" / "forecast.json").read_text())["rows"]
+    assert {row["devices"] for row in rows} == {1, 2, 4, 8}
+    assert all(0 < row["step_s"]["middle"] for row in rows)

@@ -34,9 +34,10 @@ def _on_gpu(world: World, strategy: str, **values: object) -> Job:
 def test_a_gpu_digests_to_the_number_that_a_cpu_does_and_finds_those_that_are_none(dtype: torch.dtype) -> None:
     own = {f"model/{size}": some(size, dtype) for size in (1, 7, 513, 4097, 70_001)}
     own["image"] = torch.randn(8, 16, 9, 9).contiguous(memory_format=torch.channels_last)
-    there = {name: each.cuda().contiguous() for name, each in own.items()}
+    there = {name: each.cuda() for name, each in own.items()}
     assert int(digest([*own.values()])) == int(digest([*there.values()]))
     assert digests([*own.values()]).tolist() == digests([*there.values()]).tolist()
+    there["image"] = there["image"].contiguous()  # what a digest alone does not allow for
     assert differing(own, there) == []
     there["model/513"].view(torch.uint8)[-1] ^= 1
     assert differing(own, there) == ["model/513"]
