@@ -79,8 +79,8 @@ def test_a_rank_whose_gpu_hangs_is_named_and_ends(tmp_path: Path) -> None:
 
 def test_variants_are_compared_with_what_a_gpu_tells(tmp_path: Path) -> None:
     words = ("--accelerator", "cuda", "--devices", 1, "--batch", 1024, "--vary", "precision=fp32,bf16")
-    words += ("--budget", "2m", "--output", "found")
-    done = end(start(tmp_path, "compare", "digits", *words, CUDA_VISIBLE_DEVICES="0"), COMPARED_S)
+    told = ("--budget", "2m", "--output", "found")
+    done = end(start(tmp_path, "compare", "digits", *words, *told, CUDA_VISIBLE_DEVICES="0"), COMPARED_S)
     assert done.code == 0, done
     for row in json.loads((tmp_path / "found" / "report.json").read_text())["rows"]:
         assert row["failed"] == ""
@@ -92,9 +92,8 @@ def test_variants_are_compared_with_what_a_gpu_tells(tmp_path: Path) -> None:
 
 def test_more_gpus_are_forecast_from_one(tmp_path: Path) -> None:
     words = ("--accelerator", "cuda", "--batch", 4096, "--devices", "1:8", "--network", "100GbE", "--within", "NVLink4")
-    words += ("--output", "found")
-    done = end(start(tmp_path, "forecast", "digits", *words, CUDA_VISIBLE_DEVICES="0"), COMPARED_S)
+    done = end(start(tmp_path, "forecast", "digits", *words, "--output", "found", CUDA_VISIBLE_DEVICES="0"), COMPARED_S)
     assert done.code == 0, done
     rows = json.loads((tmp_path / "found" / "forecast.json").read_text())["rows"]
     assert {row["devices"] for row in rows} == {1, 2, 4, 8}
-    assert all(0 < row["step_s"]["middle"] for row in rows)
+    assert all(row["step_s"]["middle"] > 0 for row in rows)
