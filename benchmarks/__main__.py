@@ -22,6 +22,7 @@ NAMES = (
     "recovery",
     "nodes",
     "measuring",
+    "compare",
     "pages",
     "forecast",
     "published",

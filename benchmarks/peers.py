@@ -26,7 +26,6 @@ RACES = 5
 TURNS = 12
 WARM_UP = 2
 BATCH = 64
-MIB = 2**20
 JOBS = Path(__file__).parent / "jobs"
 _TURN = {"mlp": (20, 150), "rows": (10, 60), "conv": (1, 6)}
 """Steps of a turn: the first ones, which find the caches cold, and those that are timed."""
@@ -96,15 +95,22 @@ class Started:
             env = os.environ | asked | turns | fixed
             begin_s = time.monotonic()
             self.process = subprocess.Popen([python, *words], cwd=folder, env=env, stdout=log, stderr=log)
-            self._ranks = [self._accept(listener) for _ in range(ranks)]
-        self._files = [each.makefile("r") for each in self._ranks]
-        self.start_s = max(each["seconds"] for each in self._told()) - begin_s
+            self._ranks: list[socket.socket] = []
+            try:
+                self._ranks += [self._accept(listener) for _ in range(ranks)]
+                self._files = [each.makefile("r") for each in self._ranks]
+                self.start_s = max(each["seconds"] for each in self._told()) - begin_s
+            except BaseException:
+                self.close()
+                raise
 
     def _accept(self, listener: socket.socket) -> socket.socket:
         listener.settimeout(1.0)
         for _ in range(int(_LIMIT_S)):
             with contextlib.suppress(TimeoutError):
-                return listener.accept()[0]
+                rank = listener.accept()[0]
+                rank.settimeout(_LIMIT_S)
+                return rank
             if self.process.poll() is not None:
                 break
         raise self._failed()
@@ -138,12 +144,14 @@ class Started:
 
     def close(self) -> None:
         """Leave nothing behind: without its benchmark a rank goes on to its end."""
-        for file in self._files:
-            file.close()
         for each in self._ranks:
             each.close()
         self.process.terminate()
-        self.process.wait(_LIMIT_S)
+        try:
+            self.process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -24,7 +25,7 @@ from lockstep.compare.past import Run, check_one_job
 from lockstep.compare.report import Report, write
 from lockstep.compare.rounds import Series
 from lockstep.compare.trials import Trial
-from lockstep.config import RunConfig
+from lockstep.config import PrecisionConfig, RunConfig
 from lockstep.errors import RequestError, RunError, Stopped
 from lockstep.options import flatten, override
 from lockstep.prove import commands
@@ -53,6 +54,19 @@ def test_each_combination_is_a_variant_or_says_why_it_is_none() -> None:
     weak = grid.cells(varied, parsed, weak=True)
     assert weak[3].config is not None
     assert weak[3].config.batch.size == 2 * RunConfig().batch.size
+
+
+def test_without_vary_the_ways_of_this_machine_are_compared_with_one_device() -> None:
+    def usual(cpus: int, gpus: int, *, has_bf16: bool = False, **given: str) -> dict[str, list[str]]:
+        return grid.usual(cpus, gpus, has_bf16=has_bf16, is_script=False, given=given)
+
+    strategies = ["single", "dp", "ddp"]
+    assert usual(2, 0) == {"strategy": strategies, "devices": ["1", "2"]}
+    assert usual(64, 0, has_bf16=True)["precision"] == ["fp32", "bf16"]
+    assert usual(8, 1) == {"precision": ["fp32", "bf16"]}, "one GPU is driven in one way"
+    assert usual(8, 4) == {"strategy": strategies, "devices": ["1", "4"], "precision": ["fp32", "bf16"]}
+    asked = usual(8, 4, strategy="ddp", devices="2", precision="fp64")
+    assert asked == {"strategy": ["single", "ddp"], "devices": ["1", "2"]}, "what was asked for stays"
 
 
 @pytest.mark.parametrize(
@@ -203,6 +217,12 @@ def test_the_seconds_of_a_training_are_those_of_its_steps_until_it_is_accurate_e
     found = records.training(path, None)
     assert (found["step"], found["train_s"], found["reached"]) == (5, 12.0, False), "the begun epoch too"
     assert found["evals"] == [[2, 4.0, 0.5], [4, 5.0, 0.9], [5, 12.0, 0.8]]
+    again = '{"event": "start", "first_step": 3, "epoch_s": [4.0], "steps_per_epoch": 2}\n'
+    path.write_text(STEPS + again + '{"event": "log", "step": 4, "step_s": 0.5}\n{"event": "epoch", "epoch_s": 0.5}\n')
+    found = records.training(path, None)
+    assert (found["step"], found["train_s"]) == (4, 5.0), "steps that were made again count once"
+    assert (found["evals"], found["epoch_s"]) == ([[2, 4.0, 0.5]], [4.0]), "the rest of an epoch is none"
+    path.write_text(STEPS)
     found = records.training(path, 0.9)
     assert (found["step"], found["train_s"], found["epoch_s"], found["reached"]) == (4, 5.0, [4.0, 1.0], True)
 
@@ -245,7 +265,7 @@ def test_a_comparison_goes_on_with_the_trainings_that_are_not_there(tmp_path: Pa
     said: list[str] = []
 
     def refused(cell: Cell, folder: Path, seed: int) -> Words:
-        assert not folder.exists(), "begun anew"
+        assert (folder / "steps.jsonl").exists() == (cell.name == "b"), "goes on with what was begun"
         return ("train", f"--no-such-{cell.name}", str(seed))
 
     for _ in range(2):
@@ -254,6 +274,7 @@ def test_a_comparison_goes_on_with_the_trainings_that_are_not_there(tmp_path: Pa
         assert said == [f"training {each} of 9)" for each in ("c, seed 0 (3", "b, seed 1 (5", "a, seed 1 (6")], (
             "by turns"
         )
+        said.clear()  # a command that is given again tries again what failed
     assert found["b"][1].failed.startswith("refused: ")
     assert "no-such-b" in found["b"][1].failed
     assert whole.Aim(seeds=range(1), to_accuracy=0.9).folder(able[0], 0) != aim.folder(able[0], 0)
@@ -411,6 +432,7 @@ def test_runs_are_listed_with_what_differs_and_damage_is_a_row(tmp_path: Path) -
         shutil.copytree(tmp_path / "a", tmp_path / part)
     (tmp_path / "compared" / "plan.json").touch()
     assert {run.name for run in past.below(tmp_path)} == {"a", "b", "c", "compared/one/seed-0/run"}
+    assert [run.name for run in past.below(tmp_path / "a")] == ["a"], "a run itself"
     (tmp_path / "compared" / "report.html").touch()
     with pytest.raises(RequestError, match=r"compared is a comparison, reported in .*report\.html"):
         past.load(tmp_path / "compared")
@@ -434,13 +456,24 @@ def test_replicas_with_batch_statistics_of_their_own_are_another_model(tmp_path:
         loss = 2.0 + (1e-5 if name != "a" else 0)
         lines = (start, {"event": "step", "step": 1, "loss": loss})
         (run / "steps.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        cell = Cell(name=name, flags=())
+        cell = Cell(name=name, flags=(), config=RunConfig())
         trial = Trial(told=told, seconds=1.0)
         found.append(Series(cell, tmp_path / name, trial, races=[[1.0, 1.1], [1.0, 1.1]]))
-    same = {each.name: each.same_model for each in rows.rows(found, tolerance=1e-3)}
+    same = {each.name: each.same_model for each in rows.rows(found)}
     assert same == {"a": True, "b": True, "c": False, "d": False}
     assert rounds.base_of([found[2], found[1]]) is found[1], "the first that is the model of one device"
     assert rounds.base_of([found[2]]) is found[2]
+    exact = RunConfig(precision=PrecisionConfig(name="fp64"))
+    double = [replace(each, cell=replace(each.cell, config=exact)) for each in found[:2]]
+    assert [each.same_model for each in rows.rows(double)] == [True, False], "rounding explains less of fp64"
+
+
+def test_a_race_in_which_one_failed_at_once_leaves_the_others_in(tmp_path: Path) -> None:
+    (tmp_path / "race.json").write_text('{"failed": {"b": "out of memory"}, "rates": {}}')
+    living = [Series(Cell(name=name, flags=()), tmp_path / name) for name in "abc"]
+    rounds._race(living, lambda cell, folder: (), tmp_path, 1)
+    assert [each.failed for each in living] == ["", "out of memory", ""]
+    assert [each.races for each in living] == [[], [], []]
 
 
 @pytest.mark.parametrize(("step_s", "epoch"), [(0.02, 6), (0.025, 6), (0.005, 21), (0.2, 3), (0.05, None)])

@@ -172,6 +172,11 @@ def test_at_most_five_shares_are_measured_the_ends_among_them() -> None:
     assert forecast.chosen(devices, 64, is_weak=True) == [1, 2]
 
 
+def test_devices_of_a_sample_each_are_alike() -> None:
+    found = rows(shares((1, 0.8, 0.8), (64, 0.1, 0.1), (128, 0.1, 0.1)), [64, 128], Link.of(1e15, 0.0))
+    assert [row.step_s.middle for row in found] == pytest.approx([0.1, 0.1])
+
+
 @pytest.mark.parametrize(
     ("text", "bytes_per_s", "latency_s"),
     [("10Gbit/s,50us", 1.25e9, 50e-6), ("100 mbit, 1ms", 12.5e6, 1e-3), ("2GB/s,3µs", 2e9, 3e-6)],

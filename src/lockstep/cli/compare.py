@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import platform
 import shlex
 import sys
 import time
@@ -26,14 +25,16 @@ from ..config import RunConfig
 from ..errors import RequestError, RunError, Stopped, counted
 from ..files import own_folder, shown
 from ..launchers import table as launchers
+from ..launchers.lifeline import end_with_parent
 from ..launchers.table import visible_gpus
+from ..options import flatten
 from ..record.console import duration
 from ..screen import Screen
 from ..script import Script
 from ..versions import version_of
 from . import flags, output, run, words
 from .train import entry
-from .variants import BUSY, Job, busy, folder_of, scaling, telling
+from .variants import BUSY, Job, busy, folder_of, machine, scaling, telling
 
 if TYPE_CHECKING:
     from ..world import World
@@ -91,21 +92,20 @@ def main(given: list[str]) -> int:
     asked, rest = words.take(ours, OWN)
     job = Job(rest, script, prog=_PROG)
     base = job.config(())
-    varied = grid.axes(asked.get("--vary", [])) or _usual(base, is_script=has_script)
+    varied = grid.axes(asked.get("--vary", [])) or _usual(base, rest, is_script=has_script)
     weak = scaling(asked.get("--scaling", "strong"))
     for key, values in varied.items():
         for value in values:
             job.check_value(grid.words(key, value))
     cells = grid.cells(varied, job.config, weak=weak, yes=asked.get("--yes", False))
-    if "--vary" not in asked:  # nobody has asked for those that cannot be
-        cells = [each for each in cells if not each.why_not]
+    if "--vary" not in asked and sum(not each.why_not for each in cells) > 1:
+        cells = [each for each in cells if not each.why_not]  # nobody has asked for those that cannot be
     elif sum(not each.why_not for each in cells) == 1:
         why = "; ".join(f"{each.name}: {each.why_not}" for each in cells if each.why_not)
         raise RequestError(f"One variant is left, which nothing is compared with{f' ({why})' if why else ''}.")
     plan = rounds.Plan(
         budget_s=_seconds(asked.get("--budget", "2m")), width=0.02, steps=_whole("--steps", asked.get("--steps"))
     )
-    tolerance = asked.get("--tolerance", 1e-9 if base.precision.name == "fp64" else 1e-3)
     aim = _aim(asked, base.seed, varied, is_script=has_script)
     folder = folder_of(base, "comparison", _plan(cells, job.shown(), plan))
     screen = Screen(stderr=True)
@@ -121,7 +121,7 @@ def main(given: list[str]) -> int:
             ) from None
         except OSError as error:
             raise folders.unwritable(folder, error) from error
-    table = rows.rows(found, tolerance=tolerance)
+    table = rows.rows(found, tolerance=asked.get("--tolerance"))
     table = [whole.row(row, trained[row.name], aim.to_accuracy) if trained.get(row.name) else row for row in table]
     told = answer.sentences(table, found, job.shown, trained, aim.to_accuracy)
     if used > BUSY:
@@ -211,6 +211,7 @@ def _watched(given: list[str]) -> int:
         # What watches it ends it, after more steps than a short job has.
         config = dataclasses.replace(flags.parse(rest, prog="lockstep train"), epochs=_ENDLESS, max_steps=None)
     folders.check(config)
+    end_with_parent()  # a comparison that is killed leaves none behind
     launchers.launch(Raced(job, told) if how == "raced" else _WATCHED[how](job, int(told)), config)
     return 0
 
@@ -227,10 +228,16 @@ class _Ending:
             raise RunError(f"{self.script.name} has ended with exit code {code}; what it printed says why.")
 
 
-def _usual(base: RunConfig, *, is_script: bool) -> dict[str, list[str]]:
-    found = hardware.survey(visible_gpus())
-    gpus = 0 if base.parallel.accelerator == "cpu" else len(found.gpus)
-    return grid.usual(found.cpus, gpus, has_bf16=found.has_bf16_units, is_script=is_script)
+def _usual(base: RunConfig, given: Sequence[str], *, is_script: bool) -> dict[str, list[str]]:
+    """Return what is varied where nobody says. Raises `RequestError` where the flags leave nothing to vary."""
+    facts, options = hardware.survey(visible_gpus()), flatten(base)
+    gpus = 0 if base.parallel.accelerator == "cpu" else len(facts.gpus)
+    asked = {word.partition("=")[0].removeprefix("--") for word in given} & {"strategy", "devices", "precision"}
+    kept = {key: str(options[key]) for key in asked}
+    found = grid.usual(facts.cpus, gpus, has_bf16=facts.has_bf16_units, is_script=is_script, given=kept)
+    if not found:
+        raise RequestError("There is one way to train this here: say what to compare, as in --vary batch=64,256.")
+    return found
 
 
 def _seconds(text: str) -> float:
@@ -273,19 +280,19 @@ def _aim(asked: Mapping[str, Any], seed: int, varied: Mapping[str, Any], *, is_s
 
 
 def _plan(cells: Sequence[Cell], job: Sequence[str], plan: rounds.Plan) -> dict[str, Any]:
-    """Return what a comparison that goes on has to share with what it has begun: the machine, too."""
+    """Return what a comparison that goes on has to share with what it has begun."""
     return {
         "job": [*job],
         "cells": [{"name": each.name, "flags": list(each.flags)} for each in cells],
         "steps": plan.steps,
-        "machine": [platform.node(), *(version_of(name) for name in ("lockstep-torch", "torch"))],
+        "machine": machine(),
     }
 
 
 def _announce(screen: Screen, cells: Sequence[Cell], plan: rounds.Plan, aim: Aim) -> None:
     able = [each for each in cells if not each.why_not]
     screen.say(
-        f"{counted(len(able), 'variant')}, at most {plan.budget_s:.0f} s: {', '.join(each.name for each in able)}"
+        f"{counted(len(able), 'variant')}, in about {plan.budget_s:.0f} s: {', '.join(each.name for each in able)}"
     )
     if aim.seeds:
         until = "" if aim.to_accuracy is None else f", each until an evaluation has {100 * aim.to_accuracy:g}%"

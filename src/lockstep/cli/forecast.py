@@ -75,9 +75,11 @@ def main(given: list[str]) -> int:
     job = variants.Job(rest, script, prog=_PROG)
     base = job.config(())
     _check(base, is_weak=is_weak, is_script=has_script)
-    made = _made(Path(asked["--network"]), base, is_script=has_script) if Path(asked["--network"]).is_dir() else None
+    made = None
+    if (of_run := Path(asked["--network"])).is_dir():
+        made = _made(of_run, base, is_script=has_script, is_weak=is_weak)
     between = networks.links("--network", asked["--network"]) if made is None else within
-    plan = {"job": job.shown(), "scaling": "weak" if is_weak else "strong"}
+    plan = {"job": job.shown(), "scaling": "weak" if is_weak else "strong", "machine": variants.machine()}
     gpus = 0 if base.parallel.accelerator == "cpu" else len(hardware.survey(launchers.visible_gpus()).gpus)
     per_node = _per_node(asked.get("--per-node"), gpus)
     folder = variants.folder_of(base, "forecast", plan)
@@ -133,12 +135,13 @@ class _Made:
     step_s: list[float]
 
 
-def _made(folder: Path, base: RunConfig, *, is_script: bool) -> _Made:
+def _made(folder: Path, base: RunConfig, *, is_script: bool, is_weak: bool) -> _Made:
     """Return what a run of the same job has recorded. Raises `RequestError` where it tells nothing of its links."""
     run = past.load(folder)
+    ranks, step_s = int(records.start(folder)["plan"].get("ranks", 1)), records.step_s(folder)
     if not is_script:
-        past.check_one_job([past.Run(name="what is forecast", folder=folder, options=flatten(base)), run], "batch")
-    ranks, step_s = int(records.start(folder)["plan"]["ranks"]), records.step_s(folder)
+        options = flatten(base) | ({"batch": base.batch.size * ranks} if is_weak else {})
+        past.check_one_job([past.Run(name="what is forecast", folder=folder, options=options), run], "batch")
     if ranks < 2 or len(step_s) < 2:
         raise RequestError(
             f"{shown(folder)} tells nothing of links: it had {counted(ranks, 'rank')}, and logged "

@@ -15,9 +15,10 @@ from ..screen import Screen
 from . import compare, output, words
 
 _USAGE = """\
-usage: lockstep runs [FOLDER] [--open]
+usage: lockstep runs [FOLDER …] [--open]
 
-Lists the runs below FOLDER (default: runs): when and where, the options in which they differ, what they came to.
+Lists the runs below each FOLDER (default: runs), or which it is: when and where, the options in which they differ, what
+they came to.
 
   --open    make a report of those that have ended, as lockstep compare --from does, and open it in a browser
 """
@@ -29,14 +30,14 @@ def main(given: list[str]) -> int:
     if output.helped(given, _USAGE):
         return 0
     asked, leading = words.take(given, {"--open": bool})
-    if len(leading) > 1 or any(word.startswith("-") for word in leading):
-        raise RequestError(f"lockstep runs takes one folder, found {' '.join(leading)!r}.")
-    folder = Path(leading[0]) if leading else folders.RUNS
-    if not folder.is_dir():
-        raise RequestError(f"{folder} is no folder; give the one that has runs.")
-    found, reports = past.below(folder), sorted(folder.glob("*/report.html"))
+    given_folders = [*map(Path, leading)] or [folders.RUNS]
+    for folder in given_folders:
+        if not folder.is_dir():
+            raise RequestError(f"{folder} is not a folder; give folders that have runs.")
+    found = [run for folder in given_folders for run in past.below(folder)]
+    reports = sorted(page for folder in given_folders for page in folder.glob("*/report.html"))
     if not found and not reports:
-        raise RequestError(f"{folder} has no runs.")
+        raise RequestError(f"There are no runs in {', '.join(map(str, given_folders))}.")
     with output.written():
         screen = Screen()
         if found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ..errors import RequestError
 from ..files import parse_json, read, understanding, write_json
 from ..options import recipes
 from ..screen import Screen, line
+from ..versions import version_of
 from . import flags, run
 from .train import check, preflight
 
@@ -56,7 +58,7 @@ class Job:
 
     def training(self, cell: Cell, folder: Path, seed: int) -> Words:
         """Return the words of a whole training of the cell's."""
-        return self._words(cell, folder, "--seed", str(seed))
+        return self._words(cell, folder, "--seed", str(seed), "--resume", "auto")
 
     def _words(self, cell: Cell, folder: Path, *more: str) -> Words:
         return self._with(*cell.flags, "--output", str(folder), *more)
@@ -102,6 +104,11 @@ def folder_of(base: RunConfig, kind: str, plan: Mapping[str, Any]) -> Path:
     except OSError as error:
         raise folders.unwritable(path, error) from error
     return path
+
+
+def machine() -> list[str]:
+    """Return what makes numbers of one folder comparable beside the job: the host, and what has run it."""
+    return [platform.node(), *(f"{version_of(name)}" for name in ("lockstep-torch", "torch"))]
 
 
 def busy(screen: Screen, what: str) -> float:

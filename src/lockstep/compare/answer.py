@@ -44,11 +44,13 @@ def sentences(
     by_name = {each.cell.name: each for each in series}
     trained = trained or {}
     tried = [row for row in rows if not row.failed]
+    if not tried:
+        return ["No variant could be trained to its end; the table says why."]
     if target is not None and (reaching := [row for row in tried if row.reached]):
         chosen, why = _soonest(reaching, trained, target)
         take = f"Take: {shlex.join(command(chosen.flags))}"
         return [take, why, *_unreached(rows, trained, target), _limit(chosen)]
-    fair = [row for row in tried if row.same_model is not False] or rows
+    fair = [row for row in tried if row.same_model is not False] or tried
     worse = [row for row in fair if _is_less_accurate(row, fair, trained)] if target is None else []
     fair = [row for row in fair if row not in worse]
     best = max(fair, key=lambda row: _rate(row))

@@ -150,6 +150,10 @@ def measure(
                 tell(f"measuring a rank's share of {each} ({number} of {PASSES})")
             found[each].append(_trial(each, command, cell(each), path))
     start = records.start(folder / f"share-{ranks[0]}-1" / trials.RUN)
+    if not start["plan"]:
+        raise RunError(
+            "Its loop has no loader that lockstep shares out, so that nothing tells a rank's share of a batch."
+        )
     told = found[ranks[0]][0].told
     job = Job(
         batch=int(start["plan"]["global_size"]),
@@ -173,7 +177,7 @@ def doubt(shares: Sequence[Share]) -> str:
 
 def _trial(ranks: int, command: Callable[[Cell, Path], Words], cell: Cell, folder: Path) -> Trial:
     words = ("compare", "share", str(ranks), *command(cell, folder / trials.RUN))
-    found = trials.once(cell.name, folder, words, limit_s=_LIMIT_S, retries=True)
+    found = trials.once(cell.name, folder, words, limit_s=_LIMIT_S)
     if found.failed:
         raise RunError(f"A rank's share of {ranks} cannot be measured: {found.failed}")
     return found
@@ -318,7 +322,7 @@ def _at(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, flo
     several = sorted(several, key=lambda each: each.profile.batch)
     above = next((each for each in several if each.profile.batch >= batch), several[-1])
     below = next((each for each in reversed(several) if each.profile.batch <= batch), several[0])
-    if above is below:
+    if above.profile.batch == below.profile.batch:
         return replace(above.profile, batch=batch), above.memory_bytes
     part = (batch - below.profile.batch) / (above.profile.batch - below.profile.batch)
     step_s = below.profile.step_s + part * (above.profile.step_s - below.profile.step_s)

@@ -129,22 +129,23 @@ def _contradiction(config: RunConfig) -> str:
     return ""
 
 
-def usual(cpus: int, gpus: int, *, has_bf16: bool, is_script: bool) -> dict[str, list[str]]:
-    """Return what is varied where nobody says: the ways to train that make sense on this machine."""
-    several = max(2, gpus) if gpus != 1 else 1
-    if gpus == 0:
-        several = min(max(2, cpus), 4)
-    if is_script:
-        found = {"devices": ["1", str(several)]}
-    else:
-        found = {
-            "strategy": ["single", *(name for name, kind in KINDS.items() if _fits(name, kind.has_two_levels))],
-            "devices": ["1", str(several)],
-        }
-    if has_bf16 or gpus:
-        found["precision"] = ["fp32", "bf16"]
+def usual(
+    cpus: int, gpus: int, *, has_bf16: bool, is_script: bool, given: Mapping[str, str] | None = None
+) -> dict[str, list[str]]:
+    """Return what is varied where nobody says: the ways to train that make sense on this machine.
+
+    `given` is what the job's own flags ask for, by option: of the ways, that one is compared with one device, and a
+    precision that was asked for is the only one.
+    """
+    given = given or {}
+    several = gpus or min(max(2, cpus), 4)
+    ways = [name for name, kind in KINDS.items() if name != "single" and not kind.has_two_levels]
+    found = {
+        "strategy": [] if is_script else ["single", *([given["strategy"]] if "strategy" in given else ways)],
+        "devices": ["1", given.get("devices", str(several))],
+        "precision": ["fp32", "bf16"] if (has_bf16 or gpus) and "precision" not in given else [],
+    }
+    found = {key: list(dict.fromkeys(values)) for key, values in found.items()}
+    if len(found["devices"]) == 1:
+        del found["strategy"]  # all are what single is
     return {key: values for key, values in found.items() if len(values) > 1}
-
-
-def _fits(name: str, has_two_levels: bool) -> bool:
-    return name != "single" and not has_two_levels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,16 @@ _LEAST_S = 0.2
 
 
 def flops_per_s(device: torch.device, precision: str) -> float:
-    """Return the floating-point operations a second of a large product in this precision, with this rank's threads."""
+    """Return the floating-point operations a second of a large product in this precision, with this rank's threads.
+
+    0 where the device's memory has no room for it.
+    """
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(precision, torch.float32)
     size = _SIZE.get(device.type, _SIZE["cpu"])
-    matrix = torch.randn(size, size, dtype=torch.float32, device=device).to(dtype)
-    with torch.no_grad():
+    with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):
+        matrix = torch.randn(size, size, dtype=torch.float32, device=device).to(dtype)
         matrix @ matrix
         count, begun_s = 0, _now(device)
         while True:
@@ -28,6 +32,7 @@ def flops_per_s(device: torch.device, precision: str) -> float:
                 count += 1
             if (took_s := _now(device) - begun_s) > _LEAST_S:
                 return 2 * float(size) ** 3 * count / took_s
+    return 0.0
 
 
 def _now(device: torch.device) -> float:

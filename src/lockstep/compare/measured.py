@@ -19,6 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import psutil
+
 from ..config import RunConfig
 from ..errors import RunError
 from ..files import write_json
@@ -178,6 +180,7 @@ def _timed(pulse: Pulse, clock: Clock) -> Iterator[None]:
 @contextlib.contextmanager
 def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     own = vars(owner).get(name)
+    getattr(owner, name)  # what is no more there would change nothing, without a word
     setattr(owner, name, value)
     try:
         yield
@@ -190,9 +193,18 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def _endless() -> contextlib.ExitStack:
     """Have the job's loop go on whatever its epochs, until enough is measured."""
+    from torch.optim.lr_scheduler import OneCycleLR
+
     from ..loop import Loop
 
+    get_lr: Any = OneCycleLR.get_lr
+
+    def last_lr(schedule: OneCycleLR) -> Any:  # it alone of torch's refuses steps past its last
+        schedule.last_epoch = min(schedule.last_epoch, schedule.total_steps)
+        return get_lr(schedule)
+
     kept = contextlib.ExitStack()
+    kept.enter_context(_patched(OneCycleLR, "get_lr", last_lr))
     kept.enter_context(_patched(Loop, "goes_on", lambda *_: True))
     kept.enter_context(_patched(Loop, "is_done", False))
     return kept
@@ -284,7 +296,7 @@ class Probe:
 
     def _begin(self, loop: Loop) -> None:
         self._world.barrier()
-        self._cpu_s, self._joules = time.process_time(), self._joules_now(loop)
+        self._cpu_s, self._joules = _cpu_s(), self._joules_now(loop)
         self.clock.restart()
 
     def _joules_now(self, loop: Loop) -> float:
@@ -293,7 +305,7 @@ class Probe:
     def _note(self, loop: Loop) -> None:
         import torch
 
-        cpu_s, joules = time.process_time() - self._cpu_s, self._joules_now(loop) - self._joules
+        cpu_s, joules = _cpu_s() - self._cpu_s, self._joules_now(loop) - self._joules
         phase_s = {phase: each / self._steps for phase, each in self.clock.phase_s.items()}
         telemetry = loop.meter.telemetry
         gpus_busy = len(telemetry.handles) * telemetry.sample().get("device_percent", 0) / 100
@@ -312,7 +324,7 @@ class Probe:
             "phase_s": phase_s,
             "busy_processors": cpu_s / seconds,
             "busy_gpus": gpus_busy or None,
-            "joules_a_step": joules / self._steps or None,
+            "joules_a_step": joules / self._steps if joules > 0 else None,  # a counter that ran over tells nothing
             "peak_memory_bytes": {"host": host, "device": device or None},
             "flops_a_step": flops or None,
             "matrix_flops_per_s": rate,
@@ -380,12 +392,15 @@ class Racer:
             if self._left:
                 return
         self._signal_workers(signal.SIGSTOP)
+        before = self._world.pulse.phase
+        self._world.pulse.enter("")  # others' turns are no stall
         self._say(f"{sum(self.clock.step_s[1:])}")  # the first one finds another variant's data in the caches
         told = self._lines.readline()
         self._signal_workers(signal.SIGCONT)
         if not told:
             raise _EnoughError(loop.folder, {})
         self._left = 1 + int(told)
+        self._world.pulse.enter(before)
         self.clock.restart()
 
     @staticmethod
@@ -398,6 +413,15 @@ class Racer:
     def _say(self, text: str) -> None:
         self._lines.write(f"{text}\n")
         self._lines.flush()
+
+
+def _cpu_s() -> float:
+    """Return the seconds that this process and its data workers have had of processors."""
+    workers = 0.0
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            workers += sum(child.cpu_times()[:2])
+    return time.process_time() + workers
 
 
 def _of_gradients(loop: Loop, world: World) -> int:

@@ -60,7 +60,12 @@ class Run:
 
 
 def below(folder: Path) -> list[Run]:
-    """Return the runs below `folder`, at most two levels deep, and whole trainings of comparisons; the newest last."""
+    """Return the runs below `folder`, at most two levels deep, and whole trainings of comparisons; the newest last.
+
+    A folder that is a run itself is the only one.
+    """
+    if (folder / "manifest.json").exists():
+        return [_listed(folder, folder.parent)]
     whole = ("*/seed-*/run", "*/*/seed-*/run")
     paths = {path.parent for depth in ("*", "*/*", *whole) for path in folder.glob(f"{depth}/manifest.json")}
     found = sorted(path for path in paths if not _is_of_race(path))

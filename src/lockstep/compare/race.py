@@ -69,7 +69,8 @@ class Runner:
         self.command.check()
         if time.monotonic() > until_s:
             raise RunError(
-                f"The variant {self.name} failed: no step for minutes; its log in the race's folder may say why."
+                f"The variant {self.name} failed: it did not come to its next turn; its log in the race's folder may "
+                "say why."
             )
 
 

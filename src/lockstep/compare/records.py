@@ -19,6 +19,12 @@ def start(folder: Path) -> dict[str, Any]:
         return {**parse_json(next(lines_of(path), b"{}"))}
 
 
+def samples_of_step(folder: Path) -> int:
+    """Return the samples of a run's first step, of all ranks."""
+    with understanding(path := folder / FILE):
+        return next(int(row["samples"]) for row in map(parse_json, lines_of(path)) if row["event"] == "step")
+
+
 def step_s(folder: Path) -> list[float]:
     """Return the mean seconds of a step in each interval that a run has logged, but for the first."""
     with understanding(path := folder / FILE):
@@ -58,20 +64,30 @@ def training(path: Path, target: float | None) -> dict[str, Any]:
     """Return what a run's steps.jsonl tells of its training, up to the evaluation that reaches `target` if one does.
 
     step, train_s: how many steps, and their seconds. epoch_s: of each epoch. evals: [step, seconds until then,
-    accuracy] of each evaluation. reached: whether the last one reaches the target. proved: as of the whole run. Raises
+    accuracy] of each evaluation. reached: whether the last one reaches the target. proved: as of the whole run. Of
+    steps that a run made again, since it was killed and went on from a checkpoint, the last ones count. Raises
     `RequestError` where a file is damaged.
     """
     told: dict[str, Any] = {"step": 0, "train_s": 0.0, "epoch_s": [], "evals": [], "reached": False, "proved": ""}
+    logged, is_part = [(0, 0.0)], False
     if (summary := path.parent / SUMMARY).exists():
         with understanding(summary):
             told["proved"] = proved(parse_json(read(summary)).get("proof"))
     with understanding(path):
         for row in map(parse_json, lines_of(path)):
-            if row["event"] == "log":  # of the steps since the last one, by their mean
+            if row["event"] == "start":
+                first = row.get("first_step", 0)
+                logged = [each for each in logged if each[0] <= first]
+                told["evals"] = [each for each in told["evals"] if each[0] <= first]
+                told["epoch_s"], is_part = list(row.get("epoch_s", [])), bool(first % (row.get("steps_per_epoch") or 1))
+                told["step"], told["train_s"] = logged[-1]
+            elif row["event"] == "log":  # of the steps since the last one, by their mean
                 told["train_s"] += row["step_s"] * (row["step"] - told["step"])
                 told["step"] = row["step"]
+                logged.append((told["step"], told["train_s"]))
             elif row["event"] == "epoch":
-                told["epoch_s"].append(row["epoch_s"])
+                told["epoch_s"] += [] if is_part else [row["epoch_s"]]
+                is_part = False
             elif row["event"] == "eval" and row.get("top1") is not None:
                 told["evals"].append([row["step"], told["train_s"], row["top1"]])
                 if target is not None and row["top1"] >= target:

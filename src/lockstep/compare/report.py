@@ -191,9 +191,23 @@ def _html(report: Report, drawn: Sequence[Mapping[str, str]]) -> str:
             table=table,
             failed=[(row.name, row.failed) for row in report.rows if row.failed],
             charts=drawn,
-            configs=[(row.name, " ".join(row.flags)) for row in report.rows],
+            configs=_configs(report.rows),
         )
     )
+
+
+def _configs(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return the first one's options, and of the others those that are not the first one's."""
+    told: list[list[str]] = []
+    for row in rows:
+        options: list[str] = []
+        for word in row.flags:
+            options += [word] if word.startswith("--") else [f"{options.pop()} {word}"]
+        told.append(options)
+    return [
+        (row.name, " ".join(each for each in mine if mine is told[0] or each not in told[0]))
+        for row, mine in zip(rows, told, strict=True)
+    ]
 
 
 def _filled(report: Report) -> list[_Column]:

@@ -80,6 +80,11 @@ class Series:
         return (self.devices if chosen["batchnorm"] == "local" else 1), int(plan.get("accumulation", 1))
 
     @functools.cached_property
+    def batch(self) -> int:
+        """Samples of a step, of all ranks: as planned, or as a loop without a loader has given them."""
+        return int(self.start["plan"].get("global_size") or records.samples_of_step(self.run))
+
+    @functools.cached_property
     def start(self) -> dict[str, Any]:
         """The start event of its trial's run."""
         return records.start(self.run)
@@ -123,7 +128,7 @@ def run(
     able = [each for each in series if not each.failed]
     for number, each in enumerate(able, start=1):
         tried_s, limit_s = time.monotonic(), max(plan.budget_s / len(able), _LEAST_LIMIT_S)
-        if trials.done(each.folder / _TRIAL) is None:
+        if _is_left(each):
             tell(f"trying {each.cell.name} ({number} of {len(able)}), at most {limit_s:.0f} s")
         each.trial = _trial(each, command, steps=plan.steps, limit_s=limit_s)
         if each.failed:  # one that hangs takes no time from the others
@@ -168,13 +173,18 @@ def run(
 def _check_time(able: Sequence[Series], tried: int, plan: Plan, took_s: float) -> None:
     """Raise `RequestError` once it is seen that the budget does not even hold the trials."""
     known = [each.trial.seconds for each in able[:tried] if each.trial is not None and not each.trial.failed]
-    waiting = sum(trials.done(each.folder / _TRIAL) is None for each in able[tried:])
+    waiting = sum(map(_is_left, able[tried:]))
     left_s = waiting * statistics.fmean(known) if known else 0.0
     if took_s + left_s > plan.budget_s:
         raise RequestError(
             f"--budget {plan.budget_s:.0f}s is too small: trying {tried} of {counted(len(able), 'variant')} took "
             f"{took_s:.0f} s; give {math.ceil(2 * (took_s + left_s))}s, or fewer variants."
         )
+
+
+def _is_left(series: Series) -> bool:
+    before = trials.done(series.folder / _TRIAL)
+    return before is None or bool(before.failed)
 
 
 def _raced(folder: Path, plan: Plan) -> int:
@@ -218,8 +228,7 @@ def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int)
             for each in living:
                 if each.cell.name in told["rates"]:
                     each.races.append([float(rate) for rate in told["rates"][each.cell.name]])
-                else:
-                    each.trouble = told["failed"].get(each.cell.name, "it was in no race")
+                each.trouble = told["failed"].get(each.cell.name, "")
         return
     trials.make_anew(folder)
     rates: dict[str, list[float]] = {}

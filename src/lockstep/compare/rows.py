@@ -90,27 +90,32 @@ class Row:
         return None if self.speed_up is None else self.speed_up.middle / self.devices
 
 
-def rows(found: Sequence[Series], *, tolerance: float) -> list[Row]:
-    """Return a row for each variant that was tried, in their order."""
+def rows(found: Sequence[Series], *, tolerance: float | None = None) -> list[Row]:
+    """Return a row for each variant that was tried, in their order.
+
+    `tolerance` is the relative difference of losses that counts as the same model, by default what rounding explains.
+    """
     working = [each for each in found if each.races and not each.failed and each.trial is not None]
     return [_row(each, working, tolerance) for each in found]
 
 
-def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
+def _row(series: Series, working: Sequence[Series], tolerance: float | None) -> Row:
     cell, trial = series.cell, series.trial
     if series not in working or trial is None:
         return Row(name=cell.name, flags=cell.flags, failed=series.failed or "it was not run")
     base = rounds.base_of(working)
     alone = next((each for each in working if each.cell.is_alone_of(cell)), None)
     start, told, step_s = series.start, trial.told, trial.step_s
-    batch = _batch(start)
+    batch = series.batch
     rate = numbers.of_groups([[each * batch for each in race] for race in series.races])
     middle_s = batch / rate.middle
     flops = told["flops_a_step"] or 0
-    gap = _loss_gap(series, base) if batch == _batch(base.start) else None
+    gap = _loss_gap(series, base) if batch == base.batch else None
     # What decides the model may vary too: then other losses are no fault.
     is_judged = cell.options.keys().isdisjoint(IDENTITY) and _precision(series) == _precision(base)
-    another = _another(series, base, gap, tolerance) if gap is not None and is_judged else None
+    if tolerance is None and base.cell.config is not None:
+        tolerance = curve.default_tolerance(base.cell.config)
+    another = _another(series, base, gap, tolerance or 0.0) if gap is not None and is_judged else None
     steps = start["steps_per_epoch"]
     return Row(
         name=cell.name,
@@ -127,7 +132,7 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
         epoch_s=steps * middle_s if steps else None,
         parts_s=_parts_of(told),
         teraflops=flops / middle_s / 1e12 if flops else None,
-        matrix_share=flops / middle_s / told["matrix_flops_per_s"] if flops else None,
+        matrix_share=flops / middle_s / rate_s if flops and (rate_s := told["matrix_flops_per_s"]) else None,
         bytes_a_step=told["bytes_a_step"],
         host_memory_bytes=told["peak_memory_bytes"]["host"],
         device_memory_bytes=told["peak_memory_bytes"]["device"],
@@ -143,7 +148,7 @@ def _row(series: Series, working: Sequence[Series], tolerance: float) -> Row:
 
 
 def _samples_ratio(ours: Series, theirs: Series) -> Interval:
-    factor = _batch(ours.start) / _batch(theirs.start)
+    factor = ours.batch / theirs.batch
     return Interval(*(each * factor for each in rounds.ratio(ours, theirs)))
 
 
@@ -170,10 +175,6 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _batch(start: dict[str, Any]) -> int:
-    return int(start["plan"].get("global_size", 1))
-
-
 def _another(ours: Series, theirs: Series, gap: float, tolerance: float) -> str:
     """Return why the model is not the other's; "" where it is."""
     parts, whole = ours.statistics, theirs.statistics
@@ -182,10 +183,10 @@ def _another(ours: Series, theirs: Series, gap: float, tolerance: float) -> str:
     return f"its losses differ by {gap:.1e}" if gap > tolerance else ""
 
 
-def _loss_gap(ours: Series, theirs: Series) -> float:
-    """Return the largest relative difference of the first losses that both have."""
+def _loss_gap(ours: Series, theirs: Series) -> float | None:
+    """Return the largest relative difference of the first losses that both have; None where they have none."""
     a, b = (curve.losses_of(each.run) for each in (ours, theirs))
-    return max((curve.gap(a[step], b[step]) for step in sorted(a.keys() & b.keys())[:_COMPARED]), default=0.0)
+    return max((curve.gap(a[step], b[step]) for step in sorted(a.keys() & b.keys())[:_COMPARED]), default=None)
 
 
 def _precision(series: Series) -> str:

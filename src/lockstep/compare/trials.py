@@ -90,13 +90,10 @@ def run(
     return trial
 
 
-def once(name: str, folder: Path, watched: Words, *, limit_s: float, retries: bool = False) -> Trial:
-    """Return the trial that was run in `folder` before; where none was, run it as `run` does.
-
-    With `retries` one that failed is run again.
-    """
+def once(name: str, folder: Path, watched: Words, *, limit_s: float) -> Trial:
+    """Return the trial that was run in `folder` before; where none was, or it failed, run it as `run` does."""
     before = done(folder)
-    if before is not None and not (retries and before.failed):
+    if before is not None and not before.failed:
         return before
     make_anew(folder)
     return run(name, folder, watched, limit_s=limit_s)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .. import locks
 from . import numbers, records, trials
 from .grid import Cell, Words
 from .numbers import Interval
@@ -42,6 +43,8 @@ def run(
 ) -> dict[str, dict[int, Trial]]:
     """Run the trainings that are not in their folders yet, one after the other, and return all.
 
+    One that was begun goes on from its checkpoint.
+
     `command` returns the words of a cell's command with this run's folder and seed. A variant whose training fails is
     trained no more. Raises `Stopped` where a training was stopped by somebody else, and what `trials.run` does.
     """
@@ -52,9 +55,10 @@ def run(
             name, mine, folder = each.cell.name, trained[each.cell.name], aim.folder(each, seed)
             if any(before.failed for before in mine.values()):
                 continue
-            if (training := trials.done(folder)) is None:
+            training = trials.done(folder)
+            if training is None or training.failed:
                 tell(f"training {name}, seed {seed} ({number * len(able) + place} of {len(able) * len(aim.seeds)})")
-                trials.make_anew(folder)
+                locks.check_free(folder / trials.RUN)  # a comparison that was killed may have left it training
                 training = _train(name, folder, command(each.cell, folder / trials.RUN, seed), aim.to_accuracy)
             mine[seed] = training
     return trained
