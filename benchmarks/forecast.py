@@ -129,36 +129,47 @@ def measure() -> Report:
         "same time, without exchange, and taken from the slowest, for which the others wait. A link is examined by "
         "`lockstep doctor` on these nodes; or described by its rate, to which gloo's own time for a message is "
         "added, as doctor finds it without a limit. Nothing is fitted to a measured step of several ranks. Measured: "
-        f"{STEPS} steps after the warm-up, mean, the median of {RUNS} runs.",
-        n=f"{RUNS} runs of each case, {forecast.PASSES} of each share and link",
+        f"{STEPS} steps after the warm-up, mean, the median of {RUNS} runs. Shares, links and steps take turns.",
+        n=f"{RUNS} runs of each case, share and link",
     )
 
 
 def _of(nodes: Sequence[Host], name: str, words: Sequence[str], folder: Path) -> Iterator[Case]:
-    """Yield the cases of one job on these nodes."""
+    """Yield the cases of one job on these nodes.
+
+    What is forecast from and what is measured take turns: from minute to minute the same machine is half as fast again.
+    """
     world = len(nodes)
-    passes = [_shares(nodes, words, folder / f"share-{number}") for number in range(forecast.PASSES)]
-    # All wait for the slowest node: of three on two processors, one has a processor of its own, and tells nothing.
-    told = [max(each, key=lambda node: statistics.fmean(node["step_s"])) for each in passes]
+    told, own = [], []
+    examined: dict[str, list[dict[float, float]]] = {link: [] for link in _LINKS}
+    real_s: dict[str, list[float]] = {link: [] for link in _LINKS}
+    for number in range(RUNS):
+        shares = _shares(nodes, words, folder / f"share-{number}")
+        # All wait for the slowest node: of three on two processors, one has a processor of its own, and tells nothing.
+        told.append(max(shares, key=lambda node: statistics.fmean(node["step_s"])))
+        own.append(_examined(nodes, folder))
+        for link, (limit, *_) in _LINKS.items():
+            with contextlib.ExitStack() as kept:
+                try:
+                    kept.enter_context(_throttled(nodes, limit))
+                except AssertionError:  # a kernel without netem
+                    continue
+                examined[link].append(_examined(nodes, folder))
+                run = folder / f"{limit.replace(' ', '-')}-{number}"
+                measured = _together(nodes, run, ("compare", "measured", f"{STEPS}"), words)
+                real_s[link].append(statistics.fmean(measured["step_s"]))
     share = forecast.share(world, 1, told)
-    shares = [replace(share, ranks=1, process_s=()), share]  # nothing is asked of one node
-    own = _message(nodes, folder)
-    for link, (limit, bytes_per_s, latency_s) in _LINKS.items():
-        with contextlib.ExitStack() as kept:
-            try:
-                kept.enter_context(_throttled(nodes, limit))
-            except AssertionError:  # a kernel without netem
-                continue
-            examined = _message(nodes, folder)
-            runs = [folder / f"{limit.replace(' ', '-')}-{number}" for number in range(RUNS)]
-            real = [_together(nodes, each, ("compare", "measured", f"{STEPS}"), words) for each in runs]
-        real_s = statistics.median(statistics.fmean(each["step_s"]) for each in real)
-        described = Links(*(Link.of(bytes_per_s * _ON_THE_WIRE, latency_s).behind(each) for each in own))
-        for known, between in ((EXAMINED, examined), (DESCRIBED, described)):
+    both = [replace(share, ranks=1, process_s=()), share]  # nothing is asked of one node
+    for link, (_, bytes_per_s, latency_s) in _LINKS.items():
+        if not real_s[link]:
+            continue
+        wire = Link.of(bytes_per_s * _ON_THE_WIRE, latency_s)
+        described = Links(*(wire.behind(each) for each in networks.measured(own)))
+        for known, between in ((EXAMINED, networks.measured(examined[link])), (DESCRIBED, described)):
             cluster = Cluster(between=between, within=between, per_node=1)
             job = Job(batch=int(words[1]), steps_per_epoch=None, epochs=1, on_gpu=False)
-            (row,) = forecast.forecast(shares, job, cluster, [world])
-            yield Case(name, world, link, known, row.step_s, real_s)
+            (row,) = forecast.forecast(both, job, cluster, [world])
+            yield Case(name, world, link, known, row.step_s, statistics.median(real_s[link]))
 
 
 def _shares(nodes: Sequence[Host], words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
@@ -200,12 +211,8 @@ def _together(nodes: Sequence[Host], folder: Path, watched: Sequence[str], words
     return found
 
 
-def _message(nodes: Sequence[Host], folder: Path) -> Links:
-    """Return what `lockstep doctor` finds between two nodes, asked as often as shares are measured."""
-    return networks.measured([_examined(nodes, folder) for _ in range(forecast.PASSES)])
-
-
 def _examined(nodes: Sequence[Host], folder: Path) -> dict[float, float]:
+    """Return what `lockstep doctor` finds between the nodes: {bytes: seconds of a message}."""
     meets = f"tcp://{nodes[0].address}:{next(_PORTS)}"
     how = ("doctor", "--json", "--accelerator", "cpu", "--init-method", meets, "--world-size", len(nodes))
     started = [each.lockstep(folder, *how, "--rank", rank) for rank, each in enumerate(_made(folder, nodes))]
