@@ -85,6 +85,7 @@ def told(mean_s: float, *, points: list[Any] | None = None) -> dict[str, Any]:
     points = points or [[GRADIENT, 4 * MB, 0]]
     return {
         "step_s": [mean_s] * 4,
+        "noted_step_s": 2 * mean_s,
         "overlaps": True,
         "peak_memory_bytes": {"host": 100.0, "device": None},
         "profile": {"points": points, "seconds": [[2 * mean_s / (len(points) + 1)] * (len(points) + 1)] * 4},

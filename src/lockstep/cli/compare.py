@@ -55,7 +55,8 @@ trained whole, alone on the machine, once a seed: its accuracy and time, as mean
   --to-accuracy A    end each of them once an evaluation has this accuracy, such as 0.94 (default: 3 seeds)
   --scaling weak     the same batch for each device; by default the same global batch (strong)
   --steps N          steps of the trial that tells where the time goes; by default as many as fill its time
-  --tolerance T      relative difference of losses that counts as the same model (default: 1e-3, 1e-9 in fp64)
+  --tolerance T      relative difference of losses that counts as the same model (default: 1e-3, 1e-9 in fp64,
+                     1e-2 with Muon)
   --yes              run more than 64 variants
   --from RUN …       a report on runs that have ended, which are ways of one job
   --output FOLDER    default: runs/NAME-comparison; a comparison that was stopped there goes on
