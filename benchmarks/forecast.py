@@ -141,7 +141,7 @@ def _of(nodes: Sequence[Host], name: str, words: Sequence[str], folder: Path) ->
     """
     world = len(nodes)
     told, own = [], []
-    examined: dict[str, list[dict[float, float]]] = {link: [] for link in _LINKS}
+    examined: dict[str, list[networks.Exchanges]] = {link: [] for link in _LINKS}
     real_s: dict[str, list[float]] = {link: [] for link in _LINKS}
     for number in range(RUNS):
         shares = _shares(nodes, words, folder / f"share-{number}")
@@ -211,12 +211,12 @@ def _together(nodes: Sequence[Host], folder: Path, watched: Sequence[str], words
     return found
 
 
-def _examined(nodes: Sequence[Host], folder: Path) -> dict[float, float]:
-    """Return what `lockstep doctor` finds between the nodes: {bytes: seconds of a message}."""
+def _examined(nodes: Sequence[Host], folder: Path) -> networks.Exchanges:
+    """Return what `lockstep doctor` finds between the nodes."""
     meets = f"tcp://{nodes[0].address}:{next(_PORTS)}"
     how = ("doctor", "--json", "--accelerator", "cpu", "--init-method", meets, "--world-size", len(nodes))
     started = [each.lockstep(folder, *how, "--rank", rank) for rank, each in enumerate(_made(folder, nodes))]
-    return networks.all_reduces(json.loads(_ended(started)[0]))
+    return networks.exchanges(json.loads(_ended(started)[0]))
 
 
 def _made(folder: Path, nodes: Sequence[Host]) -> Sequence[Host]:

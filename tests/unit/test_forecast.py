@@ -85,7 +85,6 @@ def told(mean_s: float, *, points: list[Any] | None = None) -> dict[str, Any]:
     points = points or [[GRADIENT, 4 * MB, 0]]
     return {
         "step_s": [mean_s] * 4,
-        "noted_step_s": 2 * mean_s,
         "overlaps": True,
         "peak_memory_bytes": {"host": 100.0, "device": None},
         "profile": {"points": points, "seconds": [[2 * mean_s / (len(points) + 1)] * (len(points) + 1)] * 4},
@@ -203,11 +202,16 @@ def test_what_doctor_has_found_is_a_link(tmp_path: Path) -> None:
     files = []
     for number, factor in enumerate((1.0, 1.2)):
         rows = [finding("512 B", 4e-3 * factor), finding("1 MiB", 20e-3 * factor), {"name": "memory", "value": 1}]
+        rows.append({"name": "all-gather 170 B", "value": 3e-3 * factor})
         files.append(tmp_path / f"{number}.json")
         files[-1].write_text(json.dumps({"ranks": 3, "findings": rows}))
     alone = networks.links("--network", str(files[0]))
     assert np.array(alone.middle.points) == pytest.approx(np.array([[512 / 3, 1e-3], [2**20 / 3, 5e-3]]))
     assert alone.worst == alone.best, "of one time nothing is known of the next"
+    assert alone.middle.gather_s == pytest.approx(0.5e-3), "a message of two takes half as long again"
+    exchanges = Network(between=alone.middle, within=alone.middle)
+    assert exchanges.all_gather_s(170, 3) == pytest.approx(3e-3)
+    assert exchanges.all_reduce_s(512, 3) == pytest.approx(4e-3)
     both = networks.links("--network", ",".join(map(str, files)))
     assert both.middle.latency_s == pytest.approx(1.1e-3)
     assert both.worst.latency_s > 1.2e-3

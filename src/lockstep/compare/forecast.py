@@ -190,9 +190,8 @@ def share(ranks: int, batch: int, told: Sequence[dict[str, Any]]) -> Share:
     if any(other != points for other, _ in merged):
         raise RunError("The job's steps are not the same from one process to the next: there is no step to forecast.")
     means = tuple(statistics.fmean(each["step_s"]) for each in told)
-    # Noting the points takes time of its own: what a step lasts without it is known from those before.
-    noted = [mean_s / each["noted_step_s"] for mean_s, each in zip(means, told, strict=True)]
-    seconds = [found * factor for (_, found), factor in zip(merged, noted, strict=True)]
+    # Noting the points takes time of its own: what a step lasts is known from those before.
+    seconds = [found * (mean_s / found.sum(1).mean()) for (_, found), mean_s in zip(merged, means, strict=True)]
     peaks = [each["peak_memory_bytes"] for each in told]
     return Share(
         ranks,

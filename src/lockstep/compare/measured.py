@@ -41,8 +41,6 @@ _TIMED_S = 1.5
 _FEWEST, _MOST = 4, 500
 WARM_UP = 3
 """Steps before anything is timed: what happens once is over, and the operations of the last but one are counted."""
-_PAUSE_S = 1e-3
-"""What a small exchange takes between machines, about: for a processor that waits, longer is no worse."""
 _WARM_S = 1.0
 """For which the job then runs at full speed before the timed steps: memory never touched before comes slowly."""
 
@@ -55,7 +53,7 @@ class Measured:
     steps: int = 0
     """Those that are timed; 0 for as many as fill `_TIMED_S`."""
     is_profiled: bool = False
-    """Whether twice as many steps follow in which each exchange's place is noted, and none without exchange."""
+    """Whether as many steps follow in which each exchange's place is noted, and none without exchange."""
 
     def __call__(self, config: RunConfig, world: World) -> None:
         """Measure (*collective*). Raises what the job does, and `RunError` where it ends before all steps are made."""
@@ -250,14 +248,10 @@ class Probe:
         if self.made == self._timed_to:
             self._note(loop)
             if self._is_profiled:
-                self._profile(loop, 0.0)
+                self._profile(loop)
             else:
                 self._stop_synchronising()
                 self._begin(loop)
-        if self._is_profiled and self.made == self._timed_to + self._steps:
-            self._told["noted_step_s"] = _mean_step_s(self.clock.told())
-            is_waited_for = self._world.size > 1 and self._world.device.type == "cpu"
-            self._profile(loop, _PAUSE_S if is_waited_for else 0.0)
         if self.made == self._last:
             if self._is_profiled:
                 self._told["profile"] = self.clock.told()
@@ -272,7 +266,7 @@ class Probe:
         self._steps = self._steps or max(_FEWEST, self._as_many_as_fill(_TIMED_S))
         self._timed_to = self._warm_to + self._steps
         unsynchronised = max(1, round(self._steps * _UNSYNCHRONISED)) if self._world.size > 1 else 0
-        more = 2 * self._steps if self._is_profiled else unsynchronised
+        more = self._steps if self._is_profiled else unsynchronised
         self._last = self._timed_to + more
 
     def _as_many_as_fill(self, seconds: float) -> int:
@@ -340,14 +334,14 @@ class Probe:
             loop.confirm()
             self._told["proof"] = loop.checks()
 
-    def _profile(self, loop: Loop, pause_s: float) -> None:
-        """Have the points of each step noted from now on, and wait so long at each that others would be waited for."""
+    def _profile(self, loop: Loop) -> None:
+        """Have the points of each step noted from now on."""
         from .profiler import Stamps
 
         job = getattr(loop.parts, "job", None)
         models = [job.model] if job is not None else loop.parts.models.values()  # type: ignore[attr-defined]
         self._told["overlaps"] = job is not None  # a loop of one's own exchanges its gradients after the backward pass
-        self.clock = Stamps(models, self._world.device, pause_s=pause_s)
+        self.clock = Stamps(models, self._world.device)
 
     def _stop_synchronising(self) -> None:
         """Have gradients exchanged no more, and the replicas, which part then, compared no more."""
@@ -419,10 +413,6 @@ class Racer:
     def _say(self, text: str) -> None:
         self._lines.write(f"{text}\n")
         self._lines.flush()
-
-
-def _mean_step_s(profile: dict[str, Any]) -> float:
-    return sum(map(sum, profile["seconds"])) / len(profile["seconds"])
 
 
 def _cpu_s() -> float:

@@ -54,7 +54,7 @@ _RATES = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": _GBIT, "mb": 1e6, "gb": 1e9}
 _TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _WORDS = re.compile(r"([\d.]+)\s*([kmg]bit|[mg]b)(?:/s)?\s*,\s*([\d.]+)\s*(us|µs|ms|s)", re.IGNORECASE)
 _RATE_ALONE = re.compile(r"[\d.]+\s*([kmg]bit|[mg]b)(/s)?", re.IGNORECASE)
-_SIZE = re.compile(r"all-reduce (\d+) (B|KiB|MiB|GiB)")
+_SIZE = re.compile(r"all-(reduce|gather) (\d+) (B|KiB|MiB|GiB)")
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -80,7 +80,7 @@ def links(flag: str, text: str) -> Links:
         told = []
         for path in map(Path, text.split(",")):
             with understanding(path):
-                told.append(all_reduces(parse_json(read(path))))
+                told.append(exchanges(parse_json(read(path))))
         return measured(told)
     if _RATE_ALONE.fullmatch(text.strip()):
         raise RequestError(f"{flag} {text} lacks the latency of a message: give {text},50us or what it is there.")
@@ -93,30 +93,41 @@ def links(flag: str, text: str) -> Links:
     raise unknown(f"network of {flag}", text, PRESETS, advice)
 
 
-def measured(told: Sequence[dict[float, float]]) -> Links:
-    """Return the link of which `told` has {bytes: seconds of a message}, as it was measured once or more.
+def measured(told: Sequence[Exchanges]) -> Links:
+    """Return the link that was measured once or more.
 
     How much one time differs from the next is the link's uncertainty; of once, nothing is known of it. Raises
     `RequestError` where nothing was measured.
     """
-    sizes = sorted(set.intersection(*map(set, told)))
+    sizes = sorted(set.intersection(*(set(each.messages_s) for each in told)))
     if len(sizes) < 2:
         raise RequestError("What lockstep doctor has printed holds no all-reduce: give it --devices 2 or more.")
-    error = numbers.of_next([[each[size_bytes] for each in told] for size_bytes in sizes])
-    means = [statistics.fmean(each[size_bytes] for each in told) for size_bytes in sizes]
+    error = numbers.of_next([[each.messages_s[size_bytes] for each in told] for size_bytes in sizes])
+    means = [statistics.fmean(each.messages_s[size_bytes] for each in told) for size_bytes in sizes]
     # A longer message that came sooner is noise.
-    middle = Link(tuple(zip(sizes, itertools.accumulate(means, max), strict=True)))
+    points = tuple(zip(sizes, itertools.accumulate(means, max), strict=True))
+    middle = Link(points, statistics.fmean(each.gather_s for each in told))
     return Links(middle.slower(1 + error), middle, middle.slower(1 / (1 + error)))
 
 
-def all_reduces(told: dict[str, Any]) -> dict[float, float]:
-    """Return {bytes: seconds of a message} of what `lockstep doctor --json` has printed.
+class Exchanges(NamedTuple):
+    """What `lockstep doctor` has found of a link, once."""
 
-    In a ring of N, 2 (N - 1) messages of an N-th part come one after the other.
-    """
+    messages_s: dict[float, float]
+    """{bytes: seconds of a message}, of all-reduces: in a ring of N, 2 (N - 1) of an N-th part, one after another."""
+    gather_s: float
+    """Seconds that a message of an all-gather takes longer: of the N - 1 of a ring."""
+
+
+def exchanges(told: dict[str, Any]) -> Exchanges:
+    """Return the link of what `lockstep doctor --json` has printed."""
     ranks = int(told["ranks"])
-    found = {}
+    found, gather_s = {}, 0.0
     for finding in told["findings"] if ranks > 1 else ():
         if size := _SIZE.fullmatch(finding["name"]):
-            found[int(size[1]) * _BYTES[size[2]] / ranks] = float(finding["value"]) / (2 * (ranks - 1))
-    return found
+            size_bytes, seconds = int(size[2]) * _BYTES[size[3]], float(finding["value"])
+            if size[1] == "reduce":
+                found[size_bytes / ranks] = seconds / (2 * (ranks - 1))
+            elif len(found) > 1:  # it comes after them
+                gather_s = seconds / (ranks - 1) - Link(tuple(sorted(found.items()))).message_s(size_bytes)
+    return Exchanges(found, gather_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,16 +23,10 @@ class Stamps:
     A point is (kind, bytes that a rank gives to the exchange, a number that tells parameters apart).
     """
 
-    def __init__(self, models: Iterable[nn.Module], device: torch.device, *, pause_s: float = 0.0) -> None:
-        """Hook these models; where a rank would wait for the others, have it wait `pause_s`, which is in no interval.
-
-        A processor that has waited goes on more slowly: others have had its caches, and its clock may have fallen.
-        """
-        self._pause_s = pause_s
+    def __init__(self, models: Iterable[nn.Module], device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._time, self._between = moments(self._on_gpu)
-        self._steps: list[list[tuple[Any, Any, Any]]] = []
-        """Of each step (point, when it was reached, when it was left)."""
+        self._steps: list[list[tuple[Any, Any]]] = []
         self._hooks: list[Any] = []
         held = nn.ModuleList(models)  # so that what models share is seen once
         for module in held.modules():
@@ -48,14 +41,13 @@ class Stamps:
 
     def restart(self) -> None:
         """Begin a step now, and forget the one under way."""
-        self._now: list[tuple[Any, Any, Any]] = []
-        self._mark(None)
+        self._now: list[tuple[Any, Any]] = [(None, self._time())]
 
     go_on = restart
 
     def end_step(self, _: str = "") -> None:
         """End a step, and begin the next one."""
-        self._mark(None)
+        self._now.append((None, self._time()))
         self._steps.append(self._now)
         self._now = self._now[-1:]
 
@@ -68,10 +60,10 @@ class Stamps:
             hook.remove()
         if self._on_gpu:
             torch.cuda.synchronize()
-        paths = [[point for point, *_ in step[1:-1]] for step in self._steps]
+        paths = [[point for point, _ in step[1:-1]] for step in self._steps]
         points = max(paths, key=paths.count)
         seconds = [
-            [self._between(left, reached) for (*_, left), (_, reached, _) in itertools.pairwise(step)]
+            [self._between(a, b) for (_, a), (_, b) in itertools.pairwise(step)]
             for step, path in zip(self._steps, paths, strict=True)
             if path == points
         ]
@@ -94,8 +86,4 @@ class Stamps:
         return mark
 
     def _mark(self, point: Any) -> None:
-        reached = left = self._time()
-        if self._pause_s and point is not None and point[0] != GRADIENT:
-            time.sleep(self._pause_s)
-            left = self._time()
-        self._now.append((point, reached, left))
+        self._now.append((point, self._time()))

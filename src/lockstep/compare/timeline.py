@@ -64,6 +64,8 @@ class Link:
     """What carries messages: (bytes, seconds until a message has arrived), by size; on a line between these."""
 
     points: tuple[tuple[float, float], ...]
+    gather_s: float = 0.0
+    """Seconds that a message of an all-gather takes longer than one of an all-reduce."""
 
     @classmethod
     def of(cls, bytes_per_s: float, latency_s: float) -> Link:
@@ -89,11 +91,13 @@ class Link:
     def behind(self, other: Link) -> Link:
         """Return the link over which a message takes the time of both, one after the other."""
         sizes = sorted({size_bytes for size_bytes, _ in (*self.points, *other.points)})
-        return Link(tuple((each, self.message_s(each) + other.message_s(each)) for each in sizes))
+        points = tuple((each, self.message_s(each) + other.message_s(each)) for each in sizes)
+        return Link(points, self.gather_s + other.gather_s)
 
     def slower(self, factor: float) -> Link:
         """Return one over which each message takes so many times as long."""
-        return Link(tuple((size_bytes, taken * factor) for size_bytes, taken in self.points))
+        points = tuple((size_bytes, taken * factor) for size_bytes, taken in self.points)
+        return Link(points, self.gather_s * factor)
 
     def instant(self) -> Link:
         """Return it without latency."""
@@ -112,7 +116,7 @@ class Network:
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
         """Return the seconds that it takes to sum so many bytes over the ranks."""
-        ring_s = 2 * self.all_gather_s(size_bytes / ranks, ranks)
+        ring_s = 2 * self._around_s(size_bytes / ranks, ranks)
         if not self.has_trees or ranks == 1:
             return ring_s
         hops_s = math.ceil(math.log2(self._nodes(ranks))) * self.between.latency_s
@@ -121,6 +125,10 @@ class Network:
 
     def all_gather_s(self, size_bytes: float, ranks: int) -> float:
         """Return the seconds that it takes to have so many bytes of each rank on all: messages around the ring."""
+        link = self.between if self._nodes(ranks) > 1 else self.within
+        return max(0.0, self._around_s(size_bytes, ranks) + (ranks - 1) * link.gather_s)
+
+    def _around_s(self, size_bytes: float, ranks: int) -> float:
         if ranks == 1:
             return 0.0
         between = self._nodes(ranks) - 1

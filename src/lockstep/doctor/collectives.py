@@ -32,6 +32,8 @@ _SIZES = {
     "cuda": {512: 50, MIB: 20, 16 * MIB: 10, 128 * MIB: 7, 512 * MIB: 5},
 }
 """{bytes: how often}; of the times the mean is taken: in a training, too, some messages wake a rank late, and count."""
+_GATHERED_BYTES, _GATHERS = 512, 100
+"""Of each rank, as BatchNorm's statistics of some channels, and how often."""
 _MOST_S = 1.0  # for one size; where the next would take longer, it and those above are left out
 _PATTERN, _WEIGHTS = 127, 64  # small enough that the sum over 4,000 ranks is a whole number that float32 holds
 
@@ -65,7 +67,8 @@ def compute(
             torch.cuda.set_device(device)  # which each thread has its own of
         # torch's own limit, which on a GPU ends the process, comes after ours.
         worlds.append(world := World.join(topology, device, group, timeout_s=2 * limit_s, collectives=collectives))
-        return {"way": _way(world), "held": held, "rows": _measure(world), "changed": _changed(world)}
+        measured = {"rows": _measure(world), "gather_s": _gather_s(world), "changed": _changed(world)}
+        return {"way": _way(world), "held": held, **measured}
 
     mine: dict[str, Any]
     try:
@@ -127,6 +130,15 @@ def _measure(world: World) -> list[tuple[int, float, int]]:
     return measured
 
 
+def _gather_s(world: World) -> float:
+    """Return the slowest rank's mean seconds of bringing a few bytes of each to all (*collective*)."""
+    import torch
+
+    mine = torch.zeros(_GATHERED_BYTES, dtype=torch.uint8, device=world.device)
+    times = [seconds(world.device, lambda: world.stack(mine)) for _ in range(_GATHERS)]
+    return float(world.max(torch.tensor(fmean(times), device=world.device)))
+
+
 def _changed(world: World) -> list[int]:
     """Return the ranks whose bytes arrived here changed (*collective*)."""
     import torch
@@ -167,6 +179,8 @@ def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterat
             fix = "let no job run with these: test the hosts' memory and network cards, GPUs by nvidia-smi -q -d ECC"
         name = f"all-reduce {shown(size_bytes, 'bytes')}"
         yield found("collectives", name, words, fix, bad=bad, value=time_s, unit="s")
+    name = f"all-gather {shown(_GATHERED_BYTES, 'bytes')}"
+    yield found("collectives", name, shown(told[0]["gather_s"], "s"), value=told[0]["gather_s"], unit="s")
     pairs = [f"rank {source} to rank {at} ({names[at]})" for at, each in told.items() for source in each["changed"]]
     words = f"they arrive with other bits: {', '.join(pairs)}" if pairs else "they arrive unchanged at each rank"
     yield found("collectives", "bytes sent", words, CORRUPTS if pairs else "", bad=RED)
