@@ -125,6 +125,8 @@ def main(given: list[str]) -> int:
     table = rows.rows(found, tolerance=asked.get("--tolerance"))
     table = [whole.row(row, trained[row.name], aim.to_accuracy) if trained.get(row.name) else row for row in table]
     told = answer.sentences(table, found, job.shown, trained, aim.to_accuracy)
+    if any(row.samples_per_s and row.batch is None for row in table):
+        told.append("Without a loader that the session has prepared nothing tells samples: samples/s are steps/s here.")
     if used > BUSY:
         told.append(f"Other programs used {used:.0%} of the processors when it began, which widens the intervals.")
     runs = {each.cell.name: records.curves(each.run, steps=each.timed_to) for each in found if each.races}

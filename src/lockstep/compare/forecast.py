@@ -149,11 +149,11 @@ def measure(
             if trials.done(path) is None:
                 tell(f"measuring a rank's share of {each} ({number} of {PASSES})")
             found[each].append(_trial(each, command, cell(each), path))
+            if not records.start(path / trials.RUN)["plan"]:
+                raise RunError(
+                    "The loop has no loader that lockstep shares out, so that nothing tells a rank's share of a batch."
+                )
     start = records.start(folder / f"share-{ranks[0]}-1" / trials.RUN)
-    if not start["plan"]:
-        raise RunError(
-            "Its loop has no loader that lockstep shares out, so that nothing tells a rank's share of a batch."
-        )
     told = found[ranks[0]][0].told
     job = Job(
         batch=int(start["plan"]["global_size"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ _LEAST_S = 0.2
 def flops_per_s(device: torch.device, precision: str) -> float:
     """Return the floating-point operations a second of a large product in this precision, with this rank's threads.
 
-    0 where the device's memory has no room for it.
+    NaN where the device's memory has no room for it.
     """
     import torch
 
@@ -32,7 +33,7 @@ def flops_per_s(device: torch.device, precision: str) -> float:
                 count += 1
             if (took_s := _now(device) - begun_s) > _LEAST_S:
                 return 2 * float(size) ** 3 * count / took_s
-    return 0.0
+    return math.nan
 
 
 def _now(device: torch.device) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import multiprocessing
 import os
 import signal
@@ -327,7 +328,7 @@ class Probe:
             "joules_a_step": joules / self._steps if joules > 0 else None,  # a counter that ran over tells nothing
             "peak_memory_bytes": {"host": host, "device": device or None},
             "flops_a_step": flops or None,
-            "matrix_flops_per_s": rate,
+            "matrix_flops_per_s": rate if math.isfinite(rate) else None,
             "bytes_a_step": self._bytes if self._world.size > 1 else None,
         }
         if not self._is_profiled:  # then the other ranks are missing

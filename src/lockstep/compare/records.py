@@ -19,12 +19,6 @@ def start(folder: Path) -> dict[str, Any]:
         return {**parse_json(next(lines_of(path), b"{}"))}
 
 
-def samples_of_step(folder: Path) -> int:
-    """Return the samples of a run's first step, of all ranks."""
-    with understanding(path := folder / FILE):
-        return next(int(row["samples"]) for row in map(parse_json, lines_of(path)) if row["event"] == "step")
-
-
 def step_s(folder: Path) -> list[float]:
     """Return the mean seconds of a step in each interval that a run has logged, but for the first."""
     with understanding(path := folder / FILE):

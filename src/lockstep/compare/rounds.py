@@ -81,8 +81,8 @@ class Series:
 
     @functools.cached_property
     def batch(self) -> int:
-        """Samples of a step, of all ranks: as planned, or as a loop without a loader has given them."""
-        return int(self.start["plan"].get("global_size") or records.samples_of_step(self.run))
+        """Samples of a step, of all ranks; 1 of a loop without a loader, where nothing tells them."""
+        return int(self.start["plan"].get("global_size", 1))
 
     @functools.cached_property
     def start(self) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def _row(series: Series, working: Sequence[Series], tolerance: float | None) -> 
         devices=series.devices,
         ranks=told["ranks"],
         turns=sum(map(len, series.races)),
-        batch=batch,
+        batch=start["plan"].get("global_size"),
         samples_per_s=rate,
         ratio=_samples_ratio(series, base),
         speed_up=None if alone is None else _samples_ratio(series, alone),
