@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import failures, folders, hardware, locks, resume, said, stacks
+from . import failures, folders, hardware, locks, resume, said
 from .checkpoint import find
 from .config import RunConfig
 from .errors import RequestError
@@ -154,7 +154,6 @@ def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[P
             world.notes.write(_CAME_UPON, _last(path))
         world.notes.write(_HOLDER, locks.this_process())
         world.notes.write(FOLDER, str(path))
-        stacks.remove("*", path)  # what ranks that were killed have left
         return str(path)
 
     path = Path(world.gather(world.together(attempt))[0])

@@ -50,9 +50,8 @@ MISSED_BEATS = 3
 _LEAVE_S = 2.0
 _LOOK_S = 1.0
 _DEAD_S = 3.0  # for which nothing has moved, before it is asked whether somebody has died: as a rule an error says so
-_LEAST_DUMP_S = 1.0  # the stacks of threads that run are not safe to write: a pause of Python's is no hang
-_DUMP = 0.75
-"""Share of --stall-timeout after which a rank that says nothing more has its stacks written: before the others end."""
+_ASK = 0.75
+"""Share of --stall-timeout after which data workers are asked where they are, which a signal does."""
 
 
 class Watch:
@@ -88,7 +87,6 @@ class Watch:
         self._closed, self._hurried = threading.Event(), False
         self._speaks = threading.Lock()  # taken once, by who says why this process ends
         self._idle_s = 0.0
-        self._switch = stacks.DeadMansSwitch(rank, max(_DUMP * stall_timeout_s, _LEAST_DUMP_S))
         self._beats = Beats(opens, self._own, rank=rank, size=len(nodes), server=server, beat_s=beat_s)
         self.seen, self.sentence = self._beats.seen, self._beats.sentence
         self._threads = [
@@ -103,7 +101,6 @@ class Watch:
         until_s = time.monotonic() + limit_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
-        self._switch.close()
 
     def hurry(self) -> None:
         """Read all ranks' beats each time from now on: one of them was lost."""
@@ -131,7 +128,6 @@ class Watch:
         count, looked_s = self._pulse.count, time.monotonic()
         stalled_s = 0.0  # as `_idle_s`, less the time for which it was right to wait
         while not self._closed.wait(min(self.beat_s, _LOOK_S) / 2):
-            self._switch.put_off(self._pulse.folder)
             now_s = time.monotonic()
             # Time for which this process was stopped, or its machine asleep, is none for which nothing moved.
             passed_s, looked_s = min(now_s - looked_s, self._crossed_s / 2), now_s
@@ -165,7 +161,6 @@ class Watch:
 
     def _end(self, sentence: str) -> None:
         if self._speaks.acquire(blocking=False):
-            self._switch.call_off()
             self._ends(self, Failure(self._rank, RunError.__name__, sentence, stacks.of_all()))
 
     def _own(self, number: int) -> Beat:
@@ -185,7 +180,7 @@ class Watch:
 
     def _place(self) -> str:
         """Return where the main thread is, or the data worker that it waits for."""
-        if self._pulse.phase == "data" and self._idle_s > _DUMP * self._stall_s:  # no sooner: a signal asks for it
+        if self._pulse.phase == "data" and self._idle_s > _ASK * self._stall_s:
             for text in stacks.of_workers().values():
                 if found := _innermost(text):
                     return found

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from ..command import OPEN, at, command, end, gate, gone, ranks_of, sentence, start, until
+from ..command import OPEN, at, command, end, events, gate, gone, ranks_of, sentence, start, until
 
 STALL_S = 2
 WORDS = f"--model mlp --batch 8 --accelerator cpu --stall-timeout {STALL_S} --output run --data"
@@ -36,9 +37,15 @@ def test_a_rank_that_hangs_or_crashes_is_named_and_leaves_its_stacks(
     assert "in __getitem__" in (tmp_path / "run" / keeps / f"rank_{found[1]}.txt").read_text()
 
 
-def test_a_long_evaluation_of_a_rank_alone_is_no_stall(tmp_path: Path) -> None:
-    words = (*WORDS.split(), "tests.own_data:evaluated_slowly", "--workers", 0, "--epochs", 1, "--stall-timeout", 3)
-    ended = command(tmp_path, "train", *words)
+def test_a_rank_alone_that_evaluates_long_and_is_stopped_meanwhile_goes_on(tmp_path: Path) -> None:
+    words = (*WORDS.split(), "tests.own_data:evaluated_slowly", "--workers", 0, "--epochs", 2, "--stall-timeout", 1)
+    with start(tmp_path, "train", *words) as run:
+        until(lambda: bool(events(tmp_path / "run", "step")))
+        while run.poll() is None:
+            for number, seconds in ((signal.SIGSTOP, 1.2), (signal.SIGCONT, 0.2)):  # as a laptop's lid does
+                run.send_signal(number)
+                time.sleep(seconds)
+        ended = end(run)
     assert (ended.code, ended.err) == (0, "")
 
 

@@ -9,7 +9,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lockstep import failures, locks, said, stacks
+from lockstep import failures, locks, said
 from lockstep.checkpoint import Checkpoints
 from lockstep.cli.main import main
 from lockstep.config import RunConfig
@@ -27,7 +26,7 @@ from lockstep.launchers.rank import variables
 from lockstep.options import override
 from lockstep.prove import commands
 
-from ..command import Ended, refusal, sentence, until
+from ..command import Ended, refusal, sentence
 
 TRAIN = (
     *("train", "--data", f"{__name__}:data", "--model", "mlp", "--accelerator", "cpu", "--workers", 0, "--batch", 20),
@@ -173,13 +172,6 @@ def test_a_run_changes_nothing_outside_its_folder(
             assert not (run / name).is_file() or (run / name).is_symlink(), name
 
 
-def _switch(folder: Path) -> None:
-    switch = stacks.DeadMansSwitch(0, 60)
-    switch.put_off(folder)
-    until(lambda: not any(thread.name == "stacks" for thread in threading.enumerate()))
-    switch.close()
-
-
 def _output(folder: Path) -> None:
     with said.kept(folder / "output" / "rank_0.txt", shown=False):
         os.write(1, b"a word")
@@ -188,8 +180,6 @@ def _output(folder: Path) -> None:
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "the lock": (".lock", lambda folder: locks.acquire(folder).close()),
     "output": ("output/rank_0.txt", _output),
-    "stacks": ("output/.rank_0.stacks", _switch),
-    "stacks of the others": ("output/.rank_0.stacks", lambda folder: stacks.remove("*", folder)),
     "a failure": (
         "failures/rank_0.txt",
         lambda folder: failures.write(Failure(0, "", "words", "trace"), folder / "failures"),

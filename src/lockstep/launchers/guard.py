@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,7 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
             hosts,
             server=peers.server,
             between_s=between_s,
+            claims=peers.claims,
             dead=functools.partial(_dead, peers),
         )
     except RuntimeError as error:  # the store's own: its server has gone
@@ -89,6 +90,7 @@ def _watch(
     *,
     server: int | None = None,
     between_s: tuple[float, float] = _BEATS_S,
+    claims: Sequence[Claim] = (),
     dead: Callable[[], Mapping[int, str]] = dict,
 ) -> Watch:
     """Return a watch over the ranks on `hosts`, with at least and at most `between_s` seconds between its beats."""
@@ -101,7 +103,7 @@ def _watch(
         server=server,
         stall_timeout_s=stall_timeout_s,
         beat_s=min(max(stall_timeout_s / 10, between_s[0]), between_s[1]),
-        ends=_ends(config, pulse, tell),
+        ends=_ends(config, pulse, claims, tell),
         dead=dead,
     )
 
@@ -113,14 +115,16 @@ def _dead(peers: Peers) -> dict[int, str]:
     return {claim.rank: claim.who for claim in peers.dead(aside=True)}
 
 
-def _ends(config: RunConfig, pulse: Pulse, tell: Callable[[Failure], None]) -> Callable[[Watch, Failure], None]:
+def _ends(
+    config: RunConfig, pulse: Pulse, claims: Sequence[Claim], tell: Callable[[Failure], None]
+) -> Callable[[Watch, Failure], None]:
     """Return what ends this process once the watch knows why."""
 
     def end(watch: Watch, failure: Failure) -> None:
         told = dataclasses.replace(failure, sentence=f"{failure.sentence}; {_again(config, pulse)}.")
         try:
             if pulse.folder is not None:
-                keep = functools.partial(_keep, watch, told, pulse.folder)
+                keep = functools.partial(_keep, watch, told, claims, pulse.folder)
                 with contextlib.suppress(OSError, bounded.Late):  # where it is the disk that hangs
                     bounded.within(_WRITE_S, keep, "failures")
             tell(told)
@@ -170,10 +174,10 @@ def _silent(peers: Peers, watch: Watch) -> list[Claim]:
     return [claim for claim in peers.here() if claim.rank in silent]
 
 
-def _keep(watch: Watch, told: Failure, folder: Path) -> None:
-    """Write down this rank's stacks, and those that C code has written of ranks which cannot do so themselves."""
+def _keep(watch: Watch, told: Failure, claims: Sequence[Claim], folder: Path) -> None:
+    """Write down this rank's stacks, and those of ranks of this host which cannot do so themselves."""
     failures.write(told, folder / "failures")
-    stacks.remove(told.rank, folder)
-    for rank, each in watch.seen().items():
-        if each.silent_s > MISSED_BEATS * watch.beat_s and (trace := stacks.left_by(rank, folder)):
-            failures.write(dataclasses.replace(told, rank=rank, trace=trace), folder / "failures")
+    silent = {rank for rank, each in watch.seen().items() if each.silent_s > MISSED_BEATS * watch.beat_s}
+    asked = {claim.pid: claim.rank for claim in claims if claim.rank in silent and claim.is_dead() is False}
+    for process, trace in stacks.of_processes(asked).items():
+        failures.write(dataclasses.replace(told, rank=asked[process], trace=trace), folder / "failures")

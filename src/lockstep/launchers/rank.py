@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .. import bounded, failures, files, hardware, said
+from .. import bounded, failures, files, hardware, said, stacks
 from ..config import RunConfig
 from ..errors import LockstepError, RequestError, RunError
 from ..failures import RankLostError
@@ -178,6 +178,7 @@ def met(
             kept.enter_context(having(bound_to(claims.interface(came, peers.mine)) | variables(config)))
             device = take_device(config, env, topology, sharing=claims.sharing(came, peers.mine))
             call.stand_by(peers, parallel.timeout)
+            kept.callback(stacks.answer())
             pulse = Pulse()
             watch = guard.watch(config, peers, pulse, tell)
         except BaseException:
