@@ -39,7 +39,14 @@ def _reached(trouble: str) -> Finding:
 def _reduced(carrier: str, bytes_per_s: float, *, wrong: int = 0) -> Finding:
     """Return what is told of the larger of two ranks' all-reduces."""
     rows = [(8, 1e-4, 0), (64 * MIB, 0.1, wrong)]
-    one = {"way": "by gloo", "held": (carrier, bytes_per_s), "rows": rows, "gather_s": 1e-3, "changed": []}
+    one = {
+        "way": "by gloo",
+        "held": (carrier, bytes_per_s),
+        "rows": rows,
+        "gather_s": 1e-3,
+        "beside": 0.5,
+        "changed": [],
+    }
     told = dict.fromkeys(range(2), one)
     return list(collectives.judge(told, ["a", "b"]))[2]
 

@@ -16,7 +16,7 @@ from lockstep.compare import forecast, networks, timeline
 from lockstep.compare.forecast import Cluster, Forecast, Job, Share
 from lockstep.compare.networks import Links
 from lockstep.compare.profiler import Stamps
-from lockstep.compare.timeline import FREE, GATHER, GRADIENT, Link, Network, Point, Profile
+from lockstep.compare.timeline import FREE, GATHER, GRADIENT, REDUCE, Link, Network, Point, Profile
 from lockstep.errors import RequestError, RunError
 
 from ..command import refusal
@@ -62,6 +62,19 @@ def test_a_bucket_that_is_sent_in_time_costs_nothing_and_the_last_one_all() -> N
     assert timeline.step_s(profile(points, step), 2, slow) == pytest.approx(3.5 + 2.6)
     assert timeline.step_s(profile(points, step, overlaps=False), 2, slow) == pytest.approx(3.5 + 2.8)
     assert timeline.bytes_a_step(profile(points, step)) == 28 * MB
+
+
+def test_what_computation_and_an_exchange_cost_one_another_counts_while_both_are_under_way() -> None:
+    # A bucket of 1 s is sent after 1 s of 3; another one of 0.5 s at the end.
+    first, last = Point(GRADIENT, 10 * MB), Point(GRADIENT, 5 * MB)
+    alone = profile([first, last], [1.0, 2.0, 0.5])
+    waited_for = profile([first, Point(REDUCE, 0), last], [1.0, 0.5, 1.5, 0.5])
+    for beside in (0.0, 0.5, 1.0):
+        between = Network(between=Link(((0.0, 0.0), (10 * MB, 1.0)), beside=beside), within=FREE.within)
+        assert timeline.step_s(alone, 2, between) == pytest.approx(4 + beside)
+        assert timeline.step_s(waited_for, 2, between) == pytest.approx(4.5 + beside / 2)
+    wire = Link.of(10 * MB, 0.0)
+    assert wire.behind(Link(wire.points, beside=0.5)).beside == pytest.approx(0.25), "a wire needs no processor"
 
 
 def test_an_exchange_of_statistics_is_waited_for_wherever_it_stands() -> None:
@@ -203,12 +216,14 @@ def test_what_doctor_has_found_is_a_link(tmp_path: Path) -> None:
     for number, factor in enumerate((1.0, 1.2)):
         rows = [finding("512 B", 4e-3 * factor), finding("1 MiB", 20e-3 * factor), {"name": "memory", "value": 1}]
         rows.append({"name": "all-gather 170 B", "value": 3e-3 * factor})
+        rows.append({"name": "computation beside all-reduce", "value": 0.5})
         files.append(tmp_path / f"{number}.json")
         files[-1].write_text(json.dumps({"ranks": 3, "findings": rows}))
     alone = networks.links("--network", str(files[0]))
     assert np.array(alone.middle.points) == pytest.approx(np.array([[512 / 3, 1e-3], [2**20 / 3, 5e-3]]))
     assert alone.worst == alone.best, "of one time nothing is known of the next"
     assert alone.middle.gather_s == pytest.approx(0.5e-3), "a message of two takes half as long again"
+    assert alone.middle.beside == alone.worst.beside == 0.5
     exchanges = Network(between=alone.middle, within=alone.middle)
     assert exchanges.all_gather_s(170, 3) == pytest.approx(3e-3)
     assert exchanges.all_reduce_s(512, 3) == pytest.approx(4e-3)

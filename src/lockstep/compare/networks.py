@@ -55,6 +55,7 @@ _TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _WORDS = re.compile(r"([\d.]+)\s*([kmg]bit|[mg]b)(?:/s)?\s*,\s*([\d.]+)\s*(us|µs|ms|s)", re.IGNORECASE)
 _RATE_ALONE = re.compile(r"[\d.]+\s*([kmg]bit|[mg]b)(/s)?", re.IGNORECASE)
 _SIZE = re.compile(r"all-(reduce|gather) (\d+) (B|KiB|MiB|GiB)")
+_BESIDE = "computation beside all-reduce"
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -106,7 +107,9 @@ def measured(told: Sequence[Exchanges]) -> Links:
     means = [statistics.fmean(each.messages_s[size_bytes] for each in told) for size_bytes in sizes]
     # A longer message that came sooner is noise.
     points = tuple(zip(sizes, itertools.accumulate(means, max), strict=True))
-    middle = Link(points, statistics.fmean(each.gather_s for each in told))
+    middle = Link(
+        points, statistics.fmean(each.gather_s for each in told), statistics.fmean(each.beside for each in told)
+    )
     return Links(middle.slower(1 + error), middle, middle.slower(1 / (1 + error)))
 
 
@@ -117,17 +120,21 @@ class Exchanges(NamedTuple):
     """{bytes: seconds of a message}, of all-reduces: in a ring of N, 2 (N - 1) of an N-th part, one after another."""
     gather_s: float
     """Seconds that a message of an all-gather takes longer: of the N - 1 of a ring."""
+    beside: float
+    """As `Link.beside`."""
 
 
 def exchanges(told: dict[str, Any]) -> Exchanges:
     """Return the link of what `lockstep doctor --json` has printed."""
     ranks = int(told["ranks"])
-    found, gather_s = {}, 0.0
+    found, gather_s, beside = {}, 0.0, 0.0
     for finding in told["findings"] if ranks > 1 else ():
-        if size := _SIZE.fullmatch(finding["name"]):
+        if finding["name"] == _BESIDE:
+            beside = float(finding["value"])
+        elif size := _SIZE.fullmatch(finding["name"]):
             size_bytes, seconds = int(size[2]) * _BYTES[size[3]], float(finding["value"])
             if size[1] == "reduce":
                 found[size_bytes / ranks] = seconds / (2 * (ranks - 1))
             elif len(found) > 1:  # it comes after them
                 gather_s = seconds / (ranks - 1) - Link(tuple(sorted(found.items()))).message_s(size_bytes)
-    return Exchanges(found, gather_s)
+    return Exchanges(found, gather_s, beside)

@@ -8,7 +8,8 @@ N ranks:
   over all computation since ranks last waited for one another.
 - BatchNorm's exchanges are waited for. Gradients are put into buckets in the order in which they are ready; a bucket is
   sent when its last one is, while computation goes on, and the step ends when the last bucket is summed and the
-  optimizer has stepped. Exchanges go one after the other.
+  optimizer has stepped. Exchanges go one after the other. What computation and an exchange cost one another while both
+  are under way is measured (`Link.beside`): gloo's need a processor, too.
 - An exchange takes what a ring takes (Patarasuk & Yuan, 2009), or, where the library may choose, two trees (Sanders,
   Speck & Träff, 2009) if these are faster. A ring sends 2 (N - 1) messages, one after the other, of an N-th part.
 
@@ -66,6 +67,9 @@ class Link:
     points: tuple[tuple[float, float], ...]
     gather_s: float = 0.0
     """Seconds that a message of an all-gather takes longer than one of an all-reduce."""
+    beside: float = 0.0
+    """Seconds that a second of a message and of computation at once cost beyond that one: 1 where both need the same
+    processor all the time, 0 where neither hinders the other."""
 
     @classmethod
     def of(cls, bytes_per_s: float, latency_s: float) -> Link:
@@ -90,18 +94,22 @@ class Link:
 
     def behind(self, other: Link) -> Link:
         """Return the link over which a message takes the time of both, one after the other."""
+        largest = max(self.points[-1][0], other.points[-1][0])
+        shares = [(each.message_s(largest), each.beside) for each in (self, other)]
+        beside = sum(taken * each for taken, each in shares) / sum(taken for taken, _ in shares)
         sizes = sorted({size_bytes for size_bytes, _ in (*self.points, *other.points)})
         points = tuple((each, self.message_s(each) + other.message_s(each)) for each in sizes)
-        return Link(points, self.gather_s + other.gather_s)
+        return Link(points, self.gather_s + other.gather_s, beside)
 
     def slower(self, factor: float) -> Link:
         """Return one over which each message takes so many times as long."""
         points = tuple((size_bytes, taken * factor) for size_bytes, taken in self.points)
-        return Link(points, self.gather_s * factor)
+        return Link(points, self.gather_s * factor, self.beside)
 
     def instant(self) -> Link:
         """Return it without latency."""
-        return Link(tuple((size_bytes, max(0.0, taken - self.latency_s)) for size_bytes, taken in self.points))
+        points = tuple((size_bytes, max(0.0, taken - self.latency_s)) for size_bytes, taken in self.points)
+        return Link(points, beside=self.beside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +143,10 @@ class Network:
         hops_s = between * self.between.latency_s + (ranks - 1 - between) * self.within.latency_s
         return hops_s + (ranks - 1) * self._transfer_s(size_bytes, ranks)
 
+    def beside(self, ranks: int) -> float:
+        """Return what a second of an exchange and of computation at once costs; see `Link.beside`."""
+        return (self.between if self._nodes(ranks) > 1 else self.within).beside
+
     def instant(self) -> Network:
         """Return the same without latency."""
         return replace(self, between=self.between.instant(), within=self.within.instant())
@@ -158,19 +170,31 @@ def step_s(profile: Profile, ranks: int, network: Network) -> float:
     """Return the seconds of a step of so many ranks, each with the profile's batch."""
     *before, after = profile.seconds.T
     slowest = _Slowest(len(profile.seconds), ranks)
+    cost = 1 + network.beside(ranks)
     # From the moment at which the gradients are there: the optimizer's step, then the next one up to that moment.
-    now_s, since, free_s = 0.0, after.copy(), 0.0
+    now_s, since, computed_s = 0.0, after.copy(), 0.0
+    left_s = 0.0  # of exchanges that are under way
+
+    def compute() -> None:
+        """Go on to where the slowest has computed for `since`, which ranks have done since they last waited."""
+        nonlocal now_s, computed_s, left_s
+        more_s = max(0.0, slowest(since) - computed_s)
+        both_s = min(more_s, left_s)
+        now_s, computed_s, left_s = now_s + both_s * cost + more_s - both_s, computed_s + more_s, left_s - both_s
+
     buckets = _buckets(profile)
     for number, (point, taken) in enumerate(zip(profile.points, before, strict=True)):
         since += taken
         if point.kind != GRADIENT:
             exchange = network.all_gather_s if point.kind == GATHER else network.all_reduce_s
-            begin_s = max(now_s + slowest(since), free_s)
-            now_s = free_s = begin_s + exchange(point.bytes, ranks)
-            since = np.zeros_like(since)
+            compute()
+            now_s += left_s + exchange(point.bytes, ranks)
+            since, computed_s, left_s = np.zeros_like(since), 0.0, 0.0
         elif size_bytes := buckets.get(number):
-            free_s = max(now_s + slowest(since), free_s) + network.all_reduce_s(size_bytes, ranks)
-    return max(now_s + slowest(since), free_s)
+            compute()
+            left_s += network.all_reduce_s(size_bytes, ranks)
+    compute()
+    return now_s + left_s
 
 
 def data_parallel_s(profile: Profile, ranks: int, network: Network) -> float:

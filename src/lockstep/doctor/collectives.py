@@ -7,7 +7,7 @@ on the number of ranks (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PER
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,10 @@ _SIZES = {
 """{bytes: how often}; of the times the mean is taken: in a training, too, some messages wake a rank late, and count."""
 _GATHERED_BYTES, _GATHERS = 512, 100
 """Of each rank, as BatchNorm's statistics of some channels, and how often."""
-_MOST_S = 1.0  # for one size; where the next would take longer, it and those above are left out
+_BESIDE = {"cpu": (MIB, 256), "cuda": (16 * MIB, 2048)}
+"""(bytes, size of square matrices) of an all-reduce and of the computation beside it."""
+_BESIDE_RUNS = 7
+_MOST_S = 1.0  # for one size: as often as that allows; where once would be too long, it and those above are left out
 _PATTERN, _WEIGHTS = 127, 64  # small enough that the sum over 4,000 ranks is a whole number that float32 holds
 
 _LEAST = {"a copy in memory": 0.005, "NVLink": 0.3, "PCIe": 0.15}
@@ -67,7 +70,12 @@ def compute(
             torch.cuda.set_device(device)  # which each thread has its own of
         # torch's own limit, which on a GPU ends the process, comes after ours.
         worlds.append(world := World.join(topology, device, group, timeout_s=2 * limit_s, collectives=collectives))
-        measured = {"rows": _measure(world), "gather_s": _gather_s(world), "changed": _changed(world)}
+        measured = {
+            "rows": _measure(world),
+            "gather_s": _gather_s(world),
+            "beside": _beside(world),
+            "changed": _changed(world),
+        }
         return {"way": _way(world), "held": held, **measured}
 
     mine: dict[str, Any]
@@ -118,7 +126,9 @@ def _measure(world: World) -> list[tuple[int, float, int]]:
     measured: list[tuple[int, float, int]] = []
     weight = sum(rank % _WEIGHTS + 1 for rank in range(world.size))
     for size_bytes, runs in _SIZES[world.device.type].items():
-        if size_bytes > MIB and measured[-1][1] * size_bytes / measured[-1][0] * runs > _MOST_S:
+        if size_bytes > MIB:
+            runs = min(runs, int(_MOST_S / (measured[-1][1] * size_bytes / measured[-1][0])))
+        if not runs:
             break
         pattern = torch.arange(size_bytes // 4, dtype=torch.float32, device=world.device) % _PATTERN + 1
         total = world.sum(pattern * (world.rank % _WEIGHTS + 1))
@@ -137,6 +147,41 @@ def _gather_s(world: World) -> float:
     mine = torch.zeros(_GATHERED_BYTES, dtype=torch.uint8, device=world.device)
     times = [seconds(world.device, lambda: world.stack(mine)) for _ in range(_GATHERS)]
     return float(world.max(torch.tensor(fmean(times), device=world.device)))
+
+
+def _beside(world: World) -> float | None:
+    """Return the seconds that a second of computation and of an all-reduce at once cost beyond that one (*collective*).
+
+    0 where each goes on as if it were alone; 1 where nothing is gained, as where both need the same processor. None
+    where ranks share memory, and do not compute meanwhile.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if world.device.type == "cpu" and world.memory is not None:
+        return None
+    size_bytes, width = _BESIDE[world.device.type]
+    tensor = torch.zeros(size_bytes // 4, device=world.device)
+    matrix = torch.zeros(width, width, device=world.device)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            matrix @ matrix
+
+    def both(times: int) -> None:
+        work = dist.all_reduce(tensor, group=world.group, async_op=True)
+        compute(times)
+        work.wait()
+
+    def slowest_s(work: Callable[[], object]) -> float:
+        taken = [seconds(world.device, work) for _ in range(_BESIDE_RUNS)]
+        return float(world.max(torch.tensor(fmean(taken), device=world.device)))
+
+    both(1)
+    exchange_s, once_s = slowest_s(lambda: both(0)), slowest_s(lambda: compute(1))
+    times = max(1, round(exchange_s / once_s))
+    compute_s, both_s = slowest_s(lambda: compute(times)), slowest_s(lambda: both(times))
+    return min(1.0, max(0.0, both_s - max(exchange_s, compute_s)) / min(exchange_s, compute_s))
 
 
 def _changed(world: World) -> list[int]:
@@ -181,6 +226,9 @@ def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterat
         yield found("collectives", name, words, fix, bad=bad, value=time_s, unit="s")
     name = f"all-gather {shown(_GATHERED_BYTES, 'bytes')}"
     yield found("collectives", name, shown(told[0]["gather_s"], "s"), value=told[0]["gather_s"], unit="s")
+    if (beside := told[0]["beside"]) is not None:
+        words = f"{1 - beside:.0%} of the shorter one's time is gained"
+        yield found("collectives", "computation beside all-reduce", words, value=beside, unit="s/s")
     pairs = [f"rank {source} to rank {at} ({names[at]})" for at, each in told.items() for source in each["changed"]]
     words = f"they arrive with other bits: {', '.join(pairs)}" if pairs else "they arrive unchanged at each rank"
     yield found("collectives", "bytes sent", words, CORRUPTS if pairs else "", bad=RED)
