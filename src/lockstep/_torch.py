@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -73,6 +74,21 @@ def step_with_hooks(optimizer: Optimizer) -> Any:
     if hooked or optimizer.defaults.get("differentiable") or not kind.__module__.startswith("torch.optim."):
         return kind.step(optimizer)
     return step(optimizer)
+
+
+@contextlib.contextmanager
+def as_default_group(group: Any) -> Iterator[None]:
+    """Within the block the process group `group` is the only one that code which asks torch knows of.
+
+    Code of the user's own may ask for the world's size, or exchange something, where one process computes alone.
+    Without it, `verify gradients --step` would hang for such a step.
+    """
+    whole = dist.group.WORLD
+    dist.distributed_c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._update_default_pg(whole)
 
 
 @functools.cache

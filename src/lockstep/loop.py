@@ -23,7 +23,6 @@ from .meter import COVERS, Meter, NonFiniteLossError
 from .parts import Parts
 from .precision import Precision
 from .progress import Progress
-from .proofs import Proofs
 from .randomness import load_generators, save_generators, seed_all
 from .record.base import Recorder
 from .result import Scores
@@ -31,6 +30,7 @@ from .resume import identity
 from .saving import Saver
 from .state import State
 from .verify.pages import Indices
+from .verify.proofs import Proofs
 from .world import World
 
 

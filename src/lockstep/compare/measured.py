@@ -347,7 +347,7 @@ class Probe:
     def _stop_synchronising(self) -> None:
         """Have gradients exchanged no more, and the replicas, which part then, compared no more."""
         from ..gradients import Gradients
-        from ..proofs import Proofs
+        from ..verify.proofs import Proofs
 
         for name in ("after_step", "before_save"):
             self.kept.enter_context(_patched(Proofs, name, lambda *_: None))

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import LockstepError, RunError
-from ..prove.commands import Command, Running
+from ..verify.commands import Command, Running
 
 _LOOK_S = 0.2
 _TURN = 50.0

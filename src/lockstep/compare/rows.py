@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..options import IDENTITY
-from ..prove import curve
+from ..verify import curve
 from . import numbers, records, rounds
 from .numbers import Interval, Spread
 from .rounds import Series

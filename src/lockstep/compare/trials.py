@@ -14,7 +14,7 @@ from typing import Any
 from .. import locks
 from ..errors import LockstepError, RequestError, Stopped
 from ..files import own_folder, parse_json, read, understanding, write_json
-from ..prove import commands
+from ..verify import commands
 from . import measured
 from .grid import Words
 

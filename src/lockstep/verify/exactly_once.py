@@ -1,219 +1,273 @@
 """Whether a run's ledger holds what it has to: each sample exactly once an epoch, where and when the plan says.
 
-The pages are gone through several times, one at a time, so that a ledger of any length takes memory for the samples
-of one epoch.
+Order, steps and shares are pure functions of a run's options, so that each share can be computed again and compared:
+another order, a batch that came twice or not at all, and a rank with a seed of its own are found, and the rank is
+named. The pages are gone through once, in memory for the samples of one epoch.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import counted
+from ..batching import BatchPlan
+from ..data.order import OF_A_SAMPLER, SHUFFLED, Order
+from ..errors import RequestError, counted, ranks_in_short
 from ..proof import Check
-from .ledger import Tally
-from .pages import EVAL, TRAIN, Indices, Page, TornError, of_kind, places, read
-from .planned import Planned, evaluated, trained
+from .pages import EVAL, Indices, Page, TornError, read
 
-_PLACES = 4
-"""Places of a repeated sample that a sentence names, and findings that a check does."""
 CLAIM = "Each epoch and each evaluation held each sample exactly once, in the planned steps and on the planned ranks"
+_NAMED = 4
+"""Findings that a check names."""
+_MOST = 1000
+"""Planned samples of a step for each that a page holds of it."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What a ledger was found to hold."""
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What a run was to do, and as far as it is known, what it did."""
 
-    findings: tuple[str, ...]
-    """What is wrong, each a sentence without its full stop."""
-    first_step: int
-    """The first step that was recorded; 0 where none was."""
-    last_step: int
-    first_epoch: int
-    last_epoch: int
-    epochs: int
-    """Epochs of which steps were recorded."""
-    evaluations: int
+    global_batch: int
+    seed: int
+    drop_last: bool = False
+    first: int | None = None
+    """The step from which on it kept a ledger."""
+    order: str = SHUFFLED
+    steps: int | None = None
+    """The optimizer steps that it made."""
+    evaluations: Collection[int] = ()
+    """The steps after which it evaluated, from `first` on."""
 
-    @property
-    def holds(self) -> bool:
-        """Whether nothing is wrong with what was recorded."""
-        return not self.findings
-
-    @property
-    def covers(self) -> str:
-        """What was recorded, in words."""
-        said = f"{counted(self.epochs, 'epoch')} and {counted(self.evaluations, 'evaluation')}"
-        if self.first_step:
-            said += f", steps {self.first_step:,} to {self.last_step:,}"
-        if self.first_step > 1:
-            said += "; what was trained before is not recorded"
-        return said
+    def of(self, page: Page) -> BatchPlan:
+        """Return how the steps of the page are shared out; raises `RequestError` where they cannot be."""
+        return BatchPlan.solve(self.global_batch, page.ranks, accumulation=page.accumulation, devices=page.devices)
 
 
-@dataclass(frozen=True)
-class Pages:
-    """The pages of a file, read anew each time that they are gone through."""
+class Tally:
+    """Which of `samples` samples came how often, in memory for those that came alone: a file may claim any number."""
 
-    path: Path
-    torn_ok: bool
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self._kind = np.min_scalar_type(2 * samples)  # an index has as many bits as the largest, and may be beyond it
+        self._parts = [np.empty(0, self._kind)]
 
-    def __iter__(self) -> Iterator[Page]:
-        return read(self.path, torn_ok=self.torn_ok)
+    def add(self, indices: Indices) -> None:
+        """Count the samples at `indices`."""
+        self._parts.append(indices.astype(self._kind))
+
+    def finding(self, expected: int | None) -> str | None:
+        """Return in a clause why this is not each sample exactly once; None where it is.
+
+        `expected` is how many samples were to come, all or fewer; None where it is not known, and then none may have
+        come twice.
+        """
+        came = np.sort(np.concatenate(self._parts))
+        known, said = came[: np.searchsorted(came, self.samples)], []
+        different, times = np.unique(known, return_counts=True)
+        if strange := len(came) - len(known):
+            said.append(f"{counted(strange, 'index')} of none of the {self.samples:,} samples came")
+        if len(repeated := different[times > 1]):
+            others = f" and {counted(len(repeated) - 1, 'more sample')}" if len(repeated) > 1 else ""
+            said.append(f"sample {repeated[0]}{others} came more than once")
+        if expected == self.samples and (missing := self.samples - len(different)):
+            first = int(np.append(different != np.arange(len(different)), True).argmax())
+            said.append(f"{counted(missing, 'sample')} never came (the first: {first})")
+        elif expected not in (None, self.samples, len(came)):
+            said.append(f"{counted(len(came), 'sample')} came of the {expected:,} that were to come")
+        return ", and ".join(said) or None
 
 
-def check(path: Path, planned: Planned) -> Check:
+class _Deviation(NamedTuple):
+    """A share that is not the planned one."""
+
+    step: int
+    rank: int
+    what: str
+
+
+def _deviations(page: Page, step: int, planned: Sequence[Indices | range], is_known: bool) -> Iterator[_Deviation]:
+    """Compare the shares of a step; where the order is not known, their sizes alone."""
+    for rank, own in enumerate(planned):
+        real = page.share(step, rank)
+        if len(real) != len(own):
+            said = f"computed {counted(len(real), 'sample')} where the plan has {len(own)}"
+        elif not is_known or np.array_equal(real, own):
+            continue
+        else:
+            at = int(np.argmax(real != own))
+            said = f"computed sample {real[at]} where the plan has {own[at]}"
+            if np.array_equal(np.sort(real), np.sort(own)):
+                said = f"computed its samples in another order, sample {real[at]} before {own[at]},"
+        yield _Deviation(step, rank, f"rank {rank} {said} in step {step}")
+
+
+def _summed(found: Sequence[_Deviation]) -> str:
+    """Return the first deviation in a clause, and how many there are, of which ranks; empty where there is none."""
+    if len(found) < 2:
+        return "".join(each.what for each in found)
+    ranks, steps = {each.rank for each in found}, {each.step for each in found}
+    whose = f"rank {min(ranks)} alone" if len(ranks) == 1 else ranks_in_short(ranks)
+    return f"{found[0].what}; {counted(len(found), 'share')} in {counted(len(steps), 'step')} deviate, of {whose}"
+
+
+def evaluated(page: Page) -> str:
+    """Return in a clause which rank's share of an evaluation is not the planned one; empty where each is."""
+    edges = [page.samples * part // page.ranks for part in range(page.ranks + 1)]
+    return _summed([*_deviations(page, page.first_step, [range(a, b) for a, b in pairwise(edges)], True)])
+
+
+def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
     """Return what there is to say of the ledger at `path` of a run that was `planned`.
 
-    Raises `RequestError` for a file that is not there or is damaged. A last page that a kill cut short is none.
+    Raises `RequestError` for a file that is not there or is damaged; a last page that a kill cut short is left out if
+    that is `torn_ok`.
     """
     begun_s = time.perf_counter()
-    torn = ""
+    account, torn = _Account(planned), ""
     try:
-        verdict = judge(Pages(path, False), planned)
+        for page in read(path):
+            account.add(page)
     except TornError:
+        if not torn_ok:
+            raise
         torn = "; a last page that a kill cut short is left out"
-        verdict = judge(Pages(path, True), planned)
-    said = "; ".join(verdict.findings[:_PLACES]) or verdict.covers
-    if (more := len(verdict.findings) - _PLACES) > 0:
-        said += f"; and {counted(more, 'more finding')}"
-    times = verdict.epochs + verdict.evaluations
-    outcome = Check.FAILS if verdict.findings else Check.HOLDS if times else Check.OPEN
+    findings = account.findings()
+    more = f"; and {counted(len(findings) - _NAMED, 'more finding')}" if len(findings) > _NAMED else ""
+    times = account.epochs + len(account.evaluated)
     return Check(
         name="ledger",
         claim=CLAIM,
-        outcome=outcome,
+        outcome=Check.FAILS if findings else Check.HOLDS if times else Check.OPEN,
         times=times,
         tolerance="exactly",
-        found=said + torn,
+        found=("; ".join(findings[:_NAMED]) or account.covers()) + more + torn,
         cost_s=time.perf_counter() - begun_s,
     )
 
 
-def judge(pages: Iterable[Page], planned: Planned) -> Verdict:
-    """Return what is wrong with `pages`, which are gone through several times: a sequence, or a file's.
+def judge(pages: Iterable[Page], planned: Planned) -> list[str]:
+    """Return what is wrong with `pages`, each a sentence without its full stop.
 
     Asked is: whether each step is there once, between the first and the last that are known, and an evaluation after
     each step that had one; whether each whole epoch and each evaluation held each sample once (without a smaller last
     batch, as many samples as its steps take), and an epoch that is not whole none twice; and whether each rank
     computed in each step what `BatchPlan` and `Order` give it.
     """
-    assert iter(pages) is not pages, "an iterator can be gone through once"
-    spans = [(page.epoch, page.first_step, page.last_step) for page in of_kind(TRAIN, pages)]
-    epochs = sorted({epoch for epoch, _, _ in spans})
-    first_epoch, last_epoch = (epochs[0], epochs[-1]) if epochs else (0, 0)
-    found = [
-        *_changes(pages),
-        *_steps(pages, planned),
-        *_epochs(pages, planned, first_epoch, last_epoch),
-        *_evaluations(pages, planned),
-        *trained(pages, planned),
-    ]
-    return Verdict(
-        findings=tuple(found),
-        first_step=min((first for _, first, _ in spans), default=0),
-        last_step=max((last for _, _, last in spans), default=0),
-        first_epoch=first_epoch,
-        last_epoch=last_epoch,
-        epochs=len(epochs),
-        evaluations=sum(page.kind == EVAL for page in pages),
-    )
-
-
-def _changes(pages: Iterable[Page]) -> Iterator[str]:
-    """Yield where the data set changed, which stays as it is, whatever the world."""
-    before: Page | None = None
-    for page in of_kind(TRAIN, pages):
-        if before is not None and page.samples != before.samples:
-            yield (
-                f"from step {page.first_step} on, the training set has {counted(page.samples, 'sample')}, and had "
-                f"{before.samples:,}"
-            )
-        before = page
-
-
-def _steps(pages: Iterable[Page], planned: Planned) -> Iterator[str]:
-    """Yield which steps are missing between the first and the last, or there twice."""
-    missing: list[tuple[int, int]] = []
-    twice: list[tuple[int, int]] = []
-    first, steps = planned.first, planned.steps
-    last = None if first is None else first - 1
-    if first is not None and (begin := next(of_kind(TRAIN, pages), None)) is not None and begin.first_step < first:
-        last = None  # what lies before is there as well
-    for page in of_kind(TRAIN, pages):
-        if last is not None and page.first_step > last + 1:
-            missing.append((last + 1, page.first_step - 1))
-        if last is not None and page.first_step <= last:
-            twice.append((page.first_step, min(last, page.last_step)))
-        empty = np.flatnonzero(page.counts.sum(axis=1) == 0) + page.first_step
-        missing += [(step, step) for step in empty.tolist()]
-        last = page.last_step if last is None else max(last, page.last_step)
-    if steps is not None and last is not None and last < steps:
-        missing.append((last + 1, steps))
-    if missing:
-        yield f"{_range(missing)} missing"
-    if twice:
-        yield f"{_range(twice)} there more than once"
-    if steps is not None and last is not None and last > steps:
-        yield f"there is a step {last}, and the run made {counted(steps, 'step')}"
-
-
-def _range(ranges: Sequence[tuple[int, int]]) -> str:
-    number = sum(last - first + 1 for first, last in ranges)
-    first = min(first for first, _ in ranges)
-    return f"step {first} is" if number == 1 else f"{counted(number, 'step')} (the first: {first}) are"
-
-
-def _epochs(pages: Iterable[Page], planned: Planned, first_epoch: int, last_epoch: int) -> Iterator[str]:
-    """Yield of each epoch why it did not hold each sample once."""
-    told = 0
-    for epoch, group in groupby(of_kind(TRAIN, pages), key=lambda page: page.epoch):
-        tally, first, last = _tallied(group)
-        # A ledger may begin in the middle of an epoch, and a run end there; in between, no epoch has an excuse.
-        per_epoch = planned.steps_per_epoch(first)
-        begun = epoch != first_epoch or first.first_step == epoch * per_epoch + 1
-        ended = epoch != last_epoch or last.last_step >= (epoch + 1) * per_epoch
-        # Each goes through all pages once more, and a check names a few findings.
-        repeated = partial(_repeated, of_kind(TRAIN, pages, epoch)) if told < _PLACES else None
-        if found := tally.finding(planned.samples_per_epoch(first) if begun and ended else None, repeated=repeated):
-            told += 1
-            yield f"epoch {epoch}: {found}"
-
-
-def _evaluations(pages: Iterable[Page], planned: Planned) -> Iterator[str]:
-    """Yield of each evaluation why it did not hold each sample once, or not on the rank that has it."""
-    if missing := sorted({*planned.evaluations} - {page.first_step for page in of_kind(EVAL, pages)}):
-        yield f"{counted(len(missing), 'evaluation')} (the first after step {missing[0]}) not there"
-    for page in of_kind(EVAL, pages):
-        tally, _, _ = _tallied([page])
-        said = tally.finding(page.samples, repeated=partial(_repeated, [page])), evaluated(page)
-        if found := ", and ".join(filter(None, said)):
-            yield f"the evaluation after step {page.first_step}: {found}"
-
-
-def _tallied(pages: Iterable[Page]) -> tuple[Tally, Page, Page]:
-    """Return which samples came in `pages`, and the first and the last of these, one at least."""
-    first: Page | None = None
+    account = _Account(planned)
     for page in pages:
-        if first is None:
-            first, tally = page, Tally(page.samples)
-        tally.add(page.indices)
-    assert first is not None
-    return tally, first, page
+        account.add(page)
+    return account.findings()
 
 
-def _repeated(pages: Iterable[Page], twice: Indices) -> str:
-    """Return where in `pages` the first of the samples in `twice` came, and how many more came more than once."""
-    sample, more = int(twice[0]), len(twice) - 1
-    found = [place for page in pages for place in places(page, sample)]
-    where = ", ".join(f"step {step} on rank {rank}" for _, step, rank in found[:_PLACES])
-    where += ", …" * (len(found) > _PLACES)
-    often_said = "twice" if len(found) == 2 else f"{len(found)} times"
-    others = f" and {counted(more, 'more sample')} more than once" if more else ""
-    return f"sample {sample} came {often_said} ({where}){others}"
+class _Account:
+    """What the pages so far have held."""
+
+    def __init__(self, planned: Planned) -> None:
+        self.epochs = 0
+        self.evaluated: set[int] = set()
+        self._planned, self._next = planned, planned.first
+        self._found: dict[str, list[str]] = {"steps": [], "epochs": [], "evaluations": []}
+        self._deviations: list[_Deviation] = []
+        self._first: Page | None = None
+        self._begin: Page | None = None  # of the epoch under way
+        self._last: Page | None = None
+        self._tally, self._order = Tally(0), Order(0, seed=planned.seed, epoch=0)
+
+    def covers(self) -> str:
+        """Return what was recorded, in words."""
+        said = f"{counted(self.epochs, 'epoch')} and {counted(len(self.evaluated), 'evaluation')}"
+        if self._first is not None and self._last is not None:
+            said += f", steps {self._first.first_step:,} to {self._last.last_step:,}"
+            said += "; what was trained before is not recorded" if self._first.first_step > 1 else ""
+        return said
+
+    def add(self, page: Page) -> None:
+        """Take the next page."""
+        if page.kind == EVAL:
+            tally = Tally(page.samples)
+            tally.add(page.indices)
+            self.evaluated.add(page.first_step)
+            if found := ", and ".join(filter(None, (tally.finding(page.samples), evaluated(page)))):
+                self._found["evaluations"].append(f"the evaluation after step {page.first_step}: {found}")
+            return
+        if self._last is None or page.epoch != self._last.epoch:
+            self._end_epoch(is_last=False)
+            self.epochs += 1
+            self._begin, self._tally = page, Tally(page.samples)
+            self._order = Order(page.samples, seed=self._planned.seed, epoch=page.epoch)
+        if self._next is None or (self._first is None and page.first_step < self._next):
+            self._next = page.first_step
+        if page.first_step < self._next:
+            self._found["steps"].append(f"step {page.first_step} is there more than once")
+        self._lacks(self._next, page.first_step - 1)
+        self._next = max(self._next, page.last_step + 1)
+        self._first, self._last = self._first or page, page
+        self._tally.add(page.indices)
+        self._compare(page)
+
+    def _lacks(self, first: int, last: int) -> None:
+        if first <= last:
+            said = f"step {first} is" if first == last else f"steps {first} to {last} are"
+            self._found["steps"].append(f"{said} missing")
+
+    def _compare(self, page: Page) -> None:
+        plan, order = self._planned.of(page), self._planned.order
+        per_epoch = plan.steps(page.samples, drop_last=self._planned.drop_last)
+        ends = [0, *page.ends[page.ranks - 1 :: page.ranks].tolist()]
+        for step, (begin, end) in enumerate(pairwise(ends), page.first_step):
+            within = step - 1 - page.epoch * per_epoch
+            if begin == end:
+                self._lacks(step, step)
+                continue
+            if not 0 <= within < per_epoch:
+                self._found["steps"].append(f"step {step} is noted in epoch {page.epoch}, to which it does not belong")
+                return
+            start, stop = plan.batch(within, page.samples)
+            if stop - start > _MOST * (end - begin):  # a page that claims so much costs a few bytes; to plan it, more
+                raise RequestError(
+                    f"step {step} of the ledger has {counted(end - begin, 'sample')}, and by the plan {stop - start:,}."
+                )
+            ordered = self._order.indices(start, stop) if order == SHUFFLED else np.arange(start, stop)
+            shares = [ordered[places] for places in _places(plan, stop - start)]
+            self._deviations += _deviations(page, step, shares, order != OF_A_SAMPLER)
+
+    def _end_epoch(self, *, is_last: bool) -> None:
+        first, last, planned = self._begin, self._last, self._planned
+        if first is None or last is None:
+            return
+        # A ledger may begin in the middle of an epoch, and a run end there; in between, no epoch has an excuse.
+        per_epoch = planned.of(first).steps(first.samples, drop_last=planned.drop_last)
+        begun = first is not self._first or first.first_step == first.epoch * per_epoch + 1
+        ended = not is_last or last.last_step >= (first.epoch + 1) * per_epoch
+        expected = min(first.samples, per_epoch * planned.global_batch) if begun and ended else None
+        if found := self._tally.finding(expected):
+            self._found["epochs"].append(f"epoch {first.epoch}: {found}")
+
+    def findings(self) -> list[str]:
+        """Return what is wrong, once all pages were added."""
+        self._end_epoch(is_last=True)
+        steps, last = self._planned.steps, (self._next or 1) - 1
+        if steps is not None and self._next is not None:
+            self._lacks(self._next, steps)
+            if last > steps:
+                self._found["steps"].append(f"there is a step {last}, and the run made {counted(steps, 'step')}")
+        if absent := sorted({*self._planned.evaluations} - self.evaluated):
+            said = f"{counted(len(absent), 'evaluation')} (the first after step {absent[0]}) not there"
+            self._found["evaluations"].insert(0, said)
+        return [*(each for found in self._found.values() for each in found), *filter(None, [_summed(self._deviations)])]
+
+
+@lru_cache(maxsize=16)
+def _places(plan: BatchPlan, count: int) -> list[Indices]:
+    """Return of each rank the places in a batch of `count` samples that it computes, in this order."""
+    return [
+        np.concatenate([np.arange(share.start, share.stop) for share in plan.split(0, count, rank)])
+        for rank in range(plan.ranks)
+    ]

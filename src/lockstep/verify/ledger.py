@@ -6,63 +6,20 @@ whether each came exactly once.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from ..errors import RequestError, counted
-from ..files import ours
-from .pages import EVAL, TRAIN, Indices, Page, bits_for, pack, read, unpack
-from .planned import evaluated
-
-if TYPE_CHECKING:  # a ledger is read and judged without torch
-    from ..world import World
-
-
-class Tally:
-    """Which of `samples` samples came how often, in memory for those that came alone: a file may claim any number."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-        self._kind = np.min_scalar_type(2 * samples)  # an index has as many bits as the largest, and may be beyond it
-        self._parts = [np.empty(0, self._kind)]
-
-    def add(self, indices: Indices) -> None:
-        """Count the samples at `indices`."""
-        self._parts.append(indices.astype(self._kind))
-
-    def finding(self, expected: int | None, *, repeated: Callable[[Indices], str] | None = None) -> str | None:
-        """Return in a clause why this is not each sample exactly once; None where it is.
-
-        `expected` is how many samples were to come, all or fewer; None where it is not known, and then none may have
-        come twice. `repeated` says of those that did which they are.
-        """
-        came = np.sort(np.concatenate(self._parts))
-        known, total = came[: np.searchsorted(came, self.samples)], len(came)
-        again = known[1:] == known[:-1]
-        repeats = int(np.count_nonzero(again))
-        different = len(known) - repeats
-        said = []
-        if strange := total - len(known):
-            said.append(f"{counted(strange, 'index')} of none of the {self.samples:,} samples came")
-        if repeats:
-            twice = np.unique(known[1:][again])
-            said.append(
-                repeated(twice) if repeated else f"{counted(repeats, 'time')} a sample came that had come before"
-            )
-        if expected == self.samples:
-            if different < self.samples:
-                first = int(np.append(np.unique(known) != np.arange(different), True).argmax())
-                said.append(f"{counted(self.samples - different, 'sample')} never came (the first: {first})")
-        elif expected is not None and total != expected:
-            said.append(f"{counted(total, 'sample')} came of the {expected:,} that were to come")
-        return ", and ".join(said) or None
+from ..errors import RequestError
+from ..files import append_whole, ours
+from ..world import World
+from .exactly_once import Tally, evaluated
+from .pages import EVAL, TRAIN, Indices, Page, read
 
 
 class Ledger:
@@ -84,8 +41,8 @@ class Ledger:
         """Open the ledger at `path`, which a run that is continued has rewound before (*collective*).
 
         `path` counts on rank 0; None keeps the account without a file. `samples` are those of the training set,
-        `devices` those that each rank drives. Raises
-        `RequestError`, on every rank, for a file that cannot be written, or is torn or damaged.
+        `devices` those that each rank drives. Raises `RequestError`, on every rank, for a file that cannot be written,
+        or is torn or damaged.
         """
         self.cost_s = 0.0
         """Seconds that this rank spent in the collective methods."""
@@ -94,15 +51,14 @@ class Ledger:
         self.trouble = ""
         """Why pages wait, in the system's words; empty where none does."""
         self._world = world
-        self._samples = samples
-        self._accumulation, self._steps_per_epoch, self._devices = accumulation, steps_per_epoch, devices
+        self._samples, self._steps_per_epoch = samples, steps_per_epoch
+        self._accumulation, self._devices = accumulation, devices
         self._notes: list[tuple[int, Indices]] = []
         self._evaluated: list[Indices] = []
         self._tally = Tally(0)
         self._epoch, self._first_step = -1, 0
         self._waiting: list[bytes] = []
-        self._file: IO[bytes] | None = None
-        self._end = 0
+        self._file: BinaryIO | None = None
         world.together(lambda: self._open(path) if world.is_main and path is not None else None)
 
     def _open(self, path: Path) -> None:
@@ -117,7 +73,6 @@ class Ledger:
         except RequestError:
             self._file.close()
             raise
-        self._end = os.fstat(self._file.fileno()).st_size
 
     @property
     def waiting(self) -> int:
@@ -160,13 +115,12 @@ class Ledger:
         """
         self.flush(epoch)
         finding = None
-        if self._world.is_main:
-            if self._epoch != epoch:
-                finding = "no step of it was noted"
-            else:
-                whole = self._first_step == epoch * self._steps_per_epoch + 1
-                self.whole_epochs += whole
-                finding = self._tally.finding(expected if whole else None)
+        if self._world.is_main and self._epoch != epoch:
+            finding = "no step of it was noted"
+        elif self._world.is_main:
+            whole = self._first_step == epoch * self._steps_per_epoch + 1
+            self.whole_epochs += whole
+            finding = self._tally.finding(expected if whole else None)
         said: str | None = self._world.gather(finding)[0]
         return None if said is None else f"epoch {epoch}: {said}"
 
@@ -188,7 +142,7 @@ class Ledger:
 
     def _keep(self, kind: str, epoch: int, samples: int, notes: list[tuple[int, Indices]]) -> Page | None:
         """Write what was noted as one page, and return it, on rank 0; None on others, and where nothing was noted."""
-        gathered = _exchange(self._world, notes, bits_for(samples))
+        gathered = _gathered(self._world, notes)
         if gathered is None:
             return None
         first_step, counts, indices = gathered
@@ -208,36 +162,20 @@ class Ledger:
 
     def _write(self) -> None:
         assert self._file is not None
+        self.trouble = ""
         try:
-            self._take_back()
             while self._waiting:
-                # One write a page. A nearly full disk takes a part without an error, and refuses the rest.
-                sent = 0
-                while sent < len(self._waiting[0]):
-                    sent += self._file.write(self._waiting[0][sent:])
-                self._end += len(self._waiting.pop(0))
-            self.trouble = ""
+                append_whole(self._file, self._waiting[0])
+                self._waiting.pop(0)
         except OSError as error:
             self.trouble = error.strerror or str(error)
-            with contextlib.suppress(OSError):
-                self._take_back()
-
-    def _take_back(self) -> None:
-        """Cut off what the disk took of a page before it refused the rest."""
-        assert self._file is not None
-        if os.fstat(self._file.fileno()).st_size > self._end:
-            self._file.truncate(self._end)
 
 
-def _exchange(
-    world: World, notes: list[tuple[int, Indices]], bits: int
-) -> tuple[int, npt.NDArray[np.uint32], Indices] | None:
+def _gathered(world: World, notes: list[tuple[int, Indices]]) -> tuple[int, npt.NDArray[np.uint32], Indices] | None:
     """Return, on rank 0, the first step noted on any rank, counts (steps, ranks) and all indices (*collective*).
 
     None on the other ranks, and where nothing was noted.
     """
-    import torch  # late: who reads a ledger needs no torch
-
     notes = sorted(notes, key=lambda note: note[0])
     at = np.array([step for step, _ in notes], np.int64)
     sizes = np.array([len(indices) for _, indices in notes], np.int64)
@@ -246,15 +184,13 @@ def _exchange(
     first, last, most = int(heads[:, 0].min()), int(heads[:, 1].max()), int(heads[:, 2].max())
     if last < first:
         return None
-    counts = np.zeros(last - first + 1, "<u4")
-    np.add.at(counts, at - first, sizes.astype(counts.dtype))
-    packed = pack(np.concatenate([np.empty(0, np.int64), *(indices for _, indices in notes)]), bits)
-    own = counts.tobytes() + packed.ljust(-(-most * bits // 8), b"\0")
-    told = world.stack(torch.frombuffer(bytearray(own), dtype=torch.uint8)).numpy()
+    steps = last - first + 1
+    own = np.zeros(steps + most, np.int64)  # how many in each step, then which
+    np.add.at(own, at - first, sizes)
+    own[steps : steps + total] = np.concatenate([np.empty(0, np.int64), *(indices for _, indices in notes)])
+    told = world.stack(torch.from_numpy(own)).numpy()
     if not world.is_main:
         return None
-    by_rank = told[:, : counts.nbytes].copy().view("<u4").astype(np.uint32)
-    held = [unpack(told[rank, counts.nbytes :].tobytes(), int(heads[rank, 2]), bits) for rank in range(world.size)]
-    shares = [np.split(held[rank], np.cumsum(by_rank[rank])[:-1]) for rank in range(world.size)]
+    shares = [np.split(each[steps : steps + each[:steps].sum()], np.cumsum(each[: steps - 1])) for each in told]
     indices = np.concatenate([share for step in zip(*shares, strict=True) for share in step])
-    return first, np.ascontiguousarray(by_rank.T), indices
+    return first, np.ascontiguousarray(told[:, :steps].T.astype(np.uint32)), indices

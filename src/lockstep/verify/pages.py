@@ -1,10 +1,8 @@
-"""The pages of a ledger, packed as bits: which sample went into which optimizer step on which rank.
+"""The pages of a ledger, `ledger.bin`: which sample went into which optimizer step on which rank, packed as bits.
 
-A ledger, `ledger.bin`, is a sequence of pages, each written in one piece and never changed. A page holds consecutive
-optimizer steps of one epoch, or one evaluation: a header of fixed size, how many samples each rank computed in each
-step, and their indices in the order in which they were computed, packed to as many bits as the data set needs. Each
-page carries its own number of ranks, so that a run may go on in another world. The header and the rest have a checksum
-each: a page that a kill cut short is so told apart from one that was damaged. There is no pickle in it and no text.
+A page holds consecutive optimizer steps of one epoch, or one evaluation: a header of fixed size, how many samples each
+rank computed in each step, and their indices in the order in which they were computed. Header and body have a checksum
+each, so that a page that a kill cut short is told apart from a damaged one. Each page has its own number of ranks.
 """
 
 from __future__ import annotations
@@ -13,10 +11,9 @@ import functools
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +25,7 @@ NAME = "ledger.bin"
 TRAIN, EVAL = "train", "eval"
 Indices = npt.NDArray[np.int64]
 
-_MAGIC = b"LKSL"
-_VERSION = 1
+_MAGIC, _VERSION = b"LKSL", 1
 _KINDS = (TRAIN, EVAL)
 # magic, version, kind, bits an index, ranks, devices of a rank but the first, accumulation, epoch, first step, steps,
 # samples in the data set, indices, checksum of counts and indices, checksum of the header before it
@@ -95,14 +91,9 @@ class Page:
     """Devices that each rank drives."""
 
     @property
-    def steps(self) -> int:
-        """The number of steps on this page."""
-        return len(self.counts)
-
-    @property
     def last_step(self) -> int:
         """The last step on this page."""
-        return self.first_step + self.steps - 1
+        return self.first_step + len(self.counts) - 1
 
     @functools.cached_property
     def ends(self) -> Indices:
@@ -125,13 +116,13 @@ class Page:
 
     def encode(self) -> bytes:
         """Return the page as the file holds it."""
-        assert self.counts.shape == (self.steps, self.ranks), self.counts.shape
+        assert self.counts.shape[1] == self.ranks, self.counts.shape
         assert self.counts.sum() == len(self.indices), "each index is some rank's"
         bits = bits_for(self.samples)
         body = self.counts.astype("<u4").tobytes() + pack(self.indices, bits)
         world = (self.ranks, self.devices - 1)
         numbers = (_KINDS.index(self.kind), bits, *world, self.accumulation, self.epoch, self.first_step)
-        held = (self.steps, self.samples, len(self.indices), zlib.crc32(body))
+        held = (len(self.counts), self.samples, len(self.indices), zlib.crc32(body))
         header = _HEADER.pack(_MAGIC, _VERSION, *numbers, *held, 0)[:-4]
         return header + struct.pack("<I", zlib.crc32(header)) + body
 
@@ -151,31 +142,31 @@ def read(path: Path, *, torn_ok: bool = False) -> Iterator[Page]:
         while (start := file.tell()) < size:
             number += 1
             at = f"{path}, page {number}, from byte {start} on,"
-            page = _next(file, size - start, at)
-            if page is None and torn_ok:
-                return
-            if page is None:
+            header = file.read(_HEADER.size)
+            length = _length(header, at)
+            body = b"" if length is None else file.read(min(length, size - start))
+            if length is None or len(body) < length:
+                if torn_ok:
+                    return
                 raise TornError(
                     f"{at} is cut short, as a kill while it was written leaves it; continue the run, which cuts it "
                     "off and records those steps anew."
                 )
-            yield page
+            yield _decoded(header, body, at)
 
 
-def _next(file: IO[bytes], left: int, at: str) -> Page | None:
-    """Return the page at the file's position, with `left` bytes to its end; None where these are only its beginning."""
-    header = file.read(_HEADER.size)
+def _length(header: bytes, at: str) -> int | None:
+    """Return the bytes of the page's body; None where the header is cut short."""
     if header[:4] != _MAGIC[: len(header)]:
         raise _damaged(at)
     if len(header) < _HEADER.size:
         return None
-    _, version, kind, bits, ranks, further, *numbers, steps, samples, held, body_sum, own_sum = _HEADER.unpack(header)
+    _, version, kind, bits, ranks, _, accumulation, _, first, steps, samples, held, _, own_sum = _HEADER.unpack(header)
     if version != _VERSION:
         raise RequestError(
             f"{at} is of version {version} of the ledger's format, and this lockstep reads version {_VERSION}; "
             "read it with the one that wrote it."
         )
-    accumulation, epoch, first = numbers
     # The header is judged before its numbers are believed: a damaged one would say where the next page begins.
     is_ours = kind < len(_KINDS) and bits == bits_for(samples) and 0 < samples <= MOST_SAMPLES and first < 2**62
     if own_sum != zlib.crc32(header[:-4]) or not is_ours or not (steps and ranks and accumulation):
@@ -183,15 +174,17 @@ def _next(file: IO[bytes], left: int, at: str) -> Page | None:
     # A page is of one epoch. Of a small data set, as many bytes would hold many more indices than of a large one.
     if held > 4 * samples + _CHUNK:
         raise RequestError(f"{at} holds {held:,} indices, and the data set has {counted(samples, 'sample')}.")
-    counts_bytes = steps * ranks * 4
-    length = counts_bytes + -(-held * bits // 8)
-    if left < _HEADER.size + length:
-        return None
-    body = file.read(length)
-    counts = np.frombuffer(body[:counts_bytes], "<u4").reshape(steps, ranks).astype(np.uint32)
+    return int(steps * ranks * 4 + -(-held * bits // 8))
+
+
+def _decoded(header: bytes, body: bytes, at: str) -> Page:
+    _, _, kind, bits, ranks, further, accumulation, epoch, first, steps, samples, held, body_sum, _ = _HEADER.unpack(
+        header
+    )
+    counts = np.frombuffer(body[: steps * ranks * 4], "<u4").reshape(steps, ranks).astype(np.uint32)
     if zlib.crc32(body) != body_sum or counts.sum() != held:
         raise _damaged(at)
-    indices = unpack(body[counts_bytes:], held, bits)
+    indices = unpack(body[steps * ranks * 4 :], held, bits)
     return Page(_KINDS[kind], epoch, first, ranks, accumulation, samples, counts, indices, devices=further + 1)
 
 
@@ -202,45 +195,22 @@ def _damaged(at: str) -> RequestError:
     )
 
 
-def of_kind(kind: str, pages: Iterable[Page], epoch: int | None = None) -> Iterator[Page]:
-    """Return those of `pages` that are of `kind`, TRAIN or EVAL, and of `epoch` where one is given."""
-    return (page for page in pages if page.kind == kind and epoch in (None, page.epoch))
-
-
-def places(page: Page, sample: int) -> list[tuple[int, int, int]]:
-    """Return (epoch, step, rank) of each time that `sample` is on the page."""
-    cells = np.searchsorted(page.ends, np.flatnonzero(page.indices == sample), side="right").tolist()
-    return [(page.epoch, page.first_step + cell // page.ranks, cell % page.ranks) for cell in cells]
-
-
-def rewind(path: Path, *, step: int) -> int | None:
+def rewind(path: Path, *, step: int, begun: Path | None = None) -> int | None:
     """Cut the ledger back to what had happened by `step`, atomically, so that a resumed run goes on from there.
 
-    Steps and evaluations after `step` go, and so does a last page that a kill cut short. Returns the last step that is
-    left, 0 of none, and None where there is no file. Raises `RequestError` for a ledger that is damaged.
+    Steps and evaluations after `step` go, and so does a last page that a kill cut short. Where there is no file, that
+    of the run in the folder `begun` is carried over. Returns the last step that is left, 0 of none, and None where
+    there is no ledger. Raises `RequestError` for one that is damaged.
     """
-    if not path.exists():
+    source = path if path.exists() or begun is None else begun / NAME
+    if not source.exists():
         return None
-    kept, last = _until(path, step)
-    if len(kept) != path.stat().st_size:
-        write_whole(path, kept)
-    return last
-
-
-def carry_over(source: Path, path: Path, *, step: int) -> None:
-    """Begin the ledger at `path` with what the run in the folder `source` had done by `step`, where it has a ledger.
-
-    Raises `RequestError` for one that is damaged.
-    """
-    if (source / NAME).exists():
-        write_whole(path, _until(source / NAME, step)[0])
-
-
-def _until(path: Path, step: int) -> tuple[bytes, int]:
-    """Return what there is up to `step`, and the last step of training in it."""
     kept, last = [], 0
-    for page in read(path, torn_ok=True):
+    for page in read(source, torn_ok=True):
         if (part := page.until(step)) is not None:
             kept.append(part.encode())
             last = max(last, part.last_step) if part.kind == TRAIN else last
-    return b"".join(kept), last
+    data = b"".join(kept)
+    if source != path or len(data) != path.stat().st_size:
+        write_whole(path, data)
+    return last

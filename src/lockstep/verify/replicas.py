@@ -20,8 +20,7 @@ from ..kinds import per_device
 from ..proof import BIT_FOR_BIT, Check
 from ..world import World
 from . import finite
-from .buffers import LocalBuffers
-from .digest import Found, compare, device_groups, differing, digest, largest_gap
+from .digest import compare, device_groups, differing, digest, largest_gap
 
 SHARE = 0.004
 """Of the time of training that the checks may take, by default: below half a percent."""
@@ -56,19 +55,14 @@ class ReplicaCheck:
         self.cost_s = 0.0
         self.agreed_at: int | None = None
         """The last step after which all replicas were the same."""
-        self._world = world
-        self._tensors = tensors
-        self._every = every
-        self._clock = clock
-        self._local = LocalBuffers(world, local, replicas)
-        self._copies = copies
-        self._remedy = remedy
+        self._world, self._tensors, self._every, self._clock = world, tensors, every, clock
+        self._copies, self._remedy, self._begun = copies, remedy, begun
+        self._local = _LocalBuffers(world, local, replicas)
         self._on = every != 0 and (world.size > 1 or len(copies()) > 0)
         self._next = (every or 1) if self._on else math.inf
         self._last_cost_s = 0.0
-        self._begun_at: int | None = None
+        self._first_at: int | None = None
         self._failure: LockstepError | None = None
-        self._begun = begun
         self._unknown_from: int | None = None
         """The step whose loss was not finite, where replicas had not been compared right before."""
 
@@ -87,9 +81,8 @@ class ReplicaCheck:
         begin_s = self._clock()
         tensors = dict(sorted(self._tensors().items()))  # a file gives an optimizer's state in any order
         copies = self._copies()
-        turn = self.checks
-        torn = any(differing(tensors, copy, turn) for copy in copies)
-        by_rank = self._told(tensors, turn, torn, self._proposal(step, step_s))
+        torn = any(differing(tensors, copy) for copy in copies)
+        by_rank = self._told(tensors, torn, self._proposal(step, step_s))
         self._failure = self._fault(step, tensors, copies, by_rank)
         if self._failure is not None:
             raise self._failure
@@ -106,7 +99,7 @@ class ReplicaCheck:
         """
         if self._on and self.agreed_at != step:
             self.check(step, step_s)
-        if self._on and self._local.due(step):
+        if self._on:
             self._local.measure(step)
 
     def explain_loss(self, step: int, bad_step: int) -> str:
@@ -115,32 +108,24 @@ class ReplicaCheck:
         Returns a sentence for where a replica may have been ruined between two checks and taken the others with it; ""
         where the loss cannot come of that. Raises `ProofError` where they are not the same bits.
         """
-        if not self._on or not self._doubt(bad_step - 1):
+        if not self._on or not (doubt := self._doubt(bad_step - 1)):
             return ""
         tensors = dict(sorted(self._tensors().items()))
-        by_rank = self._told(tensors, self.checks)
+        by_rank = self._told(tensors)
         if any(theirs[:-1] != by_rank[0][:-1] for theirs in by_rank):
             self._failure = self._apart(step, tensors)
             raise self._failure
         self._unknown_from = bad_step
-        return self._doubt(bad_step - 1)
-
-    def _told(self, tensors: Mapping[str, Tensor], turn: int, *numbers: int) -> list[list[int]]:
-        """Return of each rank its `facts`, and the `numbers` that it tells beside them (*collective*)."""
-        # Filled, since the host would wait for a copy of its numbers.
-        filled = [torch.full((1,), number, dtype=torch.int64, device=self._world.device) for number in numbers]
-        told: list[list[int]] = self._world.stack(
-            torch.cat([facts(tensors, self._world.device, turn), *filled])
-        ).tolist()
-        return told
+        return doubt
 
     def proof(self) -> list[Check]:
         """Return what was checked and what came of it: of the replicas and, where ranks have any, of local buffers."""
+        is_open = not self.checks or self._unknown_from is not None
         replicas = Check(
             name="replicas",
             claim="All ranks hold the same bits, of finite numbers: weights, optimizer state, synchronised statistics, "
             "averaged weights",
-            outcome=self._outcome(),
+            outcome=Check.FAILS if self._failure else Check.OPEN if is_open else Check.HOLDS,
             times=self.checks + (self._failure is not None),
             tolerance=BIT_FOR_BIT,
             found=self._found(),
@@ -149,41 +134,33 @@ class ReplicaCheck:
         )
         return [replicas, *self._local.proof()]
 
-    def _outcome(self) -> str:
-        if self._failure:
-            return Check.FAILS
-        return Check.HOLDS if self.checks and self._unknown_from is None else Check.OPEN
-
     def _found(self) -> str:
         if self._failure:
             return str(self._failure).removesuffix(".")
-        if self._every == 0:
-            return "switched off by --verify-every 0"
         if not self._on:
-            return "one process, one set of weights"
+            return "switched off by --verify-every 0" if self._every == 0 else "one process, one set of weights"
         if self._unknown_from is not None:
             return (
                 f"{self._before()}; the loss at step {self._unknown_from} was not finite, and what became of them in "
                 "between is not known"
             )
-        if self.agreed_at is None or self._begun_at is None:
+        if self.agreed_at is None:
             return "no step was compared"
-        if self.checks == 1:
-            return f"compared after step {self.agreed_at}"
-        mean = (self.agreed_at - self._begun_at) / (self.checks - 1)
-        return (
-            f"compared first after step {self._begun_at} and last after step {self.agreed_at}; "
-            f"every {'step' if mean == 1 else f'{mean:.3g} steps'} on average"
-        )
+        return f"compared first after step {self._first_at} and last after step {self.agreed_at}"
+
+    def _told(self, tensors: Mapping[str, Tensor], *numbers: int) -> list[list[int]]:
+        """Return of each rank its `facts`, and the `numbers` that it tells beside them (*collective*)."""
+        # Filled, since the host would wait for a copy of its numbers.
+        filled = [torch.full((1,), number, dtype=torch.int64, device=self._world.device) for number in numbers]
+        told: list[list[int]] = self._world.stack(torch.cat([facts(tensors, self._world.device), *filled])).tolist()
+        return told
 
     def _proposal(self, step: int, step_s: float) -> int:
         """Return the number of steps after which all checks so far and one more are worth `SHARE` of the time."""
-        self._begun_at = step if self._begun_at is None else self._begun_at
-        if self._every:
-            return self._every
-        if not step_s:
-            return 1
-        paid_at = self._begun_at + (self.cost_s + self._last_cost_s) / (SHARE * step_s)
+        self._first_at = step if self._first_at is None else self._first_at
+        if self._every or not step_s:
+            return self._every or 1
+        paid_at = self._first_at + (self.cost_s + self._last_cost_s) / (SHARE * step_s)
         return max(1, math.ceil(paid_at) - step)
 
     def _fault(
@@ -193,52 +170,39 @@ class ReplicaCheck:
         # Before all else: a rank whose numbers are none soon has the others' be none, and not the same ones.
         if any(theirs[:-3] != by_rank[0][:-3] for theirs in by_rank):
             return self._apart(step, tensors)
-        if any(suspected for *_, suspected, _, _ in by_rank):
-            bad: list[list[str]] = self._world.gather(finite.not_finite(tensors))
-            if any(theirs != bad[0] for theirs in bad):
-                return self._apart(step, tensors)  # which this turn's digests do not tell
-            if bad[0]:
-                return finite.error(step, bad[0], f"{self._remedy()} {self._doubt(step - 1)}".strip())
+        if any(suspected for *_, suspected, _, _ in by_rank) and (bad := finite.found(self._world, tensors)):
+            return finite.error(step, bad, f"{self._remedy()} {self._doubt(step - 1)}".strip())
         if any(torn for *_, torn, _ in by_rank):
             return self._torn(step, tensors, copies)
         return None
 
     def _apart(self, step: int, tensors: Mapping[str, Tensor]) -> ProofError:
-        found = compare(self._world, tensors)
-        if not found:
-            return self._unsteady(step)
-        by_ranks: dict[tuple[int, ...], list[Found]] = {}
-        for each in found:
-            by_ranks.setdefault(each.ranks, []).append(each)
-        clauses = [_apart_in(ranks, theirs) for ranks, theirs in by_ranks.items()]
+        by_ranks: dict[tuple[int, ...], list[tuple[str, float | None]]] = {}
+        for each in compare(self._world, tensors):
+            by_ranks.setdefault(each.ranks, []).append((each.name, each.gap))
+        clauses = [
+            f"{ranks_named(ranks)} {'differs from the others' if len(ranks) == 1 else 'differ'} in {_listed(theirs)}"
+            for ranks, theirs in by_ranks.items()
+        ]
         return ProofError(
-            f"The replicas are not the same bits after step {step}: {'; '.join(clauses)}; "
+            f"The replicas are not the same bits after step {step}: {'; '.join(clauses) or _UNSTEADY}; "
             f"before, they were {self._before()}. Memory that flips bits does this, or code that treats ranks "
             "differently; continue from a checkpoint of before."
-        )
-
-    def _unsteady(self, step: int) -> ProofError:
-        return ProofError(
-            f"The replicas were not the same bits after step {step}, and read a second time they are: a device gives "
-            f"other bits each time that it is read; before, they were {self._before()}. Have its memory tested, and "
-            "continue from a checkpoint of before."
         )
 
     def _torn(self, step: int, tensors: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]]) -> ProofError:
         own = [
             (str(copy[name].device), name, largest_gap(tensors[name].cpu(), copy[name].cpu()))
             for copy in copies
-            for name in differing(tensors, copy, self.checks)  # the turn that found it
+            for name in differing(tensors, copy)
         ]
         told = self._world.gather(own)
-        if not any(told):
-            return self._unsteady(step)
-        rank, found = next((rank, theirs) for rank, theirs in enumerate(told) if theirs)
-        where = found[0][0]
+        rank, found = next(((rank, theirs) for rank, theirs in enumerate(told) if theirs), (0, []))
+        where = found[0][0] if found else "another device"
         named = [(name, gap) for device, name, gap in found if device == where]
         return ProofError(
             f"The copies of rank {rank}'s weights on {where} are not the same bits as its own after step {step}: they "
-            f"differ in {_listed(named)}; before, they were {self._before()}. Copies from one "
+            f"differ in {_listed(named) if named else _UNSTEADY}; before, they were {self._before()}. Copies from one "
             "GPU to another that go wrong do this, or memory that flips bits; continue from a checkpoint of before "
             f"with --strategy {per_device()}."
         )
@@ -256,21 +220,65 @@ class ReplicaCheck:
         return "never compared" if self.agreed_at is None else f"the same after step {self.agreed_at}"
 
 
-def _apart_in(ranks: Sequence[int], found: Sequence[Found]) -> str:
-    """Return in a clause in what these ranks differ."""
-    differ = "differs from the others" if len(ranks) == 1 else "differ"
-    return f"{ranks_named(ranks)} {differ} in {_listed([(each.name, each.gap) for each in found])}"
+class _LocalBuffers:
+    """How far buffers lie apart that each rank keeps for itself by intent: an evaluation uses rank 0's."""
+
+    def __init__(self, world: World, tensors: Callable[[], Mapping[str, Tensor]], replicas: int) -> None:
+        self._world, self._tensors, self._replicas = world, tensors, replicas
+        self._cost_s = 0.0
+        self._measured_at: int | None = None
+        self._times = 0
+        self._largest, self._name = 0.0, ""
+
+    def measure(self, step: int) -> None:
+        """Measure them after `step`, if there are any, and unless that was done (*collective*)."""
+        held = dict(sorted(self._tensors().items())) if self._world.size > 1 and self._measured_at != step else {}
+        if not held:
+            return
+        begun_s = time.perf_counter()
+        for each in compare(self._world, held)[:1]:
+            if (gap := each.gap or 0.0) >= self._largest:
+                self._largest, self._name = gap, each.name
+        self._measured_at = step
+        self._times += 1
+        self._cost_s += time.perf_counter() - begun_s
+
+    def proof(self) -> list[Check]:
+        """Return what was measured; nothing where no rank or replica has a buffer of its own.
+
+        Of one process's replicas, all but the first are gone when a step ends.
+        """
+        has_several = self._world.size > 1 or self._replicas > 1
+        if not has_several or not (count := len(self._tensors())):
+            return []
+        whose, used = ("rank", "rank 0") if self._world.size > 1 else ("replica", "the first one")
+        differ = f", and differ by up to {self._largest:.3g} ({self._name})" if self._name else ", and the same on all"
+        apart = differ if self._times else ""
+        return [
+            Check(
+                name="buffers",
+                claim=f"How far buffers lie apart that each {whose} keeps for itself",
+                outcome=Check.MEASURED if self._times else Check.OPEN,
+                times=self._times,
+                at_step=self._measured_at,
+                tolerance="none: measured, not judged",
+                cost_s=self._cost_s,
+                found=f"{counted(count, 'buffer')} of each {whose}'s own (local){apart}; an evaluation uses {used}'s",
+            )
+        ]
 
 
-def facts(tensors: Mapping[str, Tensor], device: torch.device, turn: int = 0) -> Tensor:
+_UNSTEADY = "nothing when they are read a second time: a device gives other bits each time, so have its memory tested"
+
+
+def facts(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """Return what a rank tells of its tensors, (kinds of device + 1,) int64 on `device`; nothing is waited for.
 
-    That is the digest of those on each kind of device, and whether any may hold a number that is not finite. `turn`
-    numbers the comparison, as for `digest`.
+    That is the digest of those on each kind of device, and whether any may hold a number that is not finite.
     """
     groups = [list(group.values()) for group in device_groups(tensors)]
     suspected = torch.stack([finite.suspect(group).to(device) for group in groups]).any()
-    return torch.stack([*(digest(group, turn).to(device) for group in groups), suspected.long()])
+    return torch.stack([*(digest(group).to(device) for group in groups), suspected.long()])
 
 
 def _listed(named: Sequence[tuple[str, float | None]]) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import shlex
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,13 +19,13 @@ from ...kinds import KINDS, with_several
 from ...launchers import table as launchers
 from ...options import flatten, override
 from ...proof import Check
-from ...prove import curve, curve_words, variants
-from ...prove.curve import Outcome
-from ...prove.variants import Setup
 from ...screen import Screen, line
+from ...verify import curve, variants
+from ...verify.curve import Outcome
+from ...verify.variants import Setup
 from .. import flags, output, run, words
 from ..train import preflight
-from . import devices
+from . import shared
 
 _USAGE = """\
 usage: lockstep verify curve [RECIPE] [--tolerance T] [flags of lockstep train]
@@ -77,13 +76,13 @@ def main(given: list[str]) -> int:
     return judge(checked(config, rest, script), asked.get("--tolerance", curve.default_tolerance(config)))
 
 
-def judge(shared: Setup, tolerance: float) -> int:
+def judge(asked: Setup, tolerance: float) -> int:
     """Run all variants and compare them; return 0 where they agree, raise `ProofError` where they do not."""
-    with _folder(shared) as setup:
+    with _folder(asked) as setup:
         begun_s = time.monotonic()
         with _telling(setup.name) as (tell, told):
             found = [told(each) for each in curve.outcomes(setup, tolerance=tolerance, tell=tell)]
-        check = curve_words.check(setup.name, found, tolerance, setup.config.precision.name, time.monotonic() - begun_s)
+        check = curve.check(setup.name, found, tolerance, setup.config.precision.name, time.monotonic() - begun_s)
         _keep(setup.folder, check, found)
     with output.written():
         screen = Screen()
@@ -123,28 +122,34 @@ def checked(config: RunConfig, given: Sequence[str], script: Sequence[str], *, f
             f"lockstep verify {what} starts all ranks itself, and this process is a rank by its environment; start the "
             "command once, without torchrun, or, if the variables are left over: unset RANK WORLD_SIZE LOCAL_RANK."
         )
-    count = devices.several(config)
+    count = shared.several(config)
     launchers.least_ranks(dataclasses.replace(config, parallel=dataclasses.replace(asked, devices=count)))
-    shared = (*flags.without([*given], _VARIED), "--max-steps", str(config.max_steps)) if script else ()
+    common = (*flags.without([*given], _VARIED), "--max-steps", str(config.max_steps)) if script else ()
     setup = Setup(
         config=config,
         folder=Path(),
         devices=count,
-        is_cpu=devices.gpus(config) == 0,
+        is_cpu=shared.gpus(config) == 0,
         script=tuple(script),
-        flags=shared,
+        flags=common,
         first_step=first_step,
     )
-    variants.check(setup)
+    setup.check()
     return setup
 
 
 @contextlib.contextmanager
 def _folder(setup: Setup) -> Iterator[Setup]:
     """Give the runs a folder, with the config that they share; it goes again where the first of them is refused."""
-    asked = setup.config.record.output
-    path = folders.fresh(f"{folders.default_name(setup.config)}-{setup.name}") if asked is None else _asked(asked)
+    path = setup.config.record.output
+    if path is not None and path.is_dir() and any(next(path.glob(pattern), None) for pattern in _HELD):
+        raise RequestError(f"--output {path} holds a run already; give another folder.")
     try:
+        if path is None:
+            path = folders.fresh(f"{folders.default_name(setup.config)}-{setup.name}")
+        path.mkdir(parents=True, exist_ok=True)
+        for each in path.iterdir():  # a variant's folder or log of that name would lead elsewhere
+            check_own(each)
         variants.write_config(setup := dataclasses.replace(setup, folder=path))
     except OSError as error:
         raise folders.unwritable(path, error) from error
@@ -159,21 +164,6 @@ def _folder(setup: Setup) -> Iterator[Setup]:
         raise
 
 
-def _asked(path: Path) -> Path:
-    if path.is_dir() and any(next(path.glob(pattern), None) for pattern in _HELD):
-        raise RequestError(f"--output {path} holds a run already; give another folder.")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
-    try:
-        for each in path.iterdir():  # a variant's folder or log of that name would lead elsewhere
-            check_own(each)
-    except OSError as error:
-        raise folders.unwritable(path, error) from error
-    return path
-
-
 @contextlib.contextmanager
 def _telling(name: str) -> Iterator[tuple[Callable[[str], None], Callable[[Outcome], Outcome]]]:
     """Tell on stderr how it goes: on a terminal the variant that is trained now, elsewhere a line for each."""
@@ -186,8 +176,7 @@ def _telling(name: str) -> Iterator[tuple[Callable[[str], None], Callable[[Outco
     def told(each: Outcome) -> Outcome:
         said = f", {each.note}" if each.note else ""
         if each.parting:
-            said += f", losses {curve_words.size(each.parting.loss)}"
-            said += f", {curve_words.TENSORS[name]} {curve_words.size(each.parting.weight)}"
+            said += f", losses {curve.size(each.parting.loss)}, {curve.TENSORS[name]} {curve.size(each.parting.weight)}"
         screen.say(f"{each.variant.name}: {each.verdict}{said} ({each.seconds:.1f} s)")
         return each
 
@@ -218,49 +207,30 @@ def _keep(folder: Path, check: Check, found: Sequence[Outcome]) -> None:
 def _print(screen: Screen, found: Sequence[Outcome], setup: Setup, tolerance: float) -> None:
     if not screen.is_terminal:
         screen.width = _WIDE
-    screen.print(_table(setup.name, found))
-    config = setup.config
-    notes = [f"{', '.join(names)}: {note}" for note, names in _notes(found).items()]
-    notes.append(
-        f"precision {config.precision.name}, tolerance {tolerance:g} of the largest value; 0 where the same bits are "
-        f"due; commands and runs in {setup.folder}"
-    )
-    for note in notes:
-        screen.say((note, "dim"))
-    by_name = {each.variant.name: each for each in found}
-    for each in found:
-        if each.verdict == curve.PARTS:
-            screen.print()
-            screen.say(curve_words.sentence(setup.name, each))
-            for side in (by_name[each.variant.partner], each):
-                for command in side.commands:
-                    screen.say(f"  {shlex.join(command)}")
-
-
-def _notes(found: Sequence[Outcome]) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for each in found:
-        if each.note:
-            names.setdefault(each.note, []).append(each.variant.name)
-    return names
-
-
-def _table(name: str, found: Sequence[Outcome]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("variant", "compared with"):
         table.add_column(title, overflow="fold")
-    for title in ("losses", curve_words.TENSORS[name], "begins"):
+    for title in ("losses", curve.TENSORS[setup.name], "begins"):
         table.add_column(title, justify="right")
     table.add_column("")
-    partners = Counter(each.variant.partner for each in found)
+    notes: dict[str, list[str]] = {}
     for each in found:
-        parting = each.parting
-        cells = (
-            ["", "", ""]
-            if parting is None
-            else [curve_words.size(parting.loss), curve_words.size(parting.weight), parting.where]
-        )
+        parting, cells = each.parting, ["", "", ""]
+        if parting is not None:
+            cells = [curve.size(parting.loss), curve.size(parting.weight), parting.where]
         verdict = line((each.verdict, "bold" if each.verdict == curve.PARTS else ""))
-        dim = "dim" if not each.is_claim and not partners[each.variant.name] else ""
+        dim = "dim" if each.verdict == curve.LEFT_OUT else ""
         table.add_row(line(each.variant.name), line(each.variant.partner), *map(line, cells), verdict, style=dim)
-    return table
+        if each.note:
+            notes.setdefault(each.note, []).append(each.variant.name)
+    screen.print(table)
+    for note, names in notes.items():
+        screen.say((f"{', '.join(names)}: {note}", "dim"))
+    how = f"precision {setup.config.precision.name}, tolerance {tolerance:g} of the largest value"
+    screen.say((f"{how}; 0 where the same bits are due; commands and runs in {setup.folder}", "dim"))
+    by_name = {each.variant.name: each for each in found}
+    for each in (each for each in found if each.verdict == curve.PARTS):
+        screen.print()
+        screen.say(each.sentence(curve.TENSORS[setup.name]))
+        for command in (*by_name[each.variant.partner].commands, *each.commands):
+            screen.say(f"  {shlex.join(command)}")

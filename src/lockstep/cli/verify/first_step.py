@@ -8,7 +8,7 @@ from __future__ import annotations
 from ... import folders
 from ...errors import RequestError
 from ...launchers import table as launchers
-from ...prove.first_step import FirstStep
+from ...verify.first_step import FirstStep
 from .. import flags, run
 from ..train import entry
 

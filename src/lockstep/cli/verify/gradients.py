@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.padding import Padding
@@ -21,10 +20,10 @@ from ...options import override
 from ...screen import Part, Screen, line
 from .. import flags, output, run, words
 from ..train import preflight
-from . import curve, devices, kept
+from . import curve, shared
 
 if TYPE_CHECKING:
-    from ...prove.answer import Answer, Report
+    from ...verify.gradients import Answer, Report
     from ...world import World
 
 _USAGE = """\
@@ -50,18 +49,12 @@ called as step(model, batch), with data of any kind, is judged so too. Causes ar
 lockstep train --help lists the other flags, of which --model, --data, --batch, --devices, --batchnorm and --precision
 matter most. Exit code: 0 the same gradient, 3 another one, 2 where it cannot be measured.
 """
+_PROG = "lockstep verify gradients"
 _SWITCHES = ("--all",)
 _OWN = {"--tolerance": float, "--step": str, "--all": bool}
 _ROWS = 5
 _WIDE = 160
 """Columns where the output is no terminal: names stay whole for whoever searches them."""
-
-
-@dataclass(frozen=True)
-class _Asked:
-    strategies: tuple[str, ...]
-    tolerance: float
-    step: str
 
 
 def main(given: list[str]) -> int:
@@ -71,27 +64,35 @@ def main(given: list[str]) -> int:
     ours, script = run.split(given, _SWITCHES) if run.names_script(given, _SWITCHES) else (given, [])
     own_flags, rest = words.take(ours, _OWN)
     step = own_flags.get("--step", "")
-    if script or (step and _takes_batch(step)):
-        return _of_loop(own_flags, [*rest, *(("--step", step) if step else ())], script)
-    config = flags.parse(rest, prog="lockstep verify gradients")
-    # A recipe's precision is for training.
-    config = _prepared(config, keeps_precision=any(word.partition("=")[0] == "--precision" for word in rest))
-    preflight(config)
-    from ...prove import float64  # late: it imports torch
+    names = {word.partition("=")[0] for word in rest}
+    is_loop = bool(script) or (step and _takes_batch(step))
+    if is_loop:
+        rest = [*rest, *(("--step", step) if step else ())]
+        if idle := [name for name in ("--all", "--max-steps") if name in {*names, *own_flags}]:
+            raise RequestError(f"{idle[0]} has no use here: the first step of a loop is compared; leave it out.")
+    if "--precision" not in names:  # a recipe's is for training
+        rest = [*rest, "--precision", "fp64"]
+    config = run.asked([*rest, *script], prog=_PROG)[0] if script else flags.parse(rest, prog=_PROG)
+    if is_loop:
+        setup = curve.checked(override(config, max_steps=1), rest, script, first_step=True)
+    else:
+        preflight(config)
+    from ...verify.gradients import TOLERANCE, TOLERANCES, strategies  # late: it imports torch
 
-    name = config.precision.name
-    tolerance = own_flags.get("--tolerance", float64.TOLERANCES.get(name, float64.TOLERANCE))
-    from ...prove.answer import strategies
-
-    names = strategies(config.parallel.strategy)
-    config = _placed(config, names)
-    report = launchers.launch(functools.partial(_entry, asked=_Asked(tuple(names), tolerance, step)), config)
+    tolerance = own_flags.get("--tolerance", TOLERANCES.get(config.precision.name, TOLERANCE))
+    if is_loop:
+        return curve.judge(setup, tolerance)
+    config, strategy_names = _prepared(config), strategies(config.parallel.strategy)
+    config = _placed(config, strategy_names)
+    entry = functools.partial(_entry, names=strategy_names, tolerance=tolerance, step=step)
+    report = launchers.launch(entry, config)
     if report is None:
         return 0  # this process is another rank than the one that tells
     _print(report, config, everything="--all" in own_flags)
-    folder = _kept(config, report)
+    where = _kept(config, report)
     if failing := [each for each in report.answers if each.fails]:
-        raise ProofError(_sentence(failing, folder))
+        but = ": not the gradient of one process" if any(each.differs for each in failing) else ""
+        raise ProofError(f"{'; '.join(map(str, failing))}{but}.{where}")
     return 0
 
 
@@ -103,30 +104,9 @@ def _takes_batch(step: str) -> bool:
         return False
 
 
-def _of_loop(own_flags: Mapping[str, Any], rest: list[str], script: list[str]) -> int:
-    """Compare the first gradients of a loop over a session; return 0, or raise `ProofError`."""
-    if "--all" in own_flags:
-        raise RequestError(
-            "--all lists the tensors of a recipe's strategies; of a loop's, the one that differs most is told."
-        )
-    names = [word.partition("=")[0] for word in rest]
-    if "--precision" not in names:
-        rest = [*rest, "--precision", "fp64"]
-    if "--max-steps" in names:
-        raise RequestError("--max-steps has no use here: the first step's gradients are compared; leave it out.")
-    prog = "lockstep verify gradients"
-    config = run.asked([*rest, *script], prog=prog)[0] if script else flags.parse(rest, prog=prog)
-    config = override(config, max_steps=1)
-    from ...prove import float64  # late: it imports torch
-
-    name = config.precision.name
-    tolerance = own_flags.get("--tolerance", float64.TOLERANCES.get(name, float64.TOLERANCE))
-    return curve.judge(curve.checked(config, rest, script, first_step=True), tolerance)
-
-
-def _prepared(config: RunConfig, *, keeps_precision: bool) -> RunConfig:
-    """Return the config to measure with: float64 unless asked otherwise, and nothing that only speed is for."""
-    name = config.precision.name if keeps_precision and config.precision.name != "auto" else "fp64"
+def _prepared(config: RunConfig) -> RunConfig:
+    """Return the config to measure with: nothing that only speed is for."""
+    name = "fp64" if config.precision.name == "auto" else config.precision.name
     precision = dataclasses.replace(config.precision, name=name, compile=False, channels_last="off")
     return dataclasses.replace(config, precision=precision, optim=dataclasses.replace(config.optim, ema=None))
 
@@ -140,16 +120,16 @@ def _placed(config: RunConfig, names: Sequence[str]) -> RunConfig:
     parallel = dataclasses.replace(config.parallel, strategy=(with_ranks or list(names))[0])
     config = dataclasses.replace(config, parallel=parallel)
     if launchers.starts_here(config):
-        config = dataclasses.replace(config, parallel=dataclasses.replace(parallel, devices=devices.several(config)))
+        config = dataclasses.replace(config, parallel=dataclasses.replace(parallel, devices=shared.several(config)))
     launchers.least_ranks(config)
     return config
 
 
-def _entry(config: RunConfig, world: World, asked: _Asked) -> Report | None:
-    from ...prove.answer import examine
+def _entry(config: RunConfig, world: World, **asked: Any) -> Report | None:
+    from ...verify.gradients import examine
 
     output.survive()  # a rank is a process of its own
-    return examine(config, world, list(asked.strategies), asked.tolerance, asked.step)
+    return examine(config, world, **asked)
 
 
 def _print(report: Report, config: RunConfig, *, everything: bool) -> None:
@@ -162,48 +142,47 @@ def _print(report: Report, config: RunConfig, *, everything: bool) -> None:
             f"{config.data.name}, {config.model.name}, {report.precision}: {report.replicas} replicas "
             "against one process; largest relative difference of a gradient",
         )
-        screen.print(_overview(report))
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column("")
+        rows: dict[str, list[str]] = {}
         for answer in report.answers:
-            _explain(screen, answer, report.tolerance, most=None if everything else _ROWS)
+            table.add_column(answer.strategy, justify="right")
+            for row in answer.rows:
+                cell = f"{row.gap:.1e}" + (" *" if row.tensors else "")
+                rows.setdefault(f"{row.case}, {row.split}", []).append(cell)
+        for name, cells in rows.items():
+            table.add_row(line(name), *cells)
+        screen.print(table)
+        for answer in report.answers:
+            if not answer.agrees:
+                _explain(screen, answer, report.tolerance, most=None if everything else _ROWS)
         if not any(each.fails for each in report.answers):
-            _conclude(screen, report)
-
-
-def _conclude(screen: Screen, report: Report) -> None:
-    same = [each.strategy for each in report.answers if each.agrees]
-    other = [each.strategy for each in report.answers if not each.agrees]
-    parts: list[Part] = []
-    if same:
-        parts = [("The same gradient", "bold"), f" within {report.tolerance:g}: {', '.join(same)}. "]
-    _tell(screen, *parts, f"Another one by design, as said above: {', '.join(other)}." if other else "")
-
-
-def _overview(report: Report) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("")
-    for answer in report.answers:
-        table.add_column(answer.strategy, justify="right")
-    cases = {row.case: row.split for answer in report.answers for row in answer.rows}
-    for case, split in cases.items():
-        cells = [
-            next((f"{row.gap:.1e}" + (" *" if row.tensors else "") for row in answer.rows if row.case == case), "")
-            for answer in report.answers
-        ]
-        table.add_row(line(f"{case}, {split}"), *cells)
-    return table
+            same = ", ".join(each.strategy for each in report.answers if each.agrees)
+            other = ", ".join(each.strategy for each in report.answers if not each.agrees)
+            parts: list[Part] = (
+                [("The same gradient", "bold"), f" within {report.tolerance:g}: {same}. "] if same else []
+            )
+            _tell(screen, *parts, f"Another one by design, as said above: {other}." if other else "")
 
 
 def _explain(screen: Screen, answer: Answer, tolerance: float, *, most: int | None) -> None:
     """Print what differs under a strategy, and why."""
-    if answer.agrees:
-        return
+    gaps: dict[str, float] = {}
+    for row in answer.rows:
+        gaps |= {name: max(gap, gaps.get(name, 0.0)) for name, gap in row.tensors.items()}
     screen.print()
-    style = "bold" if answer.fails else "yellow"
-    tensors = {name for row in answer.rows for name in row.tensors}
-    where = f": {counted(len(tensors), 'tensor')} beyond {tolerance:g}" if tensors else ""
-    _tell(screen, (answer.strategy, style), where)
-    if tensors:
-        screen.print(_table(answer, most))
+    where = f": {counted(len(gaps), 'tensor')} beyond {tolerance:g}" if gaps else ""
+    _tell(screen, (answer.strategy, "bold" if answer.fails else "yellow"), where)
+    table = Table(box=None, padding=(0, 2, 0, 2), header_style="dim")
+    for title in ("gradient of", "difference", "because of"):
+        table.add_column(title, justify="right" if title == "difference" else "left")
+    for name, gap in sorted(gaps.items(), key=lambda each: -each[1])[:most]:
+        why = [cause.name for cause in answer.causes if name in cause.tensors]
+        table.add_row(line(name), f"{gap:.1e}", line(", ".join(why)))
+    if most is not None and len(gaps) > most:
+        table.add_row(line((f"… and {len(gaps) - most} more (--all)", "dim")), "", "")
+    if gaps:
+        screen.print(table)
     for name, said in _reasons(answer):
         _tell(screen, (name, "bold"), said, indent=2)
 
@@ -220,9 +199,8 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
             "refuses that; freeze them, use them, or pass --find-unused, as was done to measure.",
         )
     if answer.unlike:
-        ranks = sorted(frozenset().union(*answer.unlike.values()))
-        hold = "holds other bits than the rest" if len(ranks) == 1 else "hold bits of their own"
-        yield "ranks differ", f": after the exchange {ranks_named(ranks)} {hold}, in {_first([*answer.unlike])}."
+        ranks = ranks_named(sorted(frozenset().union(*answer.unlike.values())))
+        yield "ranks differ", f": after the exchange {ranks} have other bits, in {_first([*answer.unlike])}."
     if answer.by_design:
         yield "", f"That is so by design: {answer.by_design}."
 
@@ -240,40 +218,13 @@ def _tell(screen: Screen, *parts: Part, indent: int = 0) -> None:
         screen.say(" " * indent, *parts)
 
 
-def _table(answer: Answer, most: int | None) -> Table:
-    """Return the tensors beyond the tolerance: the largest gap in any case, and the causes that touch each."""
-    gaps: dict[str, float] = {}
-    for row in answer.rows:
-        for name, gap in row.tensors.items():
-            gaps[name] = max(gap, gaps.get(name, 0.0))
-    table = Table(box=None, padding=(0, 2, 0, 2), header_style="dim")
-    table.add_column("gradient of")
-    table.add_column("difference", justify="right")
-    table.add_column("because of")
-    ordered = sorted(gaps.items(), key=lambda each: -each[1])
-    most = most if most is None or len(ordered) > most + 1 else None  # a line that says "1 more" is no shorter
-    for name, gap in ordered[:most]:
-        why = [cause.name for cause in answer.causes if name in cause.tensors]
-        table.add_row(line(name), f"{gap:.1e}", line(", ".join(why)))
-    if most is not None and len(ordered) > most:
-        table.add_row(line((f"… and {len(ordered) - most} more (--all)", "dim")), "", "")
-    return table
-
-
 def _kept(config: RunConfig, report: Report) -> str:
     """Write the answer into the output folder's proof; return where, as a sentence; "" if it cannot be."""
     folder = config.record.output or folders.fresh(f"{folders.default_name(config)}-gradients")
-    trouble = kept.unwritten(folder, [report.check()])
+    trouble = shared.unwritten(folder, [report.check()])
     with output.written():
         if trouble:
             Screen().say((f"warning: {trouble}", "yellow"))
             return ""
         Screen().say((f"written to {folder}: {proof.SHEET}, {proof.SUMMARY}", "dim"))
     return f" {folder / proof.SHEET} has the numbers."
-
-
-def _sentence(failing: Sequence[Answer], kept: str) -> str:
-    from ...prove.answer import in_words
-
-    but = ": not the gradient of one process" if any(each.differs for each in failing) else ""
-    return f"{'; '.join(in_words(each) for each in failing)}{but}.{kept}"

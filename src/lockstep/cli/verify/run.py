@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,10 @@ from ...errors import RequestError, counted
 from ...proof import Check
 from ...screen import Screen, line
 from .. import output
-from . import kept
+from . import shared
 
 if TYPE_CHECKING:
-    from ...prove.records import Judgement
+    from ...verify.claims import Judgement
 
 _USAGE = """\
 usage: lockstep verify run RUN
@@ -34,42 +35,35 @@ def main(given: list[str]) -> int:
     """Judge the run, print and write what came out, and return the exit code."""
     if output.helped(given, _USAGE):
         return 0
-    path = _asked(given)
-    # Imported late, as it takes seconds: what is asked for wrongly is refused at once.
-    from ...prove import on_disk, records
-
-    folder = on_disk.find(path)
-    judged = records.judge(folder)
-    unwritten = kept.unwritten(folder, judged.checks)
-    with output.written():
-        screen = Screen()
-        if not screen.is_terminal:
-            screen.width = _WIDE
-        _show(screen, folder, judged)
-        if unwritten:
-            screen.say((f"warning: {unwritten}", "yellow"))
-    if judged.failing:
-        raise records.refusal(folder, judged)
-    return 0
-
-
-def _asked(given: list[str]) -> Path:
-    flags = [word for word in given if word.startswith("-") and len(word) > 1]
-    if flags:
+    if flags := [word for word in given if word.startswith("-") and len(word) > 1]:
         raise RequestError(f"lockstep verify run takes no flags, found {flags[0]}; give the run alone.")
     if len(given) != 1 or not given[0]:
         raise RequestError(
             f"lockstep verify run takes one run, found {len(given)}; as in lockstep verify run runs/digits-resnet8."
         )
-    return Path(given[0])
+    # Imported late, as it takes seconds: what is asked for wrongly is refused at once.
+    from ...verify import claims, records
+
+    folder = records.find(Path(given[0]))
+    judged = claims.judge(folder)
+    trouble = shared.unwritten(folder, judged.checks)
+    with output.written():
+        screen = Screen()
+        if not screen.is_terminal:
+            screen.width = _WIDE
+        _show(screen, folder, judged)
+        if trouble:
+            screen.say((f"warning: {trouble}", "yellow"))
+    if judged.failing:
+        raise claims.refusal(folder, judged)
+    return 0
 
 
 def _show(screen: Screen, folder: Path, judged: Judgement) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("what was checked", overflow="fold")
-    table.add_column("result", no_wrap=True)
-    table.add_column("times", justify="right", no_wrap=True)
-    table.add_column("tolerance", no_wrap=True)
+    for title in ("result", "times", "tolerance"):
+        table.add_column(title, no_wrap=True, justify="right" if title == "times" else "left")
     for check in judged.checks:
         result = line((check.outcome, _STYLES.get(check.outcome, "")))
         table.add_row(line(check.claim), result, f"{check.times:,}" if check.times else "", line(check.tolerance))
@@ -77,15 +71,9 @@ def _show(screen: Screen, folder: Path, judged: Judgement) -> None:
     for check in judged.checks:
         if check.outcome != Check.HOLDS:
             screen.say((f"{check.name}, {check.outcome}:", _STYLES.get(check.outcome, "")), f" {check.found}.")
-    screen.say(_verdict(folder, judged))
-
-
-def _verdict(folder: Path, judged: Judgement) -> str:
-    held = sum(check.outcome == Check.HOLDS for check in judged.checks)
-    measured = sum(check.outcome == Check.MEASURED for check in judged.checks)
-    left = len(judged.checks) - held - measured - len(judged.failing)
-    said = f"{folder}: {counted(held, 'claim')} hold{'s' if held == 1 else ''}"
-    said += f", {len(judged.failing)} {'is' if len(judged.failing) == 1 else 'are'} wrong" if judged.failing else ""
-    said += f", {measured} {'is' if measured == 1 else 'are'} measured" if measured else ""
-    said += f", {left} not checked" if left else ""
-    return f"{said}. The run is not complete: {judged.unfinished}." if judged.unfinished else f"{said}."
+    outcomes = Counter(check.outcome for check in judged.checks)
+    said = f"{counted(outcomes[Check.HOLDS], 'claim')} hold{'s' if outcomes[Check.HOLDS] == 1 else ''}"
+    for outcome, words in ((Check.FAILS, "wrong"), (Check.MEASURED, "measured"), (Check.OPEN, "not checked")):
+        said += f", {outcomes[outcome]} {words}" if outcomes[outcome] else ""
+    end = f" The run is not complete: {judged.unfinished}." if judged.unfinished else ""
+    screen.say(f"{folder}: {said}.{end}")

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import folders, proof, resume
-from .config import RunConfig
-from .errors import ProofError, RequestError, counted
-from .parts import Parts
-from .proof import Check
-from .verify import pages
-from .verify.ledger import Ledger
-from .verify.pages import Indices
-from .verify.replicas import ReplicaCheck
-from .world import World
+from .. import folders, proof, resume
+from ..config import RunConfig
+from ..errors import ProofError, RequestError, counted
+from ..parts import Parts
+from ..proof import Check
+from ..world import World
+from . import pages
+from .ledger import Ledger
+from .pages import Indices
+from .replicas import ReplicaCheck
 
 
 class Proofs:
@@ -65,6 +65,11 @@ class Proofs:
         if self._ledger is not None:
             self._ledger.add_evaluated(indices)
 
+    def keep(self, epoch: int) -> None:
+        """Write down what was noted of `epoch` (*collective*)."""
+        if self._ledger is not None:
+            self._ledger.flush(epoch)
+
     def close(self) -> None:
         """Let go of the ledger."""
         if self._ledger is not None:
@@ -75,18 +80,13 @@ class Proofs:
         if self._replicas.due(step):
             self._replicas.check(step, step_s)
 
-    def keep(self, epoch: int) -> None:
-        """Write down what was noted of `epoch` (*collective*)."""
-        if self._ledger is not None:
-            self._ledger.flush(epoch)
+    def before_save(self, step: int, step_s: float) -> None:
+        """Compare the replicas unless that was done after `step`: what is saved is what all hold (*collective*)."""
+        self._replicas.confirm(step, step_s)
 
     def explain_loss(self, step: int, bad_step: int) -> str:
         """Return what replicas may have to do with a loss that is not finite, as `ReplicaCheck` does (*collective*)."""
         return self._replicas.explain_loss(step, bad_step)
-
-    def before_save(self, step: int, step_s: float) -> None:
-        """Compare the replicas unless that was done after `step`: what is saved is what all hold (*collective*)."""
-        self._replicas.confirm(step, step_s)
 
     def end_epoch(self, epoch: int, expected: int) -> None:
         """Ask whether the epoch held each of `expected` samples exactly once (*collective*).
@@ -116,30 +116,25 @@ class Proofs:
 
     def checks(self) -> dict[str, dict[str, Any]]:
         """Return what was proved so far, as summary.json has it under "proof"."""
-        return proof.by_name([*self._replicas.proof(), *self._of_ledger()])
-
-    def _of_ledger(self) -> list[Check]:
-        """Return what the ledger has proved: of its whole epochs, and of the evaluations."""
-        ledger = self._ledger
-        if ledger is None:
-            return []
-        epochs = ledger.whole_epochs
-        asked = f"{counted(epochs, 'whole epoch')} and {counted(self._evaluations, 'evaluation')} were asked"
-        found = self._short or asked
-        if ledger.waiting:
-            found += f"; {ledger.waiting} pages could not be written ({ledger.trouble})"
-        judged = epochs + self._evaluations
-        return [
-            Check(
-                name="ledger",
-                claim="Each epoch and each evaluation held each sample exactly once",
-                outcome=Check.FAILS if self._short else Check.HOLDS if judged else Check.OPEN,
-                times=judged,
-                tolerance="exactly",
-                found=found,
-                cost_s=ledger.cost_s,
+        checks, ledger = self._replicas.proof(), self._ledger
+        if ledger is not None:
+            judged = ledger.whole_epochs + self._evaluations
+            epochs, evaluations = counted(ledger.whole_epochs, "whole epoch"), counted(self._evaluations, "evaluation")
+            found = self._short or f"{epochs} and {evaluations} were asked"
+            if ledger.waiting:
+                found += f"; {ledger.waiting} pages could not be written ({ledger.trouble})"
+            checks.append(
+                Check(
+                    name="ledger",
+                    claim="Each epoch and each evaluation held each sample exactly once",
+                    outcome=Check.FAILS if self._short else Check.HOLDS if judged else Check.OPEN,
+                    times=judged,
+                    tolerance="exactly",
+                    found=found,
+                    cost_s=ledger.cost_s,
+                )
             )
-        ]
+        return proof.by_name(checks)
 
 
 def _open_ledger(config: RunConfig, world: World, step: int, **known: int) -> Ledger | None:
@@ -159,10 +154,7 @@ def _open_ledger(config: RunConfig, world: World, step: int, **known: int) -> Le
 def _taken_up(path: Path, config: RunConfig, step: int) -> bool:
     """Return whether there is a ledger at `path`, after cutting back or carrying over what the run continues."""
     source = resume.source(config)
-    begun = None if source is None else folders.run_of(source)
-    if begun is not None and not path.exists():  # it goes on in another folder
-        pages.carry_over(begun, path, step=step)
-    last = pages.rewind(path, step=step)
+    last = pages.rewind(path, step=step, begun=None if source is None else folders.run_of(source))
     if last is not None and last < step:
         raise RequestError(
             f"{path} ends at step {last}, and the run goes on from step {step}: what lies between was lost, such as in "

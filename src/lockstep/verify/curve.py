@@ -8,25 +8,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
+from ..errors import counted
 from ..files import lines_of, parse_json, understanding
 from ..options import override
+from ..proof import BIT_FOR_BIT, Check
 from . import first_step, variants
 from .commands import Command
-from .variants import Setup, Variant
+from .variants import Known, Setup, Variant
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from ..verify.difference import Difference
 
 FLOOR = 1e-3
 """Losses and tensors whose largest value is below this are compared as if it were this.
@@ -36,6 +35,17 @@ differs freely; so does a loss that is the small difference of large numbers. Wi
 such values then count from 1e-12 on.
 """
 HOLDS, PARTS, REFERENCE, LEFT_OUT = "holds", "parts", "reference", "left out"
+TENSORS = {"curve": "weights", "gradients": "gradients"}
+"""What is compared beside the losses, by the name of the check."""
+_CLAIMS = {
+    "curve": "Under every strategy, number of devices, launcher and continuation, training comes to one model",
+    "gradients": "On any number of ranks, in micro-batches or not, a loop's optimizers begin with the same gradients",
+}
+_HINTS = {
+    "curve": "lockstep verify gradients looks for the cause",
+    "gradients": "look for what depends on the samples that a rank sees at once: a mean over another number of things, "
+    "statistics of a batch, random draws",
+}
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,15 @@ class Outcome:
         """Whether the two have to agree."""
         return self.verdict in (HOLDS, PARTS)
 
+    def sentence(self, tensors: str) -> str:
+        """Return where two variants part, and how far, in losses and `tensors`."""
+        parting = self.parting
+        assert parting is not None
+        begins = f"after step {parting.last_step}" if parting.step is None else f"at step {parting.step}"
+        most = f"{tensors} by {size(parting.weight)}, most in {parting.tensor}"
+        where = f"losses by {size(parting.loss)}, {most if parting.tensor else f'not in {tensors}'}"
+        return f"{self.variant.name} parts from {self.variant.partner} {begins}, {where}"
+
 
 def default_tolerance(config: RunConfig) -> float:
     """Return the largest relative difference that rounding explains in so short a run.
@@ -108,11 +127,6 @@ def read(folder: Path) -> Curve:
     return Curve(losses_of(folder), checkpoint.load(folder).tensors)
 
 
-def _compared(setup: Setup, name: str) -> Curve:
-    folder = setup.folder / name
-    return Curve(losses_of(folder), first_step.read(folder)) if setup.first_step else read(folder)
-
-
 def losses_of(folder: Path) -> dict[int, float]:
     """Return {step: loss} of the run in `folder`, to the last bit; NaN for a loss that was no finite number."""
     path = folder / "steps.jsonl"
@@ -124,13 +138,13 @@ def losses_of(folder: Path) -> dict[int, float]:
 
 def compare(ours: Curve, theirs: Curve, *, tolerance: float) -> Parting:
     """Return how far two curves are apart; with a `tolerance` of 0 they have to be the same bits."""
-    from ..verify import difference
+    from . import difference
 
     steps = sorted(ours.losses.keys() | theirs.losses.keys())
     gaps = {step: gap(ours.losses.get(step), theirs.losses.get(step)) for step in steps}
     beyond = [step for step, gap in gaps.items() if gap > tolerance]
     found = difference.compare(ours.tensors, theirs.tensors)
-    sizes = {each.name: _relative(each) for each in found.differences}
+    sizes = {each.name: min(each.relative, each.absolute / FLOOR) for each in found.differences}
     sizes |= dict.fromkeys((*found.only_a, *found.only_b), math.inf)
     worst = max(sizes, key=lambda name: sizes[name], default="")
     weight = sizes.get(worst, 0.0)
@@ -153,11 +167,6 @@ def gap(ours: float | None, theirs: float | None) -> float:
     return abs(ours - theirs) / max(abs(ours), abs(theirs), FLOOR)
 
 
-def _relative(each: Difference) -> float:
-    """Return a tensor's difference by its largest value, or by the floor where that is more."""
-    return min(each.relative, each.absolute / FLOOR)
-
-
 def outcomes(setup: Setup, *, tolerance: float, tell: Callable[[str], None]) -> Iterator[Outcome]:
     """Train the variants one after another, and yield what became of each.
 
@@ -166,23 +175,13 @@ def outcomes(setup: Setup, *, tolerance: float, tell: Callable[[str], None]) -> 
     alone = setup.reference
     tell(f"training {alone.name}")
     yield _trained(setup, alone, tolerance=tolerance, steps=0)
-    told = _start(setup, alone.name)
-    chosen, plan = told["chosen"], told["plan"]
-    statistics, steps = chosen["batchnorm"] != "none", len(losses_of(setup.folder / alone.name))
+    known, told = _known(setup.folder / alone.name)
     if setup.script:
-        known = {"accumulate": chosen["accumulate"], "micro_batch": None}
-        config = override(setup.config, **known, **({"batch": plan["global_size"]} if plan else {}))
-        setup = dataclasses.replace(setup, config=config)
-    possible = functools.partial(
-        variants.obstacle,
-        setup,
-        steps=steps,
-        has_statistics=statistics,
-        has_batches=bool(plan),
-        has_epochs=bool(told["epochs"]),
-    )
-    planned = variants.others(setup, has_statistics=statistics, optimizers=_optimizers(setup, alone.name))
-    why = {each.name: possible(each) for each in planned}
+        cut = {"accumulate": told["chosen"]["accumulate"], "micro_batch": None}
+        size = {"batch": told["plan"]["global_size"]} if told["plan"] else {}
+        setup = dataclasses.replace(setup, config=override(setup.config, **cut, **size))
+    planned = variants.others(setup, known)
+    why = {each.name: variants.obstacle(setup, known, each) for each in planned}
     compared = {each.partner for each in planned if not why[each.name]}
     for number, variant in enumerate(planned, 2):
         idle = "" if variant.partner or variant.name in compared else "nothing is compared with it"
@@ -190,31 +189,86 @@ def outcomes(setup: Setup, *, tolerance: float, tell: Callable[[str], None]) -> 
             yield Outcome(variant=variant, verdict=LEFT_OUT, note=note)
             continue
         tell(f"training {variant.name} ({number} of {len(planned) + 1})")
-        yield _trained(setup, variant, tolerance=tolerance, steps=steps)
+        yield _trained(setup, variant, tolerance=tolerance, steps=known.steps)
+
+
+def _known(folder: Path) -> tuple[Known, dict[str, Any]]:
+    """Return what the reference's run tells, and the first event of its records."""
+    from .. import checkpoint
+
+    path = folder / "steps.jsonl"
+    with understanding(path):
+        told: dict[str, Any] = parse_json(next(lines_of(path)))
+        known = Known(
+            steps=len(losses_of(folder)),
+            has_statistics=told["chosen"]["batchnorm"] != "none",
+            # Which checkpoints of sessions tell.
+            optimizers=len(checkpoint.load(folder).meta.get("groups", [()])),
+            has_batches=bool(told["plan"]),
+            has_epochs=bool(told["epochs"]),
+        )
+    return known, told
 
 
 def _trained(setup: Setup, variant: Variant, *, tolerance: float, steps: int) -> Outcome:
     begun_s = time.monotonic()
     given = variants.train(setup, variant, steps=steps)
     seconds = time.monotonic() - begun_s
-    trained = Outcome(variant=variant, verdict=REFERENCE, commands=tuple(given), seconds=seconds)
     if not variant.partner:
-        return trained
-    ours, theirs = (_compared(setup, name) for name in (variant.name, variant.partner))
+        return Outcome(variant=variant, verdict=REFERENCE, commands=tuple(given), seconds=seconds)
+    folders = [setup.folder / name for name in (variant.name, variant.partner)]
+    ours, theirs = (
+        Curve(losses_of(each), first_step.read(each)) if setup.first_step else read(each) for each in folders
+    )
     parting = compare(ours, theirs, tolerance=0 if variant.same_bits else tolerance)
-    return dataclasses.replace(trained, verdict=HOLDS if parting.holds else PARTS, note=variant.note, parting=parting)
+    return Outcome(
+        variant=variant,
+        verdict=HOLDS if parting.holds else PARTS,
+        note=variant.note,
+        commands=tuple(given),
+        parting=parting,
+        seconds=seconds,
+    )
 
 
-def _optimizers(setup: Setup, name: str) -> int:
-    """Return how many optimizers a variant's run has."""
-    from .. import checkpoint
+def check(name: str, found: Sequence[Outcome], tolerance: float, precision: str, cost_s: float) -> Check:
+    """Return what came of all comparisons, as the claim `name` of a proof."""
+    claims = [each for each in found if each.is_claim]
+    parted = [each for each in claims if each.verdict == PARTS]
+    partings = [each.parting for each in claims if each.parting]
+    exact = sum(each.variant.same_bits for each in claims)
+    if parted:
+        first, *others = parted
+        said = first.sentence(TENSORS[name])
+        said += (
+            f"; so do {', '.join(each.variant.name for each in others)}, of {len(claims)} compared" if others else ""
+        )
+        # A net with BatchNorm makes rounding of fp32 grow to a thousandth of a loss within 20 steps of digits.
+        is_rounding = precision != "fp64" and not any(each.variant.same_bits for each in parted)
+        rounding = f"rounding in {precision} can grow to that, and --precision fp64 shows whether it is no more"
+        said += f"; {rounding if is_rounding else _HINTS[name]}"
+    else:
+        loss, weight, steps = (
+            max((getattr(each, part) for each in partings), default=0) for part in ("loss", "weight", "last_step")
+        )
+        said = (
+            f"{counted(len(claims), 'comparison')} over {counted(steps, 'step')}, {exact} bit for bit "
+            f"and {len(claims) - exact} within {tolerance:g}; the largest difference is {size(loss)} of a loss and "
+            f"{size(weight)} of a tensor"
+        )
+    if noted := ", ".join(each.variant.name for each in claims if each.variant.note):
+        said += f"; {noted}: by design not one device's model, but that of local batch statistics"
+    return Check(
+        name=name,
+        claim=_CLAIMS[name],
+        outcome=Check.FAILS if parted else Check.HOLDS if claims else Check.OPEN,
+        times=len(claims),
+        tolerance=f"{tolerance:g} relative; {BIT_FOR_BIT} in the same world",
+        found=said,
+        cost_s=cost_s,
+    )
 
-    return len(checkpoint.load(setup.folder / name).meta.get("groups", [()]))  # which checkpoints of sessions tell
 
-
-def _start(setup: Setup, name: str) -> dict[str, Any]:
-    """Return what a variant's run has told at its start: what each `auto` came to, the batch plan, the epochs."""
-    path = setup.folder / name / "steps.jsonl"
-    with understanding(path):
-        told: dict[str, Any] = parse_json(next(lines_of(path)))
-        return told
+def size(difference: float) -> str:
+    """Return a difference as a word; none at all as 0."""
+    return f"{difference:.1e}" if difference else "0"

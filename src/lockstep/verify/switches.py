@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..losses import LossFunction
 from ..randomness import kept, seed_all
-
-_ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,29 +49,22 @@ def switched(model: nn.Module, off: Off, devices: Sequence[torch.device] = ()) -
     Its buffers, and the generators of the host and of `devices`, are then as before.
     """
     buffers = {name: held.clone() for name, held in model.named_buffers()}
+    norms = [each for each in model.modules() if off.statistics and isinstance(each, _BatchNorm) and each.training]
     with ExitStack() as stack, kept(devices):
         if off.randomness:
             stack.enter_context(_without_randomness(model))
             # The loss may draw as well, and what is computed again in the backward pass (activation checkpointing).
             stack.enter_context(_Constants())  # type: ignore[no-untyped-call]
-        if off.statistics:
-            stack.enter_context(_with_running_statistics(model))
-        yield
+        for layer in norms:
+            layer.training = False
+        try:
+            yield
+        finally:
+            for layer in norms:
+                layer.training = True
     with torch.no_grad():
         for name, held in model.named_buffers():
             held.copy_(buffers[name])
-
-
-@contextmanager
-def _with_running_statistics(model: nn.Module) -> Iterator[None]:
-    layers = [each for each in model.modules() if isinstance(each, _BatchNorm) and each.training]
-    for layer in layers:
-        layer.training = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = True
 
 
 @contextmanager
@@ -90,6 +81,13 @@ def _without_randomness(model: nn.Module) -> Iterator[None]:
         here.mode.__exit__(None, None, None)
 
     hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
+    with _removed(hooks):
+        yield
+
+
+@contextmanager
+def _removed(hooks: Sequence[Any]) -> Iterator[None]:
+    """Remove hooks when the block ends."""
     try:
         yield
     finally:
@@ -103,42 +101,31 @@ class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
-        given = _named(func, args, kwargs or {})
-        if func is _ATEN.native_dropout.default:
+        arguments = func._schema.arguments
+        given = dict(zip((each.name for each in arguments), args, strict=False)) | (kwargs or {})
+        if func is torch.ops.aten.native_dropout.default:
             kept_share = 1 - given["p"] if given["train"] else 1.0
             return given["input"] / kept_share, torch.ones_like(given["input"], dtype=torch.bool)
         # Attention and recurrent layers draw within one operator, and take the rate as an argument.
         rates = {name: 0.0 for name in ("dropout_p", "dropout") if isinstance(given.get(name), float)}
         found = func(**(given | rates))
         if not rates:
-            _fill(func, [*(found if isinstance(found, tuple | list) else [found]), *_written(func, given)])
+            # What the operator has written to as well, such as the noise that its backward pass will use.
+            written = [given.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write]
+            for each in (*(found if isinstance(found, tuple | list) else [found]), *written):
+                if isinstance(each, Tensor):
+                    _fill(func.name(), each)
         return found
 
 
-def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    names = [argument.name for argument in func._schema.arguments]
-    return dict(zip(names, args, strict=False)) | dict(kwargs)
-
-
-def _written(func: Any, given: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that the operator has written to, such as the noise that its backward pass will use."""
-    alias = {argument.name: argument.alias_info for argument in func._schema.arguments}
-    return [value for name, value in given.items() if alias[name] is not None and alias[name].is_write]
-
-
-def _fill(func: Any, found: Sequence[Any]) -> None:
+def _fill(drawn_by: str, tensor: Tensor) -> None:
     """Overwrite what was drawn, in place; what is no number of its own, such as a permutation, keeps its kind."""
-    for each in found:
-        if not isinstance(each, Tensor):
-            continue
-        if "randperm" in func.name():
-            each.copy_(torch.arange(len(each)))
-        elif "bernoulli" in func.name() or each.dtype == torch.bool:
-            each.fill_(1)
-        elif each.is_floating_point():
-            each.fill_(0.5)
-        else:
-            each.zero_()
+    if "randperm" in drawn_by:
+        tensor.copy_(torch.arange(len(tensor)))
+    elif "bernoulli" in drawn_by or tensor.dtype == torch.bool:
+        tensor.fill_(1)
+    else:
+        tensor.fill_(0.5 if tensor.is_floating_point() else 0)
 
 
 def by_sample(loss_fn: LossFunction) -> LossFunction:
@@ -155,31 +142,21 @@ def untied(model: nn.Module) -> nn.Module:
     """Return `model` with a parameter of its own in each place that shared one, of the same value."""
     seen: set[nn.Parameter] = set()
     for module in model.modules():
-        for name, held in module._parameters.items():
-            if held is None:
-                continue
+        for name, held in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if held in seen:
-                module._parameters[name] = nn.Parameter(held.detach().clone(), requires_grad=held.requires_grad)
+                setattr(module, name, nn.Parameter(held.detach().clone(), requires_grad=held.requires_grad))
             seen.add(held)
     return model
 
 
 def shares_parameters(model: nn.Module) -> bool:
     """Return whether a parameter is used in several places of `model`."""
-    places = [held for module in model.modules() for held in module._parameters.values() if held is not None]
-    return len(places) > len(set(places))
+    return len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters()))
 
 
 @torch.no_grad()
-def steady(model: nn.Module, x: Tensor) -> bool:
-    """Return whether `model` gives the same for x (n, …) when it is called twice."""
-    first, second = _passed(model, x), _passed(model, x)
-    return all(torch.equal(each.made, second[name].made) for name, each in first.items() if name in second)
-
-
-@torch.no_grad()
-def draws_elsewhere(model: nn.Module, x: Tensor) -> bool:
-    """Return whether `model`, called with x (n, …), draws from Python's or NumPy's generator."""
+def draws_by_itself(model: nn.Module, x: Tensor) -> bool:
+    """Return whether `model`, called with x (n, …), draws from another generator than torch's."""
     seen: list[Any] = []
 
     def note(*_: Any) -> None:
@@ -187,13 +164,10 @@ def draws_elsewhere(model: nn.Module, x: Tensor) -> bool:
         seen.append((random.getstate(), numpy["pos"], numpy["key"].tobytes()))
 
     # The last hook before the pass and the first after it: others may seed.
-    hooks = [model.register_forward_pre_hook(note), model.register_forward_hook(note, prepend=True)]
-    try:
-        model(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return bool(seen[0] != seen[-1])
+    with _removed([model.register_forward_pre_hook(note), model.register_forward_hook(note, prepend=True)]):
+        first, second = _passed(model, x), _passed(model, x)
+    is_steady = all(torch.equal(made, second[name][1]) for name, (_, made) in first.items() if name in second)
+    return not is_steady or seen[0] != seen[1]
 
 
 def coupled(model: nn.Module, x: Tensor, shares: Sequence[slice], tolerance: float) -> str | None:
@@ -212,40 +186,29 @@ def coupled(model: nn.Module, x: Tensor, shares: Sequence[slice], tolerance: flo
         return float((ours - theirs).abs().max()) > tolerance * float(ours.abs().max())
 
     for rows in (each for each in shares if len(x[each])):
-        for name, theirs in _passed(model, x[rows]).items():
-            ours = whole.get(name)
-            if ours is None or differ(ours.given, theirs.given, rows):
+        for name, (given, made) in _passed(model, x[rows]).items():
+            if name not in whole or differ(whole[name][0], given, rows):
                 return f"the model's own forward, before {name}"
-            if differ(ours.made, theirs.made, rows):
+            if differ(whole[name][1], made, rows):
                 return name
     return None
 
 
-class _Pass(NamedTuple):
-    """What a layer was given and what it made of it."""
-
-    given: Tensor
-    made: Tensor
-
-
 @torch.no_grad()
-def _passed(model: nn.Module, x: Tensor) -> dict[str, _Pass]:
-    """Return what went through each innermost layer, in the order in which they were called, and the model last."""
-    found: dict[str, _Pass] = {}
+def _passed(model: nn.Module, x: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:
+    """Return what each innermost layer was given and made of it, in the order of the calls, and the model last."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             given = inputs[0] if inputs else None
             if isinstance(output, Tensor) and output.is_floating_point() and isinstance(given, Tensor):
-                found.setdefault(name, _Pass(given.detach().clone(), output.detach().clone()))
+                found.setdefault(name, (given.detach().clone(), output.detach().clone()))
 
         return hook
 
     innermost = [(name, each) for name, each in model.named_modules() if name and not any(each.children())]
-    hooks = [each.register_forward_hook(note(name)) for name, each in [*innermost, ("the model's own forward", model)]]
-    try:
+    named = [*innermost, ("the model's own forward", model)]
+    with _removed([each.register_forward_hook(note(name)) for name, each in named]):
         model(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found

@@ -86,7 +86,7 @@ def kept() -> Iterator[dict[str, Tensor]]:
 
 def read(folder: Path) -> dict[str, Tensor]:
     """Return the gradients by parameter that the run in `folder` has left; raises `RunError` where there are none."""
-    from ..verify import tensors
+    from . import tensors
 
     path = folder / FILE
     if not path.exists():

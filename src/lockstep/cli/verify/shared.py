@@ -1,0 +1,47 @@
+"""What the proofs share: how many devices they compare with one, and where they write what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ... import hardware, proof
+from ...config import RunConfig
+from ...errors import RequestError
+from ...launchers import table as launchers
+from ...proof import Check
+
+_ON_A_CPU = 2
+"""Where nobody says how many: the least that can be compared."""
+
+
+def gpus(config: RunConfig) -> int:
+    """Return the number of GPUs that the config may use here."""
+    return 0 if config.parallel.accelerator == "cpu" else len(hardware.gpus(launchers.visible_gpus()))
+
+
+def several(config: RunConfig) -> int:
+    """Return the number of devices asked for, else of all GPUs, else two processes.
+
+    Raises `RequestError` where that leaves nothing to compare with one.
+    """
+    asked = config.parallel
+    count = asked.devices or len(asked.gpu_indices) or gpus(config) or _ON_A_CPU
+    if count < 2:
+        raise RequestError(
+            f"{f'--devices {asked.devices}' if asked.devices else 'One GPU'} leaves nothing to compare: give --devices "
+            "2 or more, with --accelerator cpu where there are not as many GPUs."
+        )
+    return count
+
+
+def unwritten(folder: Path, checks: Iterable[Check]) -> str:
+    """Add the checks to the folder's files; return why that could not be done, "" where it was."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        proof.add(folder, checks)
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # not writable, or not what we have written
+        foreign = isinstance(error, TypeError | AttributeError)
+        why = f"its {proof.SUMMARY} is none of ours" if foreign else getattr(error, "strerror", None) or error
+        return f"{proof.SHEET} and {proof.SUMMARY} in {folder} could not be written ({why}); the verdict stands."
+    return ""
