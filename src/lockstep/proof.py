@@ -33,14 +33,13 @@ class Check:
     HOLDS: ClassVar[str] = "holds"
     FAILS: ClassVar[str] = "fails"
     OPEN: ClassVar[str] = "not checked"
-    MEASURED: ClassVar[str] = "measured"
 
     name: str
     """Its key in `summary.json`: replicas, ledger, …"""
     claim: str
     """What was checked, as a sentence without its full stop."""
     outcome: str
-    """HOLDS, FAILS or OPEN; MEASURED for what is told and not judged."""
+    """HOLDS, FAILS or OPEN."""
     times: int = 0
     """How often it was checked."""
     tolerance: str = ""

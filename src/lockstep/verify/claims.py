@@ -83,13 +83,63 @@ def _held(run: Records) -> Mapping[str, Check]:
     return found
 
 
+@dataclass(frozen=True)
+class _Claim:
+    """What is claimed of a run, the files that it takes, what is wrong, and how often that was looked at."""
+
+    name: str
+    says: str
+    tolerance: str
+    needs: tuple[str, ...]
+    times: Callable[[Records], int]
+    problems: Callable[[Records], Iterator[str]]
+
+    def of(self, run: Records) -> Check:
+        """Judge a run; nothing in its records can raise."""
+        begun_s, times, found = time.perf_counter(), 0, [""]
+        lacking = {CONFIG: run.config, STEPS: run.parts or None}
+        outcome = Check.OPEN
+        try:
+            with understanding(Path("its records")):
+                if absent := [name for name in self.needs if lacking[name] is None]:
+                    raise _OpenError(f"{' and '.join(absent)} cannot be read")
+                found, times = [*self.problems(run)], self.times(run)
+                outcome = Check.FAILS if found else Check.HOLDS if times else Check.OPEN
+        except _OpenError as error:
+            found = [str(error)]
+        except RequestError as error:  # over what no event, config or checkpoint of ours holds
+            outcome, found = Check.FAILS, [str(error).partition(";")[0].rstrip(".")]
+        more = f"; and {counted(len(found) - 1, 'more finding')}" if found[1:] else ""
+        return Check(
+            name=self.name,
+            claim=self.says,
+            outcome=outcome,
+            times=times,
+            tolerance=self.tolerance,
+            found="".join(found[:1]) + more,
+            cost_s=time.perf_counter() - begun_s,
+        )
+
+
+def _claim(
+    name: str, says: str, tolerance: str, needs: tuple[str, ...], *events: str
+) -> Callable[[Callable[[Records], Iterator[str]]], _Claim]:
+    """Make a claim of a function that yields what is wrong; it is looked at as often as there are such `events`."""
+    return lambda problems: _Claim(name, says, tolerance, needs, lambda run: len(run.rows(*events)), problems)
+
+
+_BOTH = (CONFIG, STEPS)
+
+
 # ---- files and steps
 
 
+@_claim("files", f"{CONFIG}, {MANIFEST}, {STEPS} and {SUMMARY} can be read to their ends", "", (), "start")
 def _damage(run: Records) -> Iterator[str]:
     yield from run.damage
 
 
+@_claim("steps", "Each optimizer step is recorded once, in order", "exactly", (STEPS,), "step")
 def _sequence(run: Records) -> Iterator[str]:
     before = run.first_step
     for row in run.rows("start", "step"):
@@ -99,6 +149,9 @@ def _sequence(run: Records) -> Iterator[str]:
         before = step
 
 
+@_claim(
+    "steps", "Each optimizer step is recorded once, in order, with its share of the epoch", "exactly", _BOTH, "step"
+)
 def _steps(run: Records) -> Iterator[str]:
     config, samples = _config(run), _samples(run)
     plan = BatchPlan(**{name: run.parts[-1].start["plan"][name] for name in ("global_size", "ranks", "accumulation")})
@@ -119,7 +172,7 @@ def _steps(run: Records) -> Iterator[str]:
     for name, ours in {"batch_plan": "plan", "first_step": "first_step", "chosen": "chosen"}.items():
         if run.manifest is not None and run.manifest.get(name) != (told := last.fields.get(ours)):
             yield f"{MANIFEST} has {name} {run.manifest.get(name)}, and the run was last started with {told}"
-    yield from _sequence(run)
+    yield from _sequence.problems(run)
     for row in run.rows("step"):
         epoch, within = divmod(row["step"] - 1, per_epoch)
         begin, end = plan.batch(within, samples)
@@ -143,6 +196,7 @@ def _samples(run: Records) -> int:
     return int((per_epoch - 1) * size + (lasts or [size])[0])
 
 
+@_claim("losses", "Each loss and gradient norm is a finite number", "", (STEPS,), "step")
 def _losses(run: Records) -> Iterator[str]:
     for part in run.parts:
         # Under fp16 the loss is scaled up until gradients overflow; the step is then skipped, the norm recorded.
@@ -153,6 +207,7 @@ def _losses(run: Records) -> Iterator[str]:
                     yield f"the {name} of step {row['step']} is not a finite number ({row.at})"
 
 
+@_claim("rates", "Each step had the learning rate of the config's schedule", BIT_FOR_BIT, _BOTH, "step")
 def _rates(run: Records) -> Iterator[str]:
     """Judge each step's learning rate, by the number of epochs that its own start had: a schedule may span them."""
     config = _config(run)
@@ -169,6 +224,7 @@ def _rates(run: Records) -> Iterator[str]:
 # ---- scores
 
 
+@_claim("evaluations", "Where an evaluation was due, the whole set was evaluated", "exactly", (STEPS,), "eval")
 def _evaluations(run: Records) -> Iterator[str]:
     due = {part.last_step for part in run.parts if part.end is not None and part.end["exit"] == 0}
     for part in run.parts:
@@ -195,6 +251,7 @@ def _evaluations(run: Records) -> Iterator[str]:
                 yield f"{after} cannot have had loss {loss}, top1 {top1} and top5 {top5} ({row.at})"
 
 
+@_claim("summary", f"{SUMMARY} says what {STEPS} says", BIT_FOR_BIT, (STEPS,), "finish", "failed")
 def _summary(run: Records) -> Iterator[str]:
     end, told, rows = run.parts[-1].end, run.summary, run.rows("eval")
     if end is None:
@@ -219,6 +276,13 @@ def _summary(run: Records) -> Iterator[str]:
 # ---- checkpoints
 
 
+@_claim(
+    "checkpoints",
+    "The checkpoints are whole, finite, of this run, and of the steps they stand for",
+    BIT_FOR_BIT,
+    (STEPS,),
+    "checkpoint",
+)
 def _checkpoints(run: Records) -> Iterator[str]:
     """Judge the checkpoints `last` and `best`; reads them whole."""
     saved = {row["step"] for row in run.rows("checkpoint")}
@@ -302,7 +366,7 @@ def _ledger(run: Records, held: Check | None) -> Check:
         else:
             raise _OpenError("not recorded; --ledger records it")
 
-    judged = _Claim("ledger", exactly_once.CLAIM, "exactly", _BOTH, problems, lambda run: 0).of(run)
+    judged = _claim("ledger", exactly_once.CLAIM, "exactly", _BOTH, "ledger")(problems).of(run)
     check = check or judged
     return dataclasses.replace(check, cost_s=held.cost_s) if held is not None and held.cost_s is not None else check
 
@@ -327,103 +391,6 @@ def _config(run: Records) -> RunConfig:
     return run.config
 
 
-@dataclass(frozen=True)
-class _Claim:
-    """What is claimed of a run, the files that it takes, what is wrong, and how often that was looked at."""
-
-    name: str
-    says: str
-    tolerance: str
-    needs: tuple[str, ...]
-    problems: Callable[[Records], Iterator[str]]
-    times: Callable[[Records], int]
-
-    def of(self, run: Records) -> Check:
-        """Judge a run; nothing in its records can raise."""
-        begun_s, times, found = time.perf_counter(), 0, [""]
-        lacking = {CONFIG: run.config, STEPS: run.parts or None}
-        outcome = Check.OPEN
-        try:
-            with understanding(Path("its records")):
-                if absent := [name for name in self.needs if lacking[name] is None]:
-                    raise _OpenError(f"{' and '.join(absent)} cannot be read")
-                found, times = [*self.problems(run)], self.times(run)
-                outcome = Check.FAILS if found else Check.HOLDS if times else Check.OPEN
-        except _OpenError as error:
-            found = [str(error)]
-        except RequestError as error:  # over what no event, config or checkpoint of ours holds
-            outcome, found = Check.FAILS, [str(error).partition(";")[0].rstrip(".")]
-        more = f"; and {counted(len(found) - 1, 'more finding')}" if found[1:] else ""
-        return Check(
-            name=self.name,
-            claim=self.says,
-            outcome=outcome,
-            times=times,
-            tolerance=self.tolerance,
-            found="".join(found[:1]) + more,
-            cost_s=time.perf_counter() - begun_s,
-        )
-
-
-def _rows(event: str) -> Callable[[Records], int]:
-    return lambda run: len(run.rows(event))
-
-
-_BOTH = (CONFIG, STEPS)
-_SHARED = (
-    _Claim(
-        "files",
-        f"{CONFIG}, {MANIFEST}, {STEPS} and {SUMMARY} can be read to their ends",
-        "",
-        (),
-        _damage,
-        lambda run: 4,
-    ),
-    _Claim("losses", "Each loss and gradient norm is a finite number", "", (STEPS,), _losses, _rows("step")),
-    _Claim(
-        "checkpoints",
-        "The checkpoints are whole, finite, of this run, and of the steps they stand for",
-        BIT_FOR_BIT,
-        (STEPS,),
-        _checkpoints,
-        lambda run: len(run.metas),
-    ),
-)
-_CLAIMS = (
-    _SHARED[0],
-    _Claim(
-        "steps",
-        "Each optimizer step is recorded once, in order, with its share of the epoch",
-        "exactly",
-        _BOTH,
-        _steps,
-        _rows("step"),
-    ),
-    _SHARED[1],
-    _Claim(
-        "rates", "Each step had the learning rate of the config's schedule", BIT_FOR_BIT, _BOTH, _rates, _rows("step")
-    ),
-    _Claim(
-        "evaluations",
-        "Where an evaluation was due, the whole set was evaluated",
-        "exactly",
-        (STEPS,),
-        _evaluations,
-        _rows("eval"),
-    ),
-    _Claim(
-        "summary",
-        f"{SUMMARY} says what {STEPS} says",
-        BIT_FOR_BIT,
-        (STEPS,),
-        _summary,
-        lambda run: len(run.summary or ()),
-    ),
-    _SHARED[2],
-)
-_OF_OWN_LOOPS = (
-    _SHARED[0],
-    _Claim("steps", "Each optimizer step is recorded once, in order", "exactly", (STEPS,), _sequence, _rows("step")),
-    *_SHARED[1:],
-)
+_CLAIMS = (_damage, _steps, _losses, _rates, _evaluations, _summary, _checkpoints)
+_OF_OWN_LOOPS = (_damage, _sequence, _losses, _checkpoints)
 """Of a loop of the user's own, rates and scores are known to nobody else."""

@@ -44,10 +44,8 @@ class Proofs:
             world,
             parts.replicated,
             config.proof.verify_every,
-            local=parts.local_buffers,
             copies=parts.copies,
             remedy=remedy,
-            replicas=len(parts.devices),
             begun=step,
         )
         if ledger is None and config.proof.ledger:
@@ -116,7 +114,7 @@ class Proofs:
 
     def checks(self) -> dict[str, dict[str, Any]]:
         """Return what was proved so far, as summary.json has it under "proof"."""
-        checks, ledger = self._replicas.proof(), self._ledger
+        checks, ledger = [self._replicas.proof()], self._ledger
         if ledger is not None:
             judged = ledger.whole_epochs + self._evaluations
             epochs, evaluations = counted(ledger.whole_epochs, "whole epoch"), counted(self._evaluations, "evaluation")

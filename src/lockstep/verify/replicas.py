@@ -36,20 +36,17 @@ class ReplicaCheck:
         every: int | None,
         clock: Callable[[], float] = time.perf_counter,
         *,
-        local: Callable[[], Mapping[str, Tensor]] = dict,
         copies: Callable[[], Sequence[Mapping[str, Tensor]]] = list,
         remedy: Callable[[], str] = str,
-        replicas: int = 1,
         begun: int = 0,
     ) -> None:
         """`tensors` returns what has to be the same on every rank, by name, in any order.
 
         `every` is the number of steps between two checks: None for what `SHARE` allows, 0 for no check at all.
-        `clock` tells the time in seconds. `local` returns the buffers that each rank keeps for itself, by name.
-        `copies` returns tensors as each further device of this process has them, named as in `tensors`.
-        `remedy` returns a sentence that says what to do about numbers that are not finite. It is called on every rank,
-        and raises where it knows a better error than theirs (*collective*). `replicas` is how many this process has.
-        `begun` is the step that the run goes on from: what is loaded or made anew is the same on every rank.
+        `clock` tells the time in seconds. `copies` returns tensors as each further device of this process has them,
+        named as in `tensors`. `remedy` returns a sentence that says what to do about numbers that are not finite. It is
+        called on every rank, and raises where it knows a better error than theirs (*collective*). `begun` is the step
+        that the run goes on from: what is loaded or made anew is the same on every rank.
         """
         self.checks = 0
         self.cost_s = 0.0
@@ -57,7 +54,6 @@ class ReplicaCheck:
         """The last step after which all replicas were the same."""
         self._world, self._tensors, self._every, self._clock = world, tensors, every, clock
         self._copies, self._remedy, self._begun = copies, remedy, begun
-        self._local = _LocalBuffers(world, local, replicas)
         self._on = every != 0 and (world.size > 1 or len(copies()) > 0)
         self._next = (every or 1) if self._on else math.inf
         self._last_cost_s = 0.0
@@ -93,14 +89,9 @@ class ReplicaCheck:
         self.cost_s += self._last_cost_s
 
     def confirm(self, step: int, step_s: float) -> None:
-        """Compare the replicas after `step`, unless that was done: what is saved is what all hold (*collective*).
-
-        How far local buffers lie apart is measured too; whatever it is, nothing is raised.
-        """
+        """Compare the replicas after `step`, unless that was done: what is saved is what all hold (*collective*)."""
         if self._on and self.agreed_at != step:
             self.check(step, step_s)
-        if self._on:
-            self._local.measure(step)
 
     def explain_loss(self, step: int, bad_step: int) -> str:
         """Compare the replicas after `step`, since the loss of `bad_step` was not finite (*collective*).
@@ -118,10 +109,10 @@ class ReplicaCheck:
         self._unknown_from = bad_step
         return doubt
 
-    def proof(self) -> list[Check]:
-        """Return what was checked and what came of it: of the replicas and, where ranks have any, of local buffers."""
+    def proof(self) -> Check:
+        """Return what was checked and what came of it."""
         is_open = not self.checks or self._unknown_from is not None
-        replicas = Check(
+        return Check(
             name="replicas",
             claim="All ranks hold the same bits, of finite numbers: weights, optimizer state, synchronised statistics, "
             "averaged weights",
@@ -132,7 +123,6 @@ class ReplicaCheck:
             at_step=self.agreed_at,
             cost_s=self.cost_s if self._on else None,
         )
-        return [replicas, *self._local.proof()]
 
     def _found(self) -> str:
         if self._failure:
@@ -218,54 +208,6 @@ class ReplicaCheck:
 
     def _before(self) -> str:
         return "never compared" if self.agreed_at is None else f"the same after step {self.agreed_at}"
-
-
-class _LocalBuffers:
-    """How far buffers lie apart that each rank keeps for itself by intent: an evaluation uses rank 0's."""
-
-    def __init__(self, world: World, tensors: Callable[[], Mapping[str, Tensor]], replicas: int) -> None:
-        self._world, self._tensors, self._replicas = world, tensors, replicas
-        self._cost_s = 0.0
-        self._measured_at: int | None = None
-        self._times = 0
-        self._largest, self._name = 0.0, ""
-
-    def measure(self, step: int) -> None:
-        """Measure them after `step`, if there are any, and unless that was done (*collective*)."""
-        held = dict(sorted(self._tensors().items())) if self._world.size > 1 and self._measured_at != step else {}
-        if not held:
-            return
-        begun_s = time.perf_counter()
-        for each in compare(self._world, held)[:1]:
-            if (gap := each.gap or 0.0) >= self._largest:
-                self._largest, self._name = gap, each.name
-        self._measured_at = step
-        self._times += 1
-        self._cost_s += time.perf_counter() - begun_s
-
-    def proof(self) -> list[Check]:
-        """Return what was measured; nothing where no rank or replica has a buffer of its own.
-
-        Of one process's replicas, all but the first are gone when a step ends.
-        """
-        has_several = self._world.size > 1 or self._replicas > 1
-        if not has_several or not (count := len(self._tensors())):
-            return []
-        whose, used = ("rank", "rank 0") if self._world.size > 1 else ("replica", "the first one")
-        differ = f", and differ by up to {self._largest:.3g} ({self._name})" if self._name else ", and the same on all"
-        apart = differ if self._times else ""
-        return [
-            Check(
-                name="buffers",
-                claim=f"How far buffers lie apart that each {whose} keeps for itself",
-                outcome=Check.MEASURED if self._times else Check.OPEN,
-                times=self._times,
-                at_step=self._measured_at,
-                tolerance="none: measured, not judged",
-                cost_s=self._cost_s,
-                found=f"{counted(count, 'buffer')} of each {whose}'s own (local){apart}; an evaluation uses {used}'s",
-            )
-        ]
 
 
 _UNSTEADY = "nothing when they are read a second time: a device gives other bits each time, so have its memory tested"

@@ -28,7 +28,7 @@ Exit code: 0 nothing is wrong, 3 a claim is wrong, 2 there is no run. A run with
 """
 _WIDE = 140
 """Columns where there is no terminal."""
-_STYLES = {Check.HOLDS: "green", Check.FAILS: "bold red", Check.OPEN: "dim", Check.MEASURED: "cyan"}
+_STYLES = {Check.HOLDS: "green", Check.FAILS: "bold red", Check.OPEN: "dim"}
 
 
 def main(given: list[str]) -> int:
@@ -73,7 +73,7 @@ def _show(screen: Screen, folder: Path, judged: Judgement) -> None:
             screen.say((f"{check.name}, {check.outcome}:", _STYLES.get(check.outcome, "")), f" {check.found}.")
     outcomes = Counter(check.outcome for check in judged.checks)
     said = f"{counted(outcomes[Check.HOLDS], 'claim')} hold{'s' if outcomes[Check.HOLDS] == 1 else ''}"
-    for outcome, words in ((Check.FAILS, "wrong"), (Check.MEASURED, "measured"), (Check.OPEN, "not checked")):
+    for outcome, words in ((Check.FAILS, "wrong"), (Check.OPEN, "not checked")):
         said += f", {outcomes[outcome]} {words}" if outcomes[outcome] else ""
     end = f" The run is not complete: {judged.unfinished}." if judged.unfinished else ""
     screen.say(f"{folder}: {said}.{end}")
