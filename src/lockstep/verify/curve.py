@@ -21,7 +21,6 @@ from ..files import lines_of, parse_json, understanding
 from ..options import override
 from ..proof import BIT_FOR_BIT, Check
 from . import first_step, variants
-from .commands import Command
 from .variants import Known, Setup, Variant
 
 if TYPE_CHECKING:
@@ -89,7 +88,6 @@ class Outcome:
     """HOLDS or PARTS; LEFT_OUT, or REFERENCE, of which nothing is claimed."""
     note: str = ""
     """Why it was left out, or is compared with that partner."""
-    commands: tuple[Command, ...] = ()
     parting: Parting | None = None
     seconds: float = 0.0
     """The time its commands took."""
@@ -174,22 +172,21 @@ def outcomes(setup: Setup, *, tolerance: float, tell: Callable[[str], None]) -> 
     """
     alone = setup.reference
     tell(f"training {alone.name}")
-    yield _trained(setup, alone, tolerance=tolerance, steps=0)
+    yield _trained(setup, alone, tolerance)
     known, told = _known(setup.folder / alone.name)
     if setup.script:
         cut = {"accumulate": told["chosen"]["accumulate"], "micro_batch": None}
         size = {"batch": told["plan"]["global_size"]} if told["plan"] else {}
         setup = dataclasses.replace(setup, config=override(setup.config, **cut, **size))
     planned = variants.others(setup, known)
-    why = {each.name: variants.obstacle(setup, known, each) for each in planned}
-    compared = {each.partner for each in planned if not why[each.name]}
+    compared = {each.partner for each in planned if not each.why_not}
     for number, variant in enumerate(planned, 2):
         idle = "" if variant.partner or variant.name in compared else "nothing is compared with it"
-        if note := why[variant.name] or idle:
+        if note := variant.why_not or idle:
             yield Outcome(variant=variant, verdict=LEFT_OUT, note=note)
             continue
         tell(f"training {variant.name} ({number} of {len(planned) + 1})")
-        yield _trained(setup, variant, tolerance=tolerance, steps=known.steps)
+        yield _trained(setup, variant, tolerance)
 
 
 def _known(folder: Path) -> tuple[Known, dict[str, Any]]:
@@ -210,25 +207,18 @@ def _known(folder: Path) -> tuple[Known, dict[str, Any]]:
     return known, told
 
 
-def _trained(setup: Setup, variant: Variant, *, tolerance: float, steps: int) -> Outcome:
+def _trained(setup: Setup, variant: Variant, tolerance: float) -> Outcome:
     begun_s = time.monotonic()
-    given = variants.train(setup, variant, steps=steps)
-    seconds = time.monotonic() - begun_s
+    variants.train(setup, variant)
+    trained = Outcome(variant=variant, verdict=REFERENCE, seconds=time.monotonic() - begun_s)
     if not variant.partner:
-        return Outcome(variant=variant, verdict=REFERENCE, commands=tuple(given), seconds=seconds)
+        return trained
     folders = [setup.folder / name for name in (variant.name, variant.partner)]
     ours, theirs = (
         Curve(losses_of(each), first_step.read(each)) if setup.first_step else read(each) for each in folders
     )
     parting = compare(ours, theirs, tolerance=0 if variant.same_bits else tolerance)
-    return Outcome(
-        variant=variant,
-        verdict=HOLDS if parting.holds else PARTS,
-        note=variant.note,
-        commands=tuple(given),
-        parting=parting,
-        seconds=seconds,
-    )
+    return dataclasses.replace(trained, verdict=HOLDS if parting.holds else PARTS, note=variant.note, parting=parting)
 
 
 def check(name: str, found: Sequence[Outcome], tolerance: float, precision: str, cost_s: float) -> Check:

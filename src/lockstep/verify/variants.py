@@ -7,11 +7,11 @@ runs that were stopped in the middle. Which there are follows from `kinds.KINDS`
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..batching import BatchPlan, most_ranks
 from ..config import ParallelConfig, RecordConfig, RunConfig
@@ -26,7 +26,7 @@ _NODES = 2
 """Ranks that stand for nodes of several devices each."""
 
 
-class Way(NamedTuple):
+class _Way(NamedTuple):
     """A strategy, and the number of devices that it has in all."""
 
     strategy: str
@@ -34,7 +34,6 @@ class Way(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The strategy alone where it has one device."""
         if self.has_two_levels:
             return f"{self.strategy}-{self.ranks}x{self.each}"
         return self.strategy if self.devices == 1 else f"{self.strategy}-{self.devices}"
@@ -57,26 +56,30 @@ class Way(NamedTuple):
         return KINDS[self.strategy].has_two_levels
 
 
+_ALONE = _Way(auto(several=False), 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """One way to train, and the variant that it has to agree with."""
 
     name: str
     """Its row, and its folder below the output folder."""
-    way: Way
-    accumulation: int
+    stages: tuple[tuple[Command, ...], ...]
+    """Its commands: each inner tuple is started at once, and ends before the next begins."""
     partner: str = ""
     """The name of the variant that it is compared with; empty where others are compared with this one alone."""
     same_bits: bool = False
     """Whether the two have to be the same bits: one world, strategy and accumulation."""
-    starter: str = ""
-    """Who starts the ranks: torchrun, hand, or empty for the command itself."""
-    begun_as: Way | None = None
-    """How the first half of the steps was trained, where the run was stopped there and continued."""
-    local: bool = False
-    """Whether each rank takes batch statistics of its own, as the partner's replicas have to."""
     note: str = ""
     """Why its partner is another one than might be expected."""
+    why_not: str = ""
+    """Why it cannot be trained; empty where it can."""
+
+    @property
+    def commands(self) -> list[Command]:
+        """All its commands."""
+        return [command for stage in self.stages for command in stage]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,36 +126,30 @@ class Setup:
         return plan.accumulation
 
     @property
-    def ways(self) -> list[Way]:
-        """The strategies that are compared with one device: the one that was asked for, or all; and more ranks.
-
-        Several nodes have as many devices each on a CPU; GPUs are shared out. In a loop of the user's own each process
-        has one device.
-        """
-        asked, is_own = self.config.parallel.strategy, bool(self.script or self.config.optim.step)
-        kinds = {name: kind for name, kind in KINDS.items() if kind.has_ranks or kind.drives_all}
-        if asked != "auto":
-            kinds = {asked: KINDS[asked]}
-        elif is_own:
-            kinds = {name: kind for name, kind in kinds.items() if kind.process_per_device}
-        each, found = self.devices if self.is_cpu else self.devices // _NODES, []
-        for name, kind in kinds.items():
-            found.append(Way(name, _NODES * each if kind.has_two_levels else self.devices))
-            if kind.process_per_device and self.is_cpu:
-                found.append(Way(name, self.devices + 1))
-        return found
-
-    @property
     def reference(self) -> Variant:
         """The run on one device."""
-        alone = Way(auto(several=False), 1)
-        return Variant(name=alone.name, way=alone, accumulation=self.accumulation)
+        return _variant(self, None, _ALONE)
 
     def check(self) -> None:
         """Raise `RequestError` where the batch cannot be shared out among the devices, as far as that is known."""
-        for way in self.ways if not self.script else ():
-            if way.devices != self.devices + 1:  # more are left out where they cannot be
-                BatchPlan.solve(self.config.batch.size, way.ranks, accumulation=self.accumulation, devices=way.each)
+        for way in _ways(self) if not self.script else ():
+            BatchPlan.solve(self.config.batch.size, way.ranks, accumulation=self.accumulation, devices=way.each)
+
+
+def _ways(setup: Setup) -> list[_Way]:
+    """Return how the strategies use the devices: the one that was asked for, or all.
+
+    Several nodes have as many devices each on a CPU; GPUs are shared out. In a loop of the user's own each process has
+    one device.
+    """
+    asked, is_own = setup.config.parallel.strategy, bool(setup.script or setup.config.optim.step)
+    kinds = {name: kind for name, kind in KINDS.items() if kind.has_ranks or kind.drives_all}
+    if asked != "auto":
+        kinds = {asked: KINDS[asked]}
+    elif is_own:
+        kinds = {name: kind for name, kind in kinds.items() if kind.process_per_device}
+    nodes = _NODES * (setup.devices if setup.is_cpu else setup.devices // _NODES)
+    return [_Way(name, nodes if kind.has_two_levels else setup.devices) for name, kind in kinds.items()]
 
 
 def others(setup: Setup, known: Known) -> list[Variant]:
@@ -161,64 +158,128 @@ def others(setup: Setup, known: Known) -> list[Variant]:
     Accumulation is a part of models with batch statistics, and of loops with several optimizers: what comes after the
     first one's step sees the step where the batch is whole, and not before.
     """
-    alone, once, asked = setup.reference, setup.accumulation, setup.config.parallel
+    make, asked = functools.partial(_variant, setup, known), setup.config.parallel
     # One world gives the same bits each time; on a GPU, --deterministic alone sees to that.
     exact = setup.is_cpu or setup.config.precision.deterministic
-    found: list[Variant] = []
-    for way in setup.ways:
-        variant = Variant(name=way.name, way=way, accumulation=once, partner=alone.name)
+    found: dict[str, Variant] = {}
+
+    def add(*made: Variant) -> None:
+        for each in made:
+            found.setdefault(each.name, each)
+
+    ways = _ways(setup)
+    ranked = [way for way in ways if KINDS[way.strategy].process_per_device]
+    for way in ways:
         is_apart = asked.strategy == asked.batchnorm == "auto" and KINDS[way.strategy].drives_all
         if known.has_statistics and is_apart:
             note = (
                 f"each of {way.devices} replicas takes batch statistics of its own: by design not one device's model, "
                 "but that of as many ranks which do so too"
             )
-            ranks = Way(auto(several=True), way.devices)
-            partner = Variant(name=f"{ranks.name}-local", way=ranks, accumulation=once, local=True)
-            found += [partner] * (partner not in found)
-            variant = dataclasses.replace(variant, partner=partner.name, note=note)
-        found.append(variant)
-    ranked = [way for way in setup.ways if KINDS[way.strategy].process_per_device and way.devices == setup.devices]
+            ranks = _Way(auto(several=True), way.devices)
+            add(make(ranks, "local", local=True), make(way, partner=f"{ranks.name}-local", note=note))
+        else:
+            add(make(way, partner=_ALONE.name))
+        if way in ranked and setup.is_cpu:
+            add(make(_Way(way.strategy, way.devices + 1), partner=_ALONE.name))
     if ranked:
+        parts = 2 * setup.accumulation
         is_cut_apart = known.has_statistics or known.optimizers > 1
-        cut = f"{alone.name}-accum-{2 * once}"
-        more = Variant(name=cut, way=alone.way, accumulation=2 * once, partner="" if is_cut_apart else alone.name)
-        found.append(more)
-        for way in ranked:
-            found.append(dataclasses.replace(more, name=f"{way.name}-accum-{2 * once}", way=way, partner=cut))
+        add(make(_ALONE, f"accum-{parts}", accumulation=parts, partner="" if is_cut_apart else _ALONE.name))
+        add(
+            *(make(way, f"accum-{parts}", accumulation=parts, partner=f"{_ALONE.name}-accum-{parts}") for way in ranked)
+        )
     if setup.first_step:  # launchers and continuations share out no other gradients
-        return found
+        return list(found.values())
     for way in [way for way in ranked if way.strategy == auto(several=True)] or ranked[:1]:
-        again = Variant(name="", way=way, accumulation=once, partner=way.name, same_bits=exact)
-        found += [
-            dataclasses.replace(again, name=f"{way.name}-by-{starter}", starter=starter)
-            for starter in ("torchrun", "hand")
-        ]
-    for way in (*ranked, *(way for way in setup.ways if way.has_two_levels)):
-        name = f"{way.name}-resumed"
-        found.append(Variant(name=name, way=way, accumulation=once, partner=way.name, same_bits=exact, begun_as=way))
+        for starter in ("torchrun", "hand"):
+            add(make(way, f"by-{starter}", starter=starter, partner=way.name, same_bits=exact))
+    for way in (*ranked, *(way for way in ways if way.has_two_levels)):
+        add(make(way, "resumed", begun_as=way, partner=way.name, same_bits=exact))
         if not (way.has_two_levels and known.has_statistics):
-            name = f"{alone.name}-then-{way.name}"
-            found.append(Variant(name=name, way=way, accumulation=once, partner=alone.name, begun_as=alone.way))
-    return found
+            add(make(way, f"{_ALONE.name}-then-{way.name}", begun_as=_ALONE, partner=_ALONE.name))
+    return list(found.values())
 
 
-def obstacle(setup: Setup, known: Known, variant: Variant) -> str:
+def _variant(
+    setup: Setup,
+    known: Known | None,
+    way: _Way,
+    how: str = "",
+    *,
+    accumulation: int | None = None,
+    starter: str = "",
+    begun_as: _Way | None = None,
+    local: bool = False,
+    **more: Any,
+) -> Variant:
+    """Return a variant, named by its way and `how` it is trained.
+
+    `starter` starts the ranks: torchrun, hand, or empty for the command itself. With `begun_as` the first half of the
+    steps is trained so, and continued. With `local`, each rank takes batch statistics of its own.
+    """
+    name = how if "then" in how else f"{way.name}-{how}" if how else way.name
+    cut = accumulation or setup.accumulation
+    words = functools.partial(_words, setup, name, cut, ("--batchnorm", "local") if local else ())
+    place = setup.folder / f"{name}.meeting"
+    stages = [_at_once(words, way, place, starter, *(("--resume", "auto") if begun_as else ()))]
+    if begun_as is not None and known is not None:
+        stages.insert(0, _at_once(words, begun_as, place, starter, "--max-steps", str(known.steps // 2)))
+    why_not = "" if known is None else _obstacle(setup, known, way, cut, begun_as)
+    return Variant(name=name, stages=tuple(stages), why_not=why_not, **more)
+
+
+def _obstacle(setup: Setup, known: Known, way: _Way, accumulation: int, begun_as: _Way | None) -> str:
     """Return why a variant cannot be trained, in words; empty where it can."""
-    way, batch = variant.way, setup.config.batch.size
-    if not known.has_batches and variant.accumulation > setup.accumulation:
+    batch = setup.config.batch.size
+    if not known.has_batches and accumulation > setup.accumulation:
         return "the loop has no DataLoader whose batches could be cut"
-    if known.has_batches and way.ranks > most_ranks(batch // variant.accumulation, way.each):
-        parts = f"{counted(variant.accumulation, 'micro-batch')} on {counted(way.ranks, 'rank')}"
-        return f"--batch {batch} does not split into {parts}"
-    if variant.begun_as and known.steps < 2:
+    if known.has_batches and way.ranks > most_ranks(batch // accumulation, way.each):
+        return f"--batch {batch} does not split into {counted(accumulation, 'micro-batch')} on {way.ranks} ranks"
+    if begun_as and known.steps < 2:
         return "one step has no middle"
-    if variant.begun_as and not known.has_epochs:
+    if begun_as and not known.has_epochs:
         return "a loop that does not go over session.epochs(…) cannot be continued"
-    is_other_model = known.has_statistics and setup.config.parallel.batchnorm == "local"
-    if variant.begun_as not in (None, variant.way) and is_other_model:
+    if begun_as not in (None, way) and known.has_statistics and setup.config.parallel.batchnorm == "local":
         return "with --batchnorm local another number of replicas is another model"
     return ""
+
+
+def _at_once(words: Any, way: _Way, place: Path, starter: str, *more: str) -> tuple[Command, ...]:
+    """Return the commands that are started at once: one for each rank that is started by hand, else one for all."""
+    if starter == "torchrun":
+        # --: of a script's own flags, it would take some for its own.
+        per_node = ("--standalone", "--nproc-per-node", str(way.ranks), "--no-python", "--")
+        return (_python("torch.distributed.run", *per_node, *_python("lockstep", *words(way, 0, *more))),)
+    if starter == "hand" or way.has_two_levels:
+        meet = ("--launcher", "manual", "--init-method", place.resolve().as_uri(), "--world-size", str(way.ranks))
+        ranks = range(way.ranks)
+        return tuple(_python("lockstep", *words(way, rank, *more, *meet, "--rank", str(rank))) for rank in ranks)
+    return (_python("lockstep", *words(way, 0, *more)),)
+
+
+def _python(module: str, *words: str) -> Command:
+    return (sys.executable, "-P", "-m", module, *words)  # -P: what lies in the current folder is none of ours
+
+
+def _words(setup: Setup, name: str, accumulation: int, local: Command, way: _Way, rank: int, *more: str) -> Command:
+    """Return the words of lockstep's that train a variant on one rank, or on all of them."""
+    chosen, batch = setup.config.parallel.gpu_indices[: way.devices], setup.config.batch
+    if way.has_two_levels and not setup.is_cpu:  # each rank has GPUs of its own
+        chosen = (chosen or tuple(range(way.devices)))[rank * way.each :][: way.each]
+    count = way.each if way.has_two_levels else way.devices
+    devices = ("--gpus", ",".join(map(str, chosen))) if chosen else ("--devices", str(count)) if count > 1 else ()
+    how = ("--output", str(setup.folder / name), "--strategy", way.strategy, *devices)
+    watched = ("verify", "first_step") if setup.first_step else ()
+    if not setup.script:
+        named = [word for key, value in code(setup.config).items() for word in (f"--{key}", value)]
+        cut = () if accumulation == setup.accumulation else ("--accumulate", str(accumulation))
+        return (*watched, "train", "--config", str(setup.folder / CONFIG), *named, *how, *cut, *local, *more)
+    # The reference's batch is cut as it says itself, the others' as the reference's was.
+    cut = ("--micro-batch", str(batch.micro_batch)) if batch.micro_batch is not None else ()
+    if batch.micro_batch is None and batch.accumulate is not None:
+        cut = ("--accumulate", str(accumulation), "--micro-batch", "none")  # which the script may name
+    return (*watched, "run", *setup.flags, *how, *cut, *local, *more, *setup.script)
 
 
 def write_config(setup: Setup) -> None:
@@ -236,76 +297,19 @@ def write_config(setup: Setup) -> None:
     write_whole(setup.folder / CONFIG, to_toml(config).encode())
 
 
-def commands(setup: Setup, variant: Variant, *, steps: int) -> list[list[Command]]:
-    """Return the commands that train a variant: each inner list is started at once, and ends before the next begins.
-
-    A run that is continued is stopped after half of its `steps`.
-    """
-    if variant.begun_as:
-        begun = _at_once(setup, variant, variant.begun_as, "--max-steps", str(steps // 2))
-        return [begun, _at_once(setup, variant, variant.way, "--resume", "auto")]
-    return [_at_once(setup, variant, variant.way)]
-
-
-def _at_once(setup: Setup, variant: Variant, way: Way, *more: str) -> list[Command]:
-    """Return the commands that are started at once: one for each rank that is started by hand, else one for all."""
-    ranks = way.ranks
-    if variant.starter == "torchrun":
-        # --: of a script's own flags, it would take some for its own.
-        per_node = ("--standalone", "--nproc-per-node", str(ranks), "--no-python", "--")
-        return [_python("torch.distributed.run", *per_node, *_python("lockstep", *_words(setup, variant, way, *more)))]
-    if variant.starter == "hand" or way.has_two_levels:
-        place = (setup.folder / f"{variant.name}.meeting").resolve().as_uri()
-        meet = (*more, "--launcher", "manual", "--init-method", place, "--world-size", str(ranks))
-        return [
-            _python("lockstep", *_words(setup, variant, way, *meet, "--rank", str(rank), rank=rank))
-            for rank in range(ranks)
-        ]
-    return [_python("lockstep", *_words(setup, variant, way, *more))]
-
-
-def _python(module: str, *words: str) -> Command:
-    return (sys.executable, "-P", "-m", module, *words)  # -P: what lies in the current folder is none of ours
-
-
-def _words(setup: Setup, variant: Variant, way: Way, *more: str, rank: int = 0) -> Command:
-    chosen, batch = setup.config.parallel.gpu_indices[: way.devices], setup.config.batch
-    if way.has_two_levels and not setup.is_cpu:  # each rank has GPUs of its own
-        chosen = (chosen or tuple(range(way.devices)))[rank * way.each :][: way.each]
-    count = way.each if way.has_two_levels else way.devices
-    devices = ("--gpus", ",".join(map(str, chosen))) if chosen else ("--devices", str(count)) if count > 1 else ()
-    how = ("--output", str(setup.folder / variant.name), "--strategy", way.strategy, *devices)
-    local = ("--batchnorm", "local") if variant.local else ()
-    watched = ("verify", "first_step") if setup.first_step else ()
-    if not setup.script:
-        named = [word for key, value in code(setup.config).items() for word in (f"--{key}", value)]
-        cut = () if variant.accumulation == setup.accumulation else ("--accumulate", str(variant.accumulation))
-        return (*watched, "train", "--config", str(setup.folder / CONFIG), *named, *how, *cut, *local, *more)
-    # The reference's batch is cut as it says itself, the others' as the reference's was.
-    cut = ("--micro-batch", str(batch.micro_batch)) if batch.micro_batch is not None else ()
-    if batch.micro_batch is None and batch.accumulate is not None:
-        cut = ("--accumulate", str(variant.accumulation), "--micro-batch", "none")  # which the script may name
-    return (*watched, "run", *setup.flags, *how, *cut, *local, *more, *setup.script)
-
-
-def train(setup: Setup, variant: Variant, *, steps: int) -> list[Command]:
-    """Train a variant by its commands, each with a log beside the run's folder, and return them.
+def train(setup: Setup, variant: Variant) -> None:
+    """Train a variant by its commands, each with a log beside the run's folder.
 
     Raises what the first command that failed has told, as the error of its exit code, and `Stopped` after Ctrl-C.
     """
-    stages = commands(setup, variant, steps=steps)
-    given = [command for stage in stages for command in stage]
-    logs = _logs(setup.folder / f"{variant.name}.log", len(given))
+    several, number = len(variant.commands) > 1, 0
     try:
         check_own(setup.folder / variant.name)
-        for stage in stages:
-            run(variant.name, stage, [next(logs) for _ in stage])
+        for stage in variant.stages:
+            numbers = range(number + 1, number + len(stage) + 1)
+            number += len(stage)
+            run(variant.name, stage, [setup.folder / f"{variant.name}{f'.{n}' * several}.log" for n in numbers])
     except KeyboardInterrupt:
         raise Stopped(f"Stopped on request while {variant.name} was trained: nothing is proved; start again.") from None
     except OSError as error:
         raise RunError(f"The variant {variant.name} cannot be started: {error.filename}: {error.strerror}.") from error
-    return given
-
-
-def _logs(log: Path, count: int) -> Iterator[Path]:
-    yield from [log] if count == 1 else [log.with_name(f"{log.stem}.{n}.log") for n in range(1, count + 1)]

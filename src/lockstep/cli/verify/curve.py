@@ -194,7 +194,7 @@ def _keep(folder: Path, check: Check, found: Sequence[Outcome]) -> None:
             "same_bits_required": each.variant.same_bits,
             **({} if each.parting is None else dataclasses.asdict(each.parting)),
             "seconds": each.seconds,
-            "commands": [shlex.join(command) for command in each.commands],
+            "commands": [shlex.join(command) for command in each.variant.commands],
         }
         for each in found
     ]
@@ -228,9 +228,9 @@ def _print(screen: Screen, found: Sequence[Outcome], setup: Setup, tolerance: fl
         screen.say((f"{', '.join(names)}: {note}", "dim"))
     how = f"precision {setup.config.precision.name}, tolerance {tolerance:g} of the largest value"
     screen.say((f"{how}; 0 where the same bits are due; commands and runs in {setup.folder}", "dim"))
-    by_name = {each.variant.name: each for each in found}
+    by_name = {each.variant.name: each.variant for each in found}
     for each in (each for each in found if each.verdict == curve.PARTS):
         screen.print()
         screen.say(each.sentence(curve.TENSORS[setup.name]))
-        for command in (*by_name[each.variant.partner].commands, *each.commands):
+        for command in (*by_name[each.variant.partner].commands, *each.variant.commands):
             screen.say(f"  {shlex.join(command)}")
