@@ -11,10 +11,10 @@ from torch import Tensor
 from lockstep.config import RunConfig
 from lockstep.errors import RunError
 from lockstep.options import override
-from lockstep.prove import first_step
-from lockstep.prove.first_step import FirstStep
-from lockstep.prove.gaps import gaps, worst
 from lockstep.sessions import Session
+from lockstep.verify import first_step
+from lockstep.verify.first_step import FirstStep
+from lockstep.verify.gradients import gaps, worst
 from lockstep.world import World
 
 from .. import loops

@@ -27,9 +27,8 @@ from lockstep.options import override
 from lockstep.proof import Check
 from lockstep.record.base import Nothing
 from lockstep.scoring import evaluate_checkpoint
-from lockstep.verify.exactly_once import check
+from lockstep.verify.exactly_once import Planned, check
 from lockstep.verify.pages import NAME
-from lockstep.verify.planned import Planned
 from lockstep.world import World
 
 from ..command import events, refusal

@@ -14,7 +14,7 @@ from lockstep.errors import RequestError
 from lockstep.job import assemble
 from lockstep.models import table
 from lockstep.options import override
-from lockstep.prove.answer import Report, examine
+from lockstep.verify.gradients import Report, examine
 from lockstep.world import World
 
 from ..curves import alone, apart, curve, same_bits, spread

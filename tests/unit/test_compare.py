@@ -28,7 +28,7 @@ from lockstep.compare.trials import Trial
 from lockstep.config import PrecisionConfig, RunConfig
 from lockstep.errors import RequestError, RunError, Stopped
 from lockstep.options import flatten, override
-from lockstep.prove import commands
+from lockstep.verify import commands
 
 from ..command import refusal
 

@@ -17,9 +17,9 @@ from lockstep.config import RunConfig
 from lockstep.errors import ProofError, RequestError, RunError
 from lockstep.kinds import KINDS
 from lockstep.options import override, read_toml
-from lockstep.prove import commands, curve, variants
-from lockstep.prove.curve import Curve, compare
-from lockstep.prove.variants import Setup
+from lockstep.verify import commands, curve, variants
+from lockstep.verify.curve import Curve, compare
+from lockstep.verify.variants import Known, Setup, Variant
 
 from ..command import gone, until
 
@@ -89,12 +89,24 @@ def _setup(folder: Path = Path("out"), *, devices: int = 2, is_cpu: bool = True,
     return Setup(config=config, folder=folder, devices=devices, is_cpu=is_cpu)
 
 
+def _others(setup: Setup, *, has_statistics: bool = True, steps: int = 6, **known: Any) -> list[Variant]:
+    return variants.others(setup, Known(steps=steps, has_statistics=has_statistics, **known))
+
+
+def _after(words: tuple[str, ...], flag: str) -> str:
+    return words[words.index(flag) + 1] if flag in words else ""
+
+
+def _strategies(found: list[Variant]) -> set[str]:
+    return {_after(words, "--strategy") for each in found for words in each.commands}
+
+
 @pytest.mark.parametrize("has_statistics", [True, False])
 def test_every_strategy_of_the_table_is_held_against_one_device(
     has_statistics: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KINDS, "other", KINDS["ddp"])
-    found = variants.others(_setup(), has_statistics=has_statistics)
+    found = _others(_setup(), has_statistics=has_statistics)
     partners = {each.name: each.partner for each in found}
     assert {partners[name] for name in ("ddp-2", "ddp-3", "other-2", "other-3", "single-then-ddp-2")} == {"single"}
     assert partners["other-2-accum-2"] == "single-accum-2"
@@ -105,42 +117,39 @@ def test_every_strategy_of_the_table_is_held_against_one_device(
     assert ("single-then-hybrid-2x2" in partners) == (not has_statistics)
     exact = ["ddp-2-by-torchrun", "ddp-2-by-hand", "ddp-2-resumed", "other-2-resumed", "hybrid-2x2-resumed"]
     assert [each.name for each in found if each.same_bits] == exact
-    asked = variants.others(_setup(strategy="ddp"), has_statistics=has_statistics)
-    assert {each.way.strategy for each in asked} == {"single", "ddp"}
+    assert _strategies(_others(_setup(strategy="ddp"), has_statistics=has_statistics)) == {"single", "ddp"}
 
 
 @pytest.mark.parametrize(("gpus", "strategy"), [("5,3", "auto"), ("", "hybrid")])
 def test_gpus_are_those_there_are_and_bits_are_due_where_they_can_be(gpus: str, strategy: str) -> None:
     chosen = gpus.split(",") if gpus else [*"0123"]
     asked: dict[str, Any] = {"is_cpu": False, "gpus": gpus, "strategy": strategy, "devices": len(chosen)}
-    setup, exact = _setup(**asked), _setup(**asked, deterministic=True)
-    found = variants.others(setup, has_statistics=True)
+    found = _others(_setup(**asked))
     assert not any(each.same_bits for each in found)
-    assert any(each.same_bits for each in variants.others(exact, has_statistics=True))
+    assert any(each.same_bits for each in _others(_setup(**asked, deterministic=True)))
     for each in found:
-        for stage in variants.commands(setup, each, steps=6):
-            taken = [line[line.index("--gpus") + 1].split(",") for line in stage]
-            if each.way.has_two_levels:  # each rank has GPUs of its own
+        for stage in each.stages:
+            taken = [_after(words, "--gpus").split(",") for words in stage]
+            if "hybrid" in stage[0]:  # each rank has GPUs of its own
                 assert [gpu for gpus in taken for gpu in gpus] == chosen
             else:
                 assert all(gpus == (chosen[:1] if "single" in stage[0] else chosen) for gpus in taken)
 
 
 def test_code_of_the_users_own_is_named_to_each_variant() -> None:
-    setup = _setup(loss="mine:loss", model="mine:Net")
-    for each in variants.others(setup, has_statistics=True):
-        for stage in variants.commands(setup, each, steps=6):
-            assert all({"mine:loss", "mine:Net"} <= {*words} for words in stage)
+    for each in _others(_setup(loss="mine:loss", model="mine:Net")):
+        assert all({"mine:loss", "mine:Net"} <= {*words} for words in each.commands)
 
 
 def test_what_cannot_be_trained_is_left_out() -> None:
-    for setup, steps, names in (
-        (_setup(batch=2), 6, {"ddp-3", "ddp-4-local", "ddp-2-accum-2", "hybrid-2x2", "hybrid-2x2-resumed"}),
-        (_setup(), 1, {"ddp-2-resumed", "single-then-ddp-2", "hybrid-2x2-resumed"}),
-        (_setup(batchnorm="local"), 6, {"single-then-ddp-2"}),
+    for setup, known, names in (
+        (_setup(batch=2), {}, {"ddp-3", "ddp-4-local", "ddp-2-accum-2", "hybrid-2x2", "hybrid-2x2-resumed"}),
+        (_setup(), {"steps": 1}, {"ddp-2-resumed", "single-then-ddp-2", "hybrid-2x2-resumed"}),
+        (_setup(batchnorm="local"), {}, {"single-then-ddp-2"}),
+        (_scripted(), {"has_statistics": False, "has_batches": False}, {"single-accum-2", "ddp-2-accum-2"}),
+        (_scripted(), {"has_statistics": False, "has_epochs": False}, {"ddp-2-resumed", "single-then-ddp-2"}),
     ):
-        found = variants.others(_setup(), has_statistics=True)
-        assert {x.name for x in found if variants.obstacle(setup, x, steps=steps, has_statistics=True)} == names
+        assert {each.name for each in _others(setup, **known) if each.why_not} == names
 
 
 def test_all_variants_share_a_config_without_what_tells_them_apart(tmp_path: Path) -> None:
@@ -161,37 +170,26 @@ def test_a_script_is_run_by_each_process_with_the_flags_given_alone(tmp_path: Pa
         (_scripted(micro_batch=9), ("--micro-batch", "9")),
         (_scripted(accumulate=3), ("--accumulate", "3", "--micro-batch", "none")),
     ):
-        (only,) = variants.commands(setup, setup.reference, steps=6)[0]
+        (only,) = setup.reference.commands
         shared = ("run", "--precision", "fp64", "--max-steps", "6", "--output", "out/single", "--strategy", "single")
         assert only[4:] == (*shared, *cut, "mine.py", "--lr", "1")
-        assert {each.way.strategy for each in variants.others(setup, has_statistics=False)} == {"single", "ddp"}
-    for each in variants.others(setup, has_statistics=False):
-        for stage in variants.commands(setup, each, steps=6):
-            assert all(line[-3:] == ("mine.py", "--lr", "1") for line in stage)
-            assert all(str(each.accumulation) == line[line.index("--accumulate") + 1] for line in stage)
+        assert _strategies(_others(setup, has_statistics=False)) == {"single", "ddp"}
+    for each in _others(setup, has_statistics=False):
+        assert all(words[-3:] == ("mine.py", "--lr", "1") for words in each.commands)
+        assert {_after(words, "--accumulate") for words in each.commands} == {"6" if "accum" in each.name else "3"}
     variants.write_config(dataclasses.replace(setup, folder=tmp_path))
     assert not list(tmp_path.iterdir())  # a file would beat what the script decides on
 
 
 def test_a_step_of_ones_own_is_trained_by_processes_with_one_device_each() -> None:
-    found = variants.others(_setup(step="mine:step"), has_statistics=False)
-    assert {each.way.strategy for each in found} == {"single", "ddp"}
+    found = _others(_setup(step="mine:step"), has_statistics=False)
+    assert _strategies(found) == {"single", "ddp"}
     assert all(each.partner for each in found)
 
 
 def test_accumulation_is_a_part_of_loops_with_several_optimizers() -> None:
-    found = {each.name: each for each in variants.others(_scripted(), has_statistics=False, optimizers=2)}
+    found = {each.name: each for each in _others(_scripted(), has_statistics=False, optimizers=2)}
     assert (found["single-accum-2"].partner, found["ddp-2-accum-2"].partner) == ("", "single-accum-2")
-
-
-def test_what_a_loop_does_not_have_is_not_varied() -> None:
-    setup = _scripted()
-    planned = variants.others(setup, has_statistics=False)
-    for has, names in (
-        ({"has_batches": False}, {"single-accum-2", "ddp-2-accum-2"}),
-        ({"has_epochs": False}, {"ddp-2-resumed", "single-then-ddp-2"}),
-    ):
-        assert {x.name for x in planned if variants.obstacle(setup, x, steps=6, has_statistics=False, **has)} == names
 
 
 # ---- running them

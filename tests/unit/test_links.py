@@ -24,7 +24,7 @@ from lockstep.errors import RequestError
 from lockstep.failures import Failure
 from lockstep.launchers.rank import variables
 from lockstep.options import override
-from lockstep.prove import commands
+from lockstep.verify import commands
 
 from ..command import Ended, refusal, sentence
 

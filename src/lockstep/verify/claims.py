@@ -293,8 +293,8 @@ def _checkpoints(run: Records) -> Iterator[str]:
     # `best` may point to what an evaluation gave that is on the disk: a full one leaves out a checkpoint.
     there = saved | {part.first_step for part in run.parts}
     best = max((row["top1"] for step, row in scores.items() if step in there), default=None)
-    has_best = not run.is_own_loop and (best is not None or run.exit == 0)
-    for name in ("last", "best") if has_best or "best" in run.metas else ("last",):
+    has_best = "best" in run.metas if run.is_own_loop else best is not None or run.exit == 0
+    for name in ("last", "best") if has_best else ("last",):
         try:
             state = checkpoint.load(folder / name)
         except RequestError as error:
@@ -324,9 +324,9 @@ def _checkpoints(run: Records) -> Iterator[str]:
             yield f"last: it is of step {step}; the records go to {run.last_step}, and tell of one of step {newest}"
         if run.is_own_loop:
             continue
-        if name == "best" and step not in scores:
+        if name == "best" and best is not None and step not in scores:
             yield f"best: it is of step {step}, of which {STEPS} has no evaluation"
-        elif name == "best" and scores[step]["top1"] != best:
+        elif name == "best" and best is not None and scores[step]["top1"] != best:
             yield f"best: it is of step {step} with top1 {scores[step]['top1']}, and the best one had {best}"
         row, told = scores.get(meta.get("evaluated")), meta.get("scores")
         for key in SCORES if row is not None and told and (name == "best" or step == run.last_step) else ():

@@ -140,7 +140,7 @@ def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
         torn = "; a last page that a kill cut short is left out"
     findings = account.findings()
     more = f"; and {counted(len(findings) - _NAMED, 'more finding')}" if len(findings) > _NAMED else ""
-    times = account.epochs + len(account.evaluated)
+    times = account.epochs + account.evaluations
     return Check(
         name="ledger",
         claim=CLAIM,
@@ -170,8 +170,8 @@ class _Account:
     """What the pages so far have held."""
 
     def __init__(self, planned: Planned) -> None:
-        self.epochs = 0
-        self.evaluated: set[int] = set()
+        self.epochs = self.evaluations = 0
+        self._evaluated: set[int] = set()
         self._planned, self._next = planned, planned.first
         self._found: dict[str, list[str]] = {"steps": [], "epochs": [], "evaluations": []}
         self._deviations: list[_Deviation] = []
@@ -182,7 +182,7 @@ class _Account:
 
     def covers(self) -> str:
         """Return what was recorded, in words."""
-        said = f"{counted(self.epochs, 'epoch')} and {counted(len(self.evaluated), 'evaluation')}"
+        said = f"{counted(self.epochs, 'epoch')} and {counted(self.evaluations, 'evaluation')}"
         if self._first is not None and self._last is not None:
             said += f", steps {self._first.first_step:,} to {self._last.last_step:,}"
             said += "; what was trained before is not recorded" if self._first.first_step > 1 else ""
@@ -193,7 +193,8 @@ class _Account:
         if page.kind == EVAL:
             tally = Tally(page.samples)
             tally.add(page.indices)
-            self.evaluated.add(page.first_step)
+            self.evaluations += 1
+            self._evaluated.add(page.first_step)
             if found := ", and ".join(filter(None, (tally.finding(page.samples), evaluated(page)))):
                 self._found["evaluations"].append(f"the evaluation after step {page.first_step}: {found}")
             return
@@ -258,7 +259,7 @@ class _Account:
             self._lacks(self._next, steps)
             if last > steps:
                 self._found["steps"].append(f"there is a step {last}, and the run made {counted(steps, 'step')}")
-        if absent := sorted({*self._planned.evaluations} - self.evaluated):
+        if absent := sorted({*self._planned.evaluations} - self._evaluated):
             said = f"{counted(len(absent), 'evaluation')} (the first after step {absent[0]}) not there"
             self._found["evaluations"].insert(0, said)
         return [*(each for found in self._found.values() for each in found), *filter(None, [_summed(self._deviations)])]
