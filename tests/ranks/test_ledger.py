@@ -18,7 +18,7 @@ from lockstep.engine import train
 from lockstep.errors import ProofError, RequestError
 from lockstep.options import override, recipe
 from lockstep.proof import Check
-from lockstep.verify.exactly_once import Planned, check, judge
+from lockstep.verify.exactly_once import Planned, check
 from lockstep.verify.ledger import Ledger
 from lockstep.verify.pages import EVAL, NAME, TRAIN, Indices, Page, TornError, read, rewind
 from lockstep.world import World
@@ -131,12 +131,13 @@ FAULTS: dict[str, tuple[Callable[[Steps], object], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_is_wrong_is_found_and_named(name: str) -> None:
+def test_what_is_wrong_is_found_and_named(tmp_path: Path, name: str) -> None:
     fault, sentence = FAULTS[name]
     for every in (1, 3):
         steps = planned()
         fault(steps)
-        found = "; ".join(judge(written(steps, every), PLANNED))
+        write(tmp_path / NAME, written(steps, every))
+        found = check(tmp_path / NAME, PLANNED).found
         assert re.search(sentence, found), found
 
 

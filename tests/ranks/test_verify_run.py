@@ -251,7 +251,7 @@ FAULTS: list[tuple[Spoil, str, str]] = [
     (_edit(SUMMARY, r'"best_top1": [\d.]+', '"best_top1": 0.95'), "summary", "best_top1 is 0.95, and by steps.jsonl"),
     (lambda folder: (folder / SUMMARY).unlink(), "summary", "summary.json is not there or is none, and .* exit code 0"),
     (_flip, "checkpoints", "checkpoints/best cannot be used: model.safetensors does not match"),
-    (_point("best", "step-00000069"), "checkpoints", "best: it is of step 69 .* step 46 had 0"),
+    (_point("best", "step-00000069"), "checkpoints", "best: it is of step 69 with top1 .* the best one had 0"),
     (_point("last", "step-00000046"), "checkpoints", "last: it is of step 46, and the run of 69"),
     (_edit("config.toml", "\nlr = 0.05\n", "\nlr = 0.06\n"), "rates", "step 1 had the learning rate 0.05, .* 0.06"),
     (_edit("config.toml", "\nseed = 0\n", "\nseed = 1\n"), "checkpoints", "trained with seed 0, and config.toml has 1"),

@@ -265,8 +265,10 @@ def _summary(run: Records) -> Iterator[str]:
     expected["steps"] = run.last_step
     if rows and run.exit == 0:
         expected |= {name: rows[-1][name] for name in SCORES}
-        best = max(row["top1"] for row in rows)
-        if run.first_step == 0 or best > (told.get("best_top1") or 0):  # one before the first record may be better
+        best = max((row["top1"] for row in rows if is_finite(row["top1"])), default=None)
+        if run.first_step == 0 or (best or 0) > (
+            told.get("best_top1") or 0
+        ):  # one before the first record may be better
             expected["best_top1"] = best
     for name, value in expected.items():
         if told.get(name) != value:
@@ -292,7 +294,7 @@ def _checkpoints(run: Records) -> Iterator[str]:
         raise _OpenError(f"none was written: {run.unfinished or 'nothing was saved'}")
     # `best` may point to what an evaluation gave that is on the disk: a full one leaves out a checkpoint.
     there = saved | {part.first_step for part in run.parts}
-    best = max((row["top1"] for step, row in scores.items() if step in there), default=None)
+    best = max((row["top1"] for step, row in scores.items() if step in there and is_finite(row["top1"])), default=None)
     has_best = "best" in run.metas if run.is_own_loop else best is not None or run.exit == 0
     for name in ("last", "best") if has_best else ("last",):
         try:

@@ -8,7 +8,7 @@ named. The pages are gone through once, in memory for the samples of one epoch.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -126,6 +126,11 @@ def evaluated(page: Page) -> str:
 def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
     """Return what there is to say of the ledger at `path` of a run that was `planned`.
 
+    Asked is: whether each step is there once, between the first and the last that are known, and an evaluation after
+    each step that had one; whether each whole epoch and each evaluation held each sample once (without a smaller last
+    batch, as many samples as its steps take), and an epoch that is not whole none twice; and whether each rank
+    computed in each step what `BatchPlan` and `Order` give it.
+
     Raises `RequestError` for a file that is not there or is damaged; a last page that a kill cut short is left out if
     that is `torn_ok`.
     """
@@ -150,20 +155,6 @@ def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
         found=("; ".join(findings[:_NAMED]) or account.covers()) + more + torn,
         cost_s=time.perf_counter() - begun_s,
     )
-
-
-def judge(pages: Iterable[Page], planned: Planned) -> list[str]:
-    """Return what is wrong with `pages`, each a sentence without its full stop.
-
-    Asked is: whether each step is there once, between the first and the last that are known, and an evaluation after
-    each step that had one; whether each whole epoch and each evaluation held each sample once (without a smaller last
-    batch, as many samples as its steps take), and an epoch that is not whole none twice; and whether each rank
-    computed in each step what `BatchPlan` and `Order` give it.
-    """
-    account = _Account(planned)
-    for page in pages:
-        account.add(page)
-    return account.findings()
 
 
 class _Account:

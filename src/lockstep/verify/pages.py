@@ -144,15 +144,14 @@ def read(path: Path, *, torn_ok: bool = False) -> Iterator[Page]:
             at = f"{path}, page {number}, from byte {start} on,"
             header = file.read(_HEADER.size)
             length = _length(header, at)
-            body = b"" if length is None else file.read(min(length, size - start))
-            if length is None or len(body) < length:
+            if length is None or length > size - file.tell():
                 if torn_ok:
                     return
                 raise TornError(
                     f"{at} is cut short, as a kill while it was written leaves it; continue the run, which cuts it "
                     "off and records those steps anew."
                 )
-            yield _decoded(header, body, at)
+            yield _decoded(header, file.read(length), at)
 
 
 def _length(header: bytes, at: str) -> int | None:
