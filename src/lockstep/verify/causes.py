@@ -112,7 +112,7 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
         "sharing": shares_parameters(model),
     }
     for switch in (name for name, is_there in there.items() if is_there):
-        let_in = dataclasses.replace(EVERYTHING, **{switch: False})
+        let_in = EVERYTHING - {switch}
         alone = measured(ground, let_in, rescaled=rescaled)
         if switch == "randomness" and agreed(alone):
             # Threads that share a generator may happen to draw what one process draws: another seed tells.

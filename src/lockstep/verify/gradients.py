@@ -17,7 +17,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -331,12 +331,12 @@ class Workbench:
     def under(self, strategy: str, case: Case, off: Off = NOTHING, *, seed: int | None = None) -> Gradients:
         """Return the gradients under `strategy` as rank 0 has them; nothing on ranks that have no part in it."""
         if KINDS[strategy].has_ranks:
-            job = self.job(strategy, apart=off.sharing)
-            return self._compute(job, self.share(case, same=off.data), case, off)
+            job = self.job(strategy, apart="sharing" in off)
+            return self._compute(job, self.share(case, same="data" in off), case, off)
         if not self.world.is_main:
             return {}
         with nullcontext() if self._group_of_one is None else as_default_group(self._group_of_one):
-            return self._compute(self.job(strategy, apart=off.sharing), self.read(case), case, off, seed=seed)
+            return self._compute(self.job(strategy, apart="sharing" in off), self.read(case), case, off, seed=seed)
 
     def _check_reference(self) -> None:
         """Raise `RequestError` where one process has no gradients to compare with."""
@@ -371,23 +371,25 @@ class Workbench:
     def read(self, case: Case) -> Micros:
         """Return the global micro-batches as this rank reads them: x (n, …) and y (n,) of each."""
         if case not in self._read:
-            self._read[case] = self._fetch(case, BatchPlan(case.size, 1, case.accumulation), 0)
+            self._read[case] = self._fetch(case, [slice(rows[0].start, rows[-1].stop) for rows in _rows(case, 1)])
         return self._read[case]
 
     def share(self, case: Case, *, same: bool = False) -> Micros:
         """Return this rank's shares as it reads them, or, `same` on all ranks, as rank 0 does."""
-        plan = BatchPlan(case.size, self.world.size, case.accumulation, self._devices)
+        rank, micros = self.world.rank, _rows(case, self.world.size, self._devices)
         if not same:
-            return self._fetch(case, plan, self.world.rank)
-        whole = self.read(case)
-        for micro in whole:
+            return self._fetch(case, [rows[rank] for rows in micros])
+        for micro in (whole := self.read(case)):
             self.world.broadcast([*micro])
-        rows = [each[self.world.rank] for each in _rows(case, plan)]
-        return [(x[part], y[part]) for (x, y), part in zip(whole, rows, strict=True)]
+        parts = [slice(rows[rank].start - rows[0].start, rows[rank].stop - rows[0].start) for rows in micros]
+        return [(x[part], y[part]) for (x, y), part in zip(whole, parts, strict=True)]
 
     def rows(self, case: Case) -> list[list[slice]]:
         """Return of each global micro-batch which of its rows each replica has."""
-        return _rows(case, BatchPlan(case.size, self.replicas, case.accumulation))
+        return [
+            [slice(each.start - rows[0].start, each.stop - rows[0].start) for each in rows]
+            for rows in _rows(case, self.replicas)
+        ]
 
     def split_of(self, case: Case) -> str:
         """Return how a batch is shared out: `64 = 32 + 32`."""
@@ -395,17 +397,17 @@ class Workbench:
         shown = micros[0] if len(micros) == 1 else " + ".join(f"({each})" for each in micros)
         return f"{case.size} = {shown}" if len(shown) <= 32 else f"{case.size} samples"
 
-    def _fetch(self, case: Case, plan: BatchPlan, rank: int) -> Micros:
+    def _fetch(self, case: Case, parts: Sequence[slice]) -> Micros:
         job = next(iter(self._jobs.values()))
         order = job.order(0)
-        parts = [order.indices(part.start, part.stop) for part in plan.split(case.start, case.stop, rank)]
-        return [(x.clone(), y.clone()) for x, y, _ in job.data.train.stream(parts, epoch=0)]
+        indices = [order.indices(case.start + part.start, case.start + part.stop) for part in parts]
+        return [(x.clone(), y.clone()) for x, y, _ in job.data.train.stream(indices, epoch=0)]
 
     def _compute(
         self, job: Job, micros: Micros, case: Case, off: Off, *, exchanges: bool = True, seed: int | None = None
     ) -> Gradients:
         job.model.zero_grad()
-        loss_fn = by_sample(job.loss_fn) if off.loss else job.loss_fn
+        loss_fn = by_sample(job.loss_fn) if "loss" in off else job.loss_fn
         with switched(job.model, off, job.strategy.devices), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
             if seed is not None:
@@ -443,12 +445,11 @@ def _cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) ->
     return list({(case.start, case.stop, case.accumulation): case for case in reversed(found)}.values())[::-1]
 
 
-def _rows(case: Case, plan: BatchPlan) -> list[list[slice]]:
-    by_rank = [plan.split(0, case.size, rank) for rank in range(plan.ranks)]
-    return [
-        [slice(share.start - shares[0].start, share.stop - shares[0].start) for share in shares]
-        for shares in zip(*by_rank, strict=True)
-    ]
+def _rows(case: Case, ranks: int, devices: int = 1) -> list[list[slice]]:
+    """Return of each global micro-batch the places in the batch that each rank has."""
+    plan = BatchPlan(global_size=case.size, ranks=ranks, accumulation=case.accumulation, devices=devices)
+    by_rank = [[slice(part.start, part.stop) for part in plan.split(0, case.size, rank)] for rank in range(ranks)]
+    return [list(micro) for micro in zip(*by_rank, strict=True)]
 
 
 def _stepped(step: Step | None, model: nn.Module, x: Tensor, y: Tensor) -> None:

@@ -9,7 +9,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,25 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..losses import LossFunction
 from ..randomness import kept, seed_all
 
-
-@dataclass(frozen=True, kw_only=True)
-class Off:
-    """What is switched off on both sides of a measurement."""
-
-    data: bool = False
-    """What each rank reads for itself: all take what rank 0 has read."""
-    randomness: bool = False
-    """What the model draws, such as dropout: a constant comes instead."""
-    statistics: bool = False
-    """BatchNorm's batch statistics: the running ones are used."""
-    loss: bool = False
-    """What the loss makes of several samples at once: it is called for one at a time, and summed."""
-    sharing: bool = False
-    """Parameters that are used in several places: each place gets its own."""
-
-
-NOTHING = Off()
-EVERYTHING = Off(data=True, randomness=True, statistics=True, loss=True, sharing=True)
+Off = frozenset[str]
+"""What is switched off on both sides of a measurement."""
+NOTHING: Off = frozenset()
+EVERYTHING: Off = frozenset(
+    (
+        "data",  # what each rank reads for itself: all take what rank 0 has read
+        "randomness",  # what the model draws, such as dropout: a constant comes instead
+        "statistics",  # BatchNorm's batch statistics: the running ones are used
+        "loss",  # what the loss makes of several samples at once: it is called for one at a time, and summed
+        "sharing",  # parameters that are used in several places: each place gets its own
+    )
+)
 
 
 @contextmanager
@@ -49,9 +41,9 @@ def switched(model: nn.Module, off: Off, devices: Sequence[torch.device] = ()) -
     Its buffers, and the generators of the host and of `devices`, are then as before.
     """
     buffers = {name: held.clone() for name, held in model.named_buffers()}
-    norms = [each for each in model.modules() if off.statistics and isinstance(each, _BatchNorm) and each.training]
+    norms = [each for each in model.modules() if isinstance(each, _BatchNorm) and each.training and "statistics" in off]
     with ExitStack() as stack, kept(devices):
-        if off.randomness:
+        if "randomness" in off:
             stack.enter_context(_without_randomness(model))
             # The loss may draw as well, and what is computed again in the backward pass (activation checkpointing).
             stack.enter_context(_Constants())  # type: ignore[no-untyped-call]
