@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .gradients import ONE, TOLERANCE, Case, Workbench, beyond, gaps, ratio, worst
-from .switches import EVERYTHING, Off, coupled, draws_by_itself, shares_parameters, switched
+from .switches import EVERYTHING, Off, coupled, draws_by_itself, switched
 
 _SWITCHED = {
     "data": (
@@ -35,11 +35,6 @@ _SWITCHED = {
         "local BatchNorm",
         "each replica normalises by the statistics of its own share; use --batchnorm sync, which ddp has by default, "
         "or a norm that does not look at the batch",
-    ),
-    "sharing": (
-        "shared parameters",
-        "a parameter that is used in several places is not exchanged as one; with parameters of their own in each "
-        "place the gradients agree",
     ),
 }
 _OF_LOSS = {
@@ -109,7 +104,6 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
         "randomness": True,
         "statistics": any(isinstance(each, _BatchNorm) for each in model.modules()),
         "loss": bench.step is None,
-        "sharing": shares_parameters(model),
     }
     for switch in (name for name, is_there in there.items() if is_there):
         let_in = EVERYTHING - {switch}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,13 +165,12 @@ def gap(ours: float | None, theirs: float | None) -> float:
     return abs(ours - theirs) / max(abs(ours), abs(theirs), FLOOR)
 
 
-def outcomes(setup: Setup, *, tolerance: float, tell: Callable[[str], None]) -> Iterator[Outcome]:
+def outcomes(setup: Setup, *, tolerance: float) -> Iterator[Outcome]:
     """Train the variants one after another, and yield what became of each.
 
-    `tell` is called with a phrase when a variant begins. Raises what a command that fails has told.
+    Raises what a command that fails has told.
     """
     alone = setup.reference
-    tell(f"training {alone.name}")
     yield _trained(setup, alone, tolerance)
     known, told = _known(setup.folder / alone.name)
     if setup.script:
@@ -180,12 +179,11 @@ def outcomes(setup: Setup, *, tolerance: float, tell: Callable[[str], None]) -> 
         setup = dataclasses.replace(setup, config=override(setup.config, **cut, **size))
     planned = variants.others(setup, known)
     compared = {each.partner for each in planned if not each.why_not}
-    for number, variant in enumerate(planned, 2):
+    for variant in planned:
         idle = "" if variant.partner or variant.name in compared else "nothing is compared with it"
         if note := variant.why_not or idle:
             yield Outcome(variant=variant, verdict=LEFT_OUT, note=note)
             continue
-        tell(f"training {variant.name} ({number} of {len(planned) + 1})")
         yield _trained(setup, variant, tolerance)
 
 

@@ -12,7 +12,6 @@ A `Workbench` measures, with whatever is switched off on both sides; `causes` as
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 import time
@@ -37,7 +36,7 @@ from ..proof import Check
 from ..randomness import seed_all
 from ..world import World
 from .digest import compare, digest
-from .switches import NOTHING, Off, by_sample, switched, untied
+from .switches import NOTHING, Off, by_sample, switched
 
 if TYPE_CHECKING:
     from ..data.source import Splits
@@ -282,7 +281,7 @@ class Workbench:
         self._group_of_one: Any = None if world.group is None else dist.new_group([0])
         self.unused: list[str] = []
         """Parameters that the loss does not reach on some rank in some case."""
-        self._jobs: dict[tuple[str, bool], Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._read: dict[Case, Micros] = {}
         self._data: Splits | None = None
         first = self.job(config.parallel.strategy)
@@ -299,9 +298,9 @@ class Workbench:
         if self.unused:
             self._jobs.clear()  # of a strategy whose ranks would wait for those gradients for ever
 
-    def job(self, strategy: str, *, apart: bool = False) -> Job:
-        """Return the job of a strategy; `apart` gives each place in the model parameters of its own."""
-        if (strategy, apart) not in self._jobs:
+    def job(self, strategy: str) -> Job:
+        """Return the job of a strategy."""
+        if strategy not in self._jobs:
             parallel, kind = dataclasses.replace(self.config.parallel, strategy=strategy), KINDS[strategy]
             if kind.has_ranks:
                 parallel = dataclasses.replace(parallel, find_unused=parallel.find_unused or bool(self.unused))
@@ -311,9 +310,8 @@ class Workbench:
                 parallel = dataclasses.replace(parallel, devices=None, batchnorm="auto")
             batch = dataclasses.replace(self.config.batch, accumulate=None, micro_batch=None)  # each case has its own
             config = dataclasses.replace(self.config, parallel=parallel, batch=batch)
-            make = functools.partial(assemble, config, self.world_of(strategy), data=self._data)
-            self._jobs[strategy, apart] = make(prepare=untied) if apart else make()
-        return self._jobs[strategy, apart]
+            self._jobs[strategy] = assemble(config, self.world_of(strategy), data=self._data)
+        return self._jobs[strategy]
 
     def world_of(self, strategy: str) -> World:
         """Return the ranks that compute under `strategy`: all, or each by itself."""
@@ -331,12 +329,12 @@ class Workbench:
     def under(self, strategy: str, case: Case, off: Off = NOTHING, *, seed: int | None = None) -> Gradients:
         """Return the gradients under `strategy` as rank 0 has them; nothing on ranks that have no part in it."""
         if KINDS[strategy].has_ranks:
-            job = self.job(strategy, apart="sharing" in off)
+            job = self.job(strategy)
             return self._compute(job, self.share(case, same="data" in off), case, off)
         if not self.world.is_main:
             return {}
         with nullcontext() if self._group_of_one is None else as_default_group(self._group_of_one):
-            return self._compute(self.job(strategy, apart="sharing" in off), self.read(case), case, off, seed=seed)
+            return self._compute(self.job(strategy), self.read(case), case, off, seed=seed)
 
     def _check_reference(self) -> None:
         """Raise `RequestError` where one process has no gradients to compare with."""

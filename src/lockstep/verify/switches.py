@@ -29,7 +29,6 @@ EVERYTHING: Off = frozenset(
         "randomness",  # what the model draws, such as dropout: a constant comes instead
         "statistics",  # BatchNorm's batch statistics: the running ones are used
         "loss",  # what the loss makes of several samples at once: it is called for one at a time, and summed
-        "sharing",  # parameters that are used in several places: each place gets its own
     )
 )
 
@@ -128,22 +127,6 @@ def by_sample(loss_fn: LossFunction) -> LossFunction:
         return sum(parts, scores.sum() * 0)  # which a rank without samples has too
 
     return summed
-
-
-def untied(model: nn.Module) -> nn.Module:
-    """Return `model` with a parameter of its own in each place that shared one, of the same value."""
-    seen: set[nn.Parameter] = set()
-    for module in model.modules():
-        for name, held in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if held in seen:
-                setattr(module, name, nn.Parameter(held.detach().clone(), requires_grad=held.requires_grad))
-            seen.add(held)
-    return model
-
-
-def shares_parameters(model: nn.Module) -> bool:
-    """Return whether a parameter is used in several places of `model`."""
-    return len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters()))
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -79,9 +79,8 @@ def main(given: list[str]) -> int:
 def judge(asked: Setup, tolerance: float) -> int:
     """Run all variants and compare them; return 0 where they agree, raise `ProofError` where they do not."""
     with _folder(asked) as setup:
-        begun_s = time.monotonic()
-        with _telling(setup.name) as (tell, told):
-            found = [told(each) for each in curve.outcomes(setup, tolerance=tolerance, tell=tell)]
+        begun_s, screen = time.monotonic(), Screen(stderr=True)
+        found = [_told(screen, setup.name, each) for each in curve.outcomes(setup, tolerance=tolerance)]
         check = curve.check(setup.name, found, tolerance, setup.config.precision.name, time.monotonic() - begun_s)
         _keep(setup.folder, check, found)
     with output.written():
@@ -164,23 +163,13 @@ def _folder(setup: Setup) -> Iterator[Setup]:
         raise
 
 
-@contextlib.contextmanager
-def _telling(name: str) -> Iterator[tuple[Callable[[str], None], Callable[[Outcome], Outcome]]]:
-    """Tell on stderr how it goes: on a terminal the variant that is trained now, elsewhere a line for each."""
-    screen = Screen(stderr=True)
-    if screen.is_terminal:
-        with screen.status("") as status:
-            yield lambda phrase: status.update(line(phrase)), lambda each: each
-        return
-
-    def told(each: Outcome) -> Outcome:
-        said = f", {each.note}" if each.note else ""
-        if each.parting:
-            said += f", losses {curve.size(each.parting.loss)}, {curve.TENSORS[name]} {curve.size(each.parting.weight)}"
-        screen.say(f"{each.variant.name}: {each.verdict}{said} ({each.seconds:.1f} s)")
-        return each
-
-    yield lambda phrase: None, told
+def _told(screen: Screen, name: str, each: Outcome) -> Outcome:
+    """Say on stderr what became of a variant."""
+    said = f", {each.note}" if each.note else ""
+    if each.parting:
+        said += f", losses {curve.size(each.parting.loss)}, {curve.TENSORS[name]} {curve.size(each.parting.weight)}"
+    screen.say(f"{each.variant.name}: {each.verdict}{said} ({each.seconds:.1f} s)")
+    return each
 
 
 def _keep(folder: Path, check: Check, found: Sequence[Outcome]) -> None:
