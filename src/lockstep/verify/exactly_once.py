@@ -79,7 +79,7 @@ class Tally:
         if expected == self.samples and (missing := self.samples - len(different)):
             first = int(np.append(different != np.arange(len(different)), True).argmax())
             said.append(f"{counted(missing, 'sample')} never came (the first: {first})")
-        elif expected not in (None, self.samples, len(came)):
+        elif expected is not None and expected not in (self.samples, len(came)):
             said.append(f"{counted(len(came), 'sample')} came of the {expected:,} that were to come")
         return ", and ".join(said) or None
 

@@ -197,7 +197,8 @@ def others(setup: Setup, known: Known) -> list[Variant]:
     for way in (*ranked, *(way for way in ways if way.has_two_levels)):
         add(make(way, "resumed", begun_as=way, partner=way.name, same_bits=exact))
         if not (way.has_two_levels and known.has_statistics):
-            add(make(way, f"{_ALONE.name}-then-{way.name}", begun_as=_ALONE, partner=_ALONE.name))
+            name = f"{_ALONE.name}-then-{way.name}"
+            add(make(way, name=name, begun_as=_ALONE, partner=_ALONE.name))
     return list(found.values())
 
 
@@ -207,18 +208,19 @@ def _variant(
     way: _Way,
     how: str = "",
     *,
+    name: str = "",
     accumulation: int | None = None,
     starter: str = "",
     begun_as: _Way | None = None,
     local: bool = False,
     **more: Any,
 ) -> Variant:
-    """Return a variant, named by its way and `how` it is trained.
+    """Return a variant, named by its way and `how` it is trained, unless it has a name of its own.
 
     `starter` starts the ranks: torchrun, hand, or empty for the command itself. With `begun_as` the first half of the
     steps is trained so, and continued. With `local`, each rank takes batch statistics of its own.
     """
-    name = how if "then" in how else f"{way.name}-{how}" if how else way.name
+    name = name or (f"{way.name}-{how}" if how else way.name)
     cut = accumulation or setup.accumulation
     words = functools.partial(_words, setup, name, cut, ("--batchnorm", "local") if local else ())
     place = setup.folder / f"{name}.meeting"

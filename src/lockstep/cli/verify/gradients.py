@@ -65,7 +65,7 @@ def main(given: list[str]) -> int:
     own_flags, rest = words.take(ours, _OWN)
     step = own_flags.get("--step", "")
     names = {word.partition("=")[0] for word in rest}
-    is_loop = bool(script) or (step and _takes_batch(step))
+    is_loop = bool(script or (step and _takes_batch(step)))
     if is_loop:
         rest = [*rest, *(("--step", step) if step else ())]
         if idle := [name for name in ("--all", "--max-steps") if name in {*names, *own_flags}]:
