@@ -122,7 +122,8 @@ def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
     unlike = "" if a.dtype == b.dtype else f"{_short(a.dtype)} in A, {_short(b.dtype)} in B"
     has_ulps = not unlike and a.dtype.is_floating_point
     absolute, largest, differing, ulps = 0.0, 0.0, 0, 0
-    for x, y in zip(_flat(a).split(_PART), _flat(b).split(_PART), strict=True) if a.numel() else ():
+    parts = (torch.split(_flat(each), _PART) for each in (a, b))
+    for x, y in zip(*parts, strict=True) if a.numel() else ():
         if has_ulps:
             ulps = max(ulps, _ulps(x, y))
         # Whole numbers that float64 does not hold are compared as they are, and their distance comes out rounded.

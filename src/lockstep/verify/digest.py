@@ -146,7 +146,7 @@ def _gaps(world: World, tensors: Sequence[Tensor]) -> list[float]:
         world.broadcast([reference])
         same = (own == reference) | (own.isnan() & reference.isnan())
         gaps = (own - reference).abs().masked_fill(same, 0).nan_to_num(nan=math.inf, posinf=math.inf)
-        found += world.max(torch.stack([part.max() for part in gaps.split(list(map(len, parts)))])).tolist()
+        found += world.max(torch.stack([part.max() for part in torch.split(gaps, list(map(len, parts)))])).tolist()
     return found
 
 

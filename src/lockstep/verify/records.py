@@ -1,7 +1,7 @@
 """The records of a run as they lie on the disk, read so that nothing in them can raise: damage is told, not met.
 
 A run is started once, and again each time that it is resumed. What one start has left in `steps.jsonl`, from its
-`start` event up to the next one's, is a `Part` here.
+`start` event up to the next one's, is a part here.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One event, and the line of `steps.jsonl` that it stands in, from 1."""
-
+class _Row:
     line: int
     event: str
     fields: Mapping[str, Any]
@@ -49,23 +47,21 @@ class Row:
 
     @property
     def at(self) -> str:
-        """Where it stands, in words."""
         return f"{STEPS} line {self.line}"
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one start of the run has left: its `start` event, those after it, and how it ended."""
+class _Part:
+    """What one start of the run has left, from its `start` event on."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[_Row, ...]
 
     @property
-    def start(self) -> Row:
-        """Its first event."""
+    def start(self) -> _Row:
         return self.rows[0]
 
     @property
-    def end(self) -> Row | None:
+    def end(self) -> _Row | None:
         """`finish` or `failed`; None where it was killed, or still runs."""
         return next((row for row in reversed(self.rows) if row.event in ("finish", "failed")), None)
 
@@ -95,13 +91,13 @@ class Records:
     manifest: Mapping[str, Any] | None
     summary: Mapping[str, Any] | None
     """None, too, where it is of an earlier start than the last one."""
-    parts: tuple[Part, ...]
+    parts: tuple[_Part, ...]
     metas: Mapping[str, Mapping[str, Any]]
     """What the checkpoints `last` and `best` say of themselves; nothing is verified."""
     damage: tuple[str, ...]
     """What is missing, damaged or cut short, file by file."""
 
-    def rows(self, *events: str) -> list[Row]:
+    def rows(self, *events: str) -> list[_Row]:
         """Return the events of these kinds, in their order."""
         return [row for part in self.parts for row in part.rows if row.event in events]
 
@@ -155,7 +151,7 @@ def find(path: Path) -> Path:
 def read(folder: Path) -> Records:
     """Return the records in a run's folder; whatever cannot be read is left out and told in `damage`."""
     damage: list[str] = []
-    rows: list[Row] = []
+    rows: list[_Row] = []
     torn = False
 
     def understood(name: str, load: Callable[[], _T]) -> _T | None:
@@ -177,7 +173,7 @@ def read(folder: Path) -> Records:
         damage.append(f"{STEPS} does not begin with the event of a start")
         rows = []
     begins = [*(index for index, row in enumerate(rows) if row.event == "start"), len(rows)]
-    parts = tuple(Part(tuple(rows[begin:end])) for begin, end in itertools.pairwise(begins))
+    parts = tuple(_Part(tuple(rows[begin:end])) for begin, end in itertools.pairwise(begins))
     config = understood(CONFIG, lambda: read_toml(folder / CONFIG))
     manifest = understood(MANIFEST, lambda: _json_object(folder / MANIFEST))
     summary = understood(SUMMARY, lambda: _json_object(folder / SUMMARY)) if (folder / SUMMARY).exists() else None
@@ -195,13 +191,13 @@ def _json_object(path: Path) -> dict[str, Any]:
     return {**parse_json(files.read(path))}
 
 
-def _row(number: int, line: bytes) -> Row:
+def _row(number: int, line: bytes) -> _Row:
     fields = {**parse_json(line)}
     event = str(fields["event"])
     # Exactly: a bool is no number here.
     if bad := [name for name in _WHOLE.get(event, ()) if type(fields.get(name)) is not int]:
         raise ValueError(f"the event {event} has no whole number for {' and '.join(bad)}")
-    return Row(number, event, fields)
+    return _Row(number, event, fields)
 
 
 def is_finite(value: Any) -> bool:

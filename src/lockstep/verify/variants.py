@@ -272,14 +272,16 @@ def _words(setup: Setup, name: str, accumulation: int, local: Command, way: _Way
     count = way.each if way.has_two_levels else way.devices
     devices = ("--gpus", ",".join(map(str, chosen))) if chosen else ("--devices", str(count)) if count > 1 else ()
     how = ("--output", str(setup.folder / name), "--strategy", way.strategy, *devices)
+    cut: Command = ()
     watched = ("verify", "first_step") if setup.first_step else ()
     if not setup.script:
         named = [word for key, value in code(setup.config).items() for word in (f"--{key}", value)]
-        cut = () if accumulation == setup.accumulation else ("--accumulate", str(accumulation))
+        cut = ("--accumulate", str(accumulation)) if accumulation != setup.accumulation else ()
         return (*watched, "train", "--config", str(setup.folder / CONFIG), *named, *how, *cut, *local, *more)
     # The reference's batch is cut as it says itself, the others' as the reference's was.
-    cut = ("--micro-batch", str(batch.micro_batch)) if batch.micro_batch is not None else ()
-    if batch.micro_batch is None and batch.accumulate is not None:
+    if batch.micro_batch is not None:
+        cut = ("--micro-batch", str(batch.micro_batch))
+    elif batch.accumulate is not None:
         cut = ("--accumulate", str(accumulation), "--micro-batch", "none")  # which the script may name
     return (*watched, "run", *setup.flags, *how, *cut, *local, *more, *setup.script)
 
