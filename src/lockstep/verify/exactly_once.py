@@ -8,12 +8,11 @@ named. The pages are gone through once, in memory for the samples of one epoch.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -84,43 +83,46 @@ class Tally:
         return ", and ".join(said) or None
 
 
-class _Deviation(NamedTuple):
-    """A share that is not the planned one."""
+class _Deviations:
+    """The shares that are not the planned ones: the first in a clause, and how many there are, of which ranks."""
 
-    step: int
-    rank: int
-    what: str
+    def __init__(self) -> None:
+        self._first, self._shares, self._steps, self._ranks = "", 0, 0, set[int]()
+
+    def compare(self, page: Page, step: int, planned: Sequence[Indices | range], *, is_known: bool = True) -> None:
+        """Compare the shares of a step; where the order is not known, their sizes alone."""
+        before = self._shares
+        for rank, own in enumerate(planned):
+            real = page.share(step, rank)
+            if len(real) != len(own) or (is_known and not np.array_equal(real, own)):
+                self._first = self._first or f"rank {rank} {_unlike(real, own)} in step {step}"
+                self._shares += 1
+                self._ranks.add(rank)
+        self._steps += self._shares > before
+
+    def __str__(self) -> str:
+        if self._shares < 2:
+            return self._first
+        whose = f"rank {min(self._ranks)} alone" if len(self._ranks) == 1 else ranks_in_short(self._ranks)
+        many = f"{counted(self._shares, 'share')} in {counted(self._steps, 'step')}"
+        return f"{self._first}; {many} deviate, of {whose}"
 
 
-def _deviations(page: Page, step: int, planned: Sequence[Indices | range], is_known: bool) -> Iterator[_Deviation]:
-    """Compare the shares of a step; where the order is not known, their sizes alone."""
-    for rank, own in enumerate(planned):
-        real = page.share(step, rank)
-        if len(real) != len(own):
-            said = f"computed {counted(len(real), 'sample')} where the plan has {len(own)}"
-        elif not is_known or np.array_equal(real, own):
-            continue
-        else:
-            at = int(np.argmax(real != own))
-            said = f"computed sample {real[at]} where the plan has {own[at]}"
-            if np.array_equal(np.sort(real), np.sort(own)):
-                said = f"computed its samples in another order, sample {real[at]} before {own[at]},"
-        yield _Deviation(step, rank, f"rank {rank} {said} in step {step}")
-
-
-def _summed(found: Sequence[_Deviation]) -> str:
-    """Return the first deviation in a clause, and how many there are, of which ranks; empty where there is none."""
-    if len(found) < 2:
-        return "".join(each.what for each in found)
-    ranks, steps = {each.rank for each in found}, {each.step for each in found}
-    whose = f"rank {min(ranks)} alone" if len(ranks) == 1 else ranks_in_short(ranks)
-    return f"{found[0].what}; {counted(len(found), 'share')} in {counted(len(steps), 'step')} deviate, of {whose}"
+def _unlike(real: Indices, planned: Indices | range) -> str:
+    if len(real) != len(planned):
+        return f"computed {counted(len(real), 'sample')} where the plan has {len(planned)}"
+    at = int(np.argmax(real != planned))
+    if np.array_equal(np.sort(real), np.sort(planned)):
+        return f"computed its samples in another order, sample {real[at]} before {planned[at]},"
+    return f"computed sample {real[at]} where the plan has {planned[at]}"
 
 
 def evaluated(page: Page) -> str:
     """Return in a clause which rank's share of an evaluation is not the planned one; empty where each is."""
     edges = [page.samples * part // page.ranks for part in range(page.ranks + 1)]
-    return _summed([*_deviations(page, page.first_step, [range(a, b) for a, b in pairwise(edges)], True)])
+    deviations = _Deviations()
+    deviations.compare(page, page.first_step, [range(a, b) for a, b in pairwise(edges)])
+    return str(deviations)
 
 
 def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
@@ -165,7 +167,7 @@ class _Account:
         self._evaluated: set[int] = set()
         self._planned, self._next = planned, planned.first
         self._found: dict[str, list[str]] = {"steps": [], "epochs": [], "evaluations": []}
-        self._deviations: list[_Deviation] = []
+        self._deviations = _Deviations()
         self._first: Page | None = None
         self._begin: Page | None = None  # of the epoch under way
         self._last: Page | None = None
@@ -228,7 +230,7 @@ class _Account:
                 )
             ordered = self._order.indices(start, stop) if order == SHUFFLED else np.arange(start, stop)
             shares = [ordered[places] for places in _places(plan, stop - start)]
-            self._deviations += _deviations(page, step, shares, order != OF_A_SAMPLER)
+            self._deviations.compare(page, step, shares, is_known=order != OF_A_SAMPLER)
 
     def _end_epoch(self, *, is_last: bool) -> None:
         first, last, planned = self._begin, self._last, self._planned
@@ -253,7 +255,7 @@ class _Account:
         if absent := sorted({*self._planned.evaluations} - self._evaluated):
             said = f"{counted(len(absent), 'evaluation')} (the first after step {absent[0]}) not there"
             self._found["evaluations"].insert(0, said)
-        return [*(each for found in self._found.values() for each in found), *filter(None, [_summed(self._deviations)])]
+        return [*(each for found in self._found.values() for each in found), *filter(None, [str(self._deviations)])]
 
 
 @lru_cache(maxsize=16)
