@@ -160,8 +160,12 @@ class ReplicaCheck:
         # Before all else: a rank whose numbers are none soon has the others' be none, and not the same ones.
         if any(theirs[:-3] != by_rank[0][:-3] for theirs in by_rank):
             return self._apart(step, tensors)
-        if any(suspected for *_, suspected, _, _ in by_rank) and (bad := finite.found(self._world, tensors)):
-            return finite.error(step, bad, f"{self._remedy()} {self._doubt(step - 1)}".strip())
+        if any(suspected for *_, suspected, _, _ in by_rank):
+            bad: list[list[str]] = self._world.gather(finite.not_finite(tensors))
+            if any(theirs != bad[0] for theirs in bad):
+                return self._apart(step, tensors)  # in what a digest does not see
+            if bad[0]:
+                return finite.error(step, bad[0], f"{self._remedy()} {self._doubt(step - 1)}".strip())
         if any(torn for *_, torn, _ in by_rank):
             return self._torn(step, tensors, copies)
         return None
