@@ -129,6 +129,7 @@ def _of_the_exchange(
     even = Case("even shares", case.start, case.start + case.size // parts * parts, case.accumulation)
     # The others that are even as well: one alone may agree by chance.
     others = [each for each in bench.cases if not each.size % (bench.replicas * each.accumulation)]
+    left: dict[str, float] = {}
     if case.start < even.stop < case.stop and all(
         agreed(left := measured(each, EVERYTHING)) for each in (*others, even)
     ):

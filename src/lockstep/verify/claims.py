@@ -181,8 +181,15 @@ def _steps(run: Records) -> Iterator[str]:
                 f"step {row['step']} has {counted(row['samples'], 'sample')} of epoch {row['epoch']}, and the batch "
                 f"plan gives it {end - begin:,} of epoch {epoch} ({row.at})"
             )
-    if not run.unfinished and run.last_step != total and config.patience is None:
+    if not run.unfinished and run.last_step != total and not _gave_up(run, config.patience):
         yield f"the run is complete at step {run.last_step:,}, and {CONFIG} asks for {total:,}"
+
+
+def _gave_up(run: Records, patience: int | None) -> bool:
+    """Whether the last evaluations, as many as --patience allows, have brought no better top1 than those before."""
+    top1 = list({row["step"]: row["top1"] for row in run.rows("eval") if is_finite(row["top1"])}.values())
+    before, since = top1[: -(patience or 1)], top1[-(patience or 1) :]
+    return len(since) == patience and (max(since) <= max(before) if before else run.first_step > 0)
 
 
 def _samples(run: Records) -> int:
@@ -330,8 +337,10 @@ def _checkpoints(run: Records) -> Iterator[str]:
             yield f"best: it is of step {step}, of which {STEPS} has no evaluation"
         elif name == "best" and best is not None and scores[step]["top1"] != best:
             yield f"best: it is of step {step} with top1 {scores[step]['top1']}, and the best one had {best}"
-        row, told = scores.get(meta.get("evaluated")), meta.get("scores")
-        for key in SCORES if row is not None and told and (name == "best" or step == run.last_step) else ():
+        row, told = scores.get(meta.get("evaluated", 0)), meta.get("scores")
+        if row is None or told is None or (name == "last" and step != run.last_step):
+            continue
+        for key in SCORES:
             if told.get(key) != row[key]:
                 yield f"{name}: its {key} is {told.get(key)}, and step {row['step']} had {row[key]} ({row.at})"
 

@@ -34,8 +34,10 @@ class Difference:
     """`absolute` by the largest finite |value| of the tensor on either side."""
     ulps: int | None
     """Largest number of floating-point numbers between a and b, plus one; None for whole numbers and across dtypes."""
-    unlike: str = ""
-    """Both dtypes or both shapes, where these differ; of other shapes nothing else is compared."""
+    dtypes: str = ""
+    """Both, where they differ; the values are then compared in float64."""
+    shapes: str = ""
+    """Both, where they differ; nothing is then compared."""
 
 
 @dataclass(frozen=True)
@@ -117,17 +119,17 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
     if a.shape != b.shape:
-        unlike = f"{tuple(a.shape)} in A, {tuple(b.shape)} in B"
-        return Difference(name, kind, a.numel(), a.numel(), math.inf, math.inf, None, unlike)
-    unlike = "" if a.dtype == b.dtype else f"{_short(a.dtype)} in A, {_short(b.dtype)} in B"
-    has_ulps = not unlike and a.dtype.is_floating_point
+        shapes = f"{tuple(a.shape)} in A, {tuple(b.shape)} in B"
+        return Difference(name, kind, a.numel(), a.numel(), math.inf, math.inf, None, shapes=shapes)
+    dtypes = "" if a.dtype == b.dtype else f"{_short(a.dtype)} in A, {_short(b.dtype)} in B"
+    has_ulps = not dtypes and a.dtype.is_floating_point
     absolute, largest, differing, ulps = 0.0, 0.0, 0, 0
     parts = (torch.split(_flat(each), _PART) for each in (a, b))
     for x, y in zip(*parts, strict=True) if a.numel() else ():
         if has_ulps:
             ulps = max(ulps, _ulps(x, y))
         # Whole numbers that float64 does not hold are compared as they are, and their distance comes out rounded.
-        other = x.long() != y.long() if not (unlike or x.is_floating_point()) else x.double() != y.double()
+        other = x.long() != y.long() if not (dtypes or x.is_floating_point()) else x.double() != y.double()
         x, y = x.double(), y.double()
         other &= ~(x.isnan() & y.isnan())
         # Two infinities of one sign are equal, and so are two NaNs; their difference would be none.
@@ -135,7 +137,7 @@ def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
         absolute, differing = max(absolute, float(gaps.max())), differing + int(other.sum())
         largest = max(largest, *(float(each.nan_to_num(0, 0, 0).abs().max()) for each in (x, y)))
     relative = absolute / largest if largest else (math.inf if absolute else 0.0)
-    return Difference(name, kind, a.numel(), differing, absolute, relative, ulps if has_ulps else None, unlike)
+    return Difference(name, kind, a.numel(), differing, absolute, relative, ulps if has_ulps else None, dtypes)
 
 
 def _ulps(x: Tensor, y: Tensor) -> int:

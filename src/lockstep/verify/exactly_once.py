@@ -150,7 +150,7 @@ def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
     times = account.epochs + account.evaluations
     return Check(
         name="ledger",
-        claim=CLAIM,
+        claim=CLAIM + ", in a sampler's own order, which is not judged" * (planned.order == OF_A_SAMPLER),
         outcome=Check.FAILS if findings else Check.HOLDS if times else Check.OPEN,
         times=times,
         tolerance="exactly",
