@@ -166,7 +166,7 @@ absent.py                    | absent.py cannot be read
 FIRST_STEP = """
 absent.py                    | absent.py cannot be read
 --max-steps 3 mine.py        | --max-steps has no use
---all mine.py                | --all lists the tensors
+--all mine.py                | --all has no use here
 --lr 1 mine.py               | lockstep verify gradients takes no --lr
 --world-size 2 --rank 0 --init-method file:///x mine.py | lockstep verify gradients has no use for --rank 0
 """

@@ -7,6 +7,7 @@ summary, the checkpoints), and holds where they agree: a claim is a function tha
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -172,6 +173,11 @@ def _steps(run: Records) -> Iterator[str]:
     for name, ours in {"batch_plan": "plan", "first_step": "first_step", "chosen": "chosen"}.items():
         if run.manifest is not None and run.manifest.get(name) != (told := last.fields.get(ours)):
             yield f"{MANIFEST} has {name} {run.manifest.get(name)}, and the run was last started with {told}"
+    for before, part in itertools.pairwise(run.parts):
+        now, then = (each.start["plan"]["accumulation"] for each in (part, before))
+        if now != then and part.chosen.get("batchnorm") != "none":
+            cut = f"{counted(now, 'global micro-batch')}, and were of one of {then}"
+            yield f"from step {part.first_step + 1} on, batch statistics are those of one of {cut}: another model"
     yield from _sequence.problems(run)
     for row in run.rows("step"):
         epoch, within = divmod(row["step"] - 1, per_epoch)
