@@ -185,7 +185,7 @@ def test_a_checkpoint_of_a_loop_that_is_damaged_is_seen(tmp_path: Path, capsys: 
     run = tmp_path / "run"
     continued(str(run))
     assert main(["verify", "run", str(run)]) == 0
-    assert "The checkpoints that were saved are whole" in capsys.readouterr().out
+    assert "The checkpoints are whole" in capsys.readouterr().out
     assert "is of a loop or a step of your own" in refusal(capsys, "eval", str(run))
     weights = run / "checkpoints" / "last" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
