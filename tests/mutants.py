@@ -364,15 +364,15 @@ a rank whose beats stay the same is taken to live: beats.py
 - if beat.number != last:
 + if True:
 = faults/test_signals.py::test_nobody_outlives_a_command_that_is_killed[spawn]
-ranks outlive the parent that is killed: launchers/spawn.py
-- lifeline.tie_to_parent(held)
-+ pass
+ranks outlive the parent that is killed: launchers/supervisor.py
+- prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
++ getpid()
 = unit/test_curve.py::test_the_others_end_with_the_first_that_fails_and_so_does_all_they_started
 what a variant's command has started outlives it: verify/commands.py
 - (found, *found.children(recursive=True))
 + (found,)
 = faults/test_restarts.py::test_what_comes_back_is_told_and_what_is_refused_not_tried_again[beyond_the_classes]
-what is refused is started again: launchers/agent.py
+what is refused is started again: launchers/supervisor.py
 - _FINAL = {RequestError.__name__, ProofError.__name__}
 + _FINAL = {ProofError.__name__}
 = faults/test_restarts.py::test_ranks_that_are_lost_come_back_to_the_very_same_bits
@@ -390,7 +390,7 @@ a second signal is one more first one: interrupts.py
 - return Heard.SECOND
 + return Heard.ECHO
 = unit/test_launchers.py::test_each_rank_takes_gpus_of_its_own
-two ranks share a GPU: launchers/claims.py
+two ranks share a GPU: launchers/rollcall.py
 - if other is not claim:
 + if False:
 = unit/test_watch.py::test_a_store_that_answers_while_the_process_ends_does_not_change_the_exit_code
@@ -437,7 +437,7 @@ the parents of what a file names are imported: own.py
 - spec = None if "." in module else _find(module)
 + spec = _find(module)
 = real/test_current_folder.py::test_no_module_of_the_current_folder_is_taken_for_one_of_ours[spawn]
-a rank takes modules of the current folder for its own: launchers/lifeline.py
+a rank takes modules of the current folder for its own: launchers/supervisor.py
 - kept = os.environ.setdefault(_SAFE_PATH, _OURS)
 + kept = ""
 = unit/test_trust.py::test_a_name_on_a_screen_neither_acts_nor_begins_a_line
@@ -452,7 +452,7 @@ a strip is resized whole: data/folder.py
 - if max(image.size) > longest:
 + if not longest:
 = unit/test_dialects.py::test_no_environment_does_more_than_be_refused
-a number of any length is read: launchers/dialects/place.py
+a number of any length is read: launchers/environments.py
 -  and len(text) <= _MOST_DIGITS
 = unit/test_links.py::test_what_is_opened_late_or_elsewhere_is_no_link_either[a failure]
 a link is written through: files.py
@@ -483,8 +483,8 @@ a pickle may run code: verify/tensors.py
 - weights_only=True
 + weights_only=False
 = faults/test_neighbours.py::test_what_a_stranger_writes_into_the_store_of_ranks_counts_for_nothing
-a note without the job's seal is believed: launchers/sealed_store.py
-- if not found or hmac.compare_digest(seal, self._of(place, data)):
+a note without the job's seal is believed: launchers/stores.py
+- if not found or hmac.compare_digest(found[:_SEAL], self._seal(place, data)):
 + if True:
 = unit/test_folders.py::test_a_restart_goes_on_in_no_folder_but_one_of_the_commands_own
 ranks that start again go on wherever a note says: runs.py

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.config import RunConfig
 from lockstep.launchers import stores
-from lockstep.launchers.claims import Claim
+from lockstep.launchers.rollcall import Claim
 from lockstep.options import override
 
 from .command import ROOT, Running, start
@@ -33,7 +33,8 @@ def claim_of(rank: int, size: int, **values: Any) -> Claim:
 
 def doors_to(scheme: str, folder: Path, ranks: Sequence[int]) -> list[Callable[[], stores.Meeting]]:
     if scheme == "file":
-        return [lambda: stores.open_file(folder / "meeting") for _ in ranks]
+        path = folder / "meeting"
+        return [lambda rank=rank: stores.at_file(path, is_main=not rank, timeout_s=20) for rank in ranks]  # type: ignore[misc]
     port = free_port()
     return [
         lambda rank=rank: (stores.connect if rank else stores.serve)("127.0.0.1", port, 20)  # type: ignore[misc]

@@ -43,7 +43,7 @@ _PRELOADED = (
     "lockstep.engine",
     "lockstep.cli.train",
     "lockstep.launchers.rank",
-    "lockstep.launchers.spawn",
+    "lockstep.launchers.supervisor",
     "lockstep.launchers.table",
     "torch._dynamo",
     "torch.nn.parallel",

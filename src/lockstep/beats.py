@@ -1,4 +1,4 @@
-"""Beats: what every rank of a world says of itself, again and again, through the store at which the ranks have met."""
+"""Heartbeats: each rank writes its own at every beat into the store at which the ranks met, and reads the others'."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from . import bounded
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 _READ_AT_ONCE = 16
 """Ranks whose beats each rank reads at every beat; where there are more, it reads them less often."""
@@ -22,6 +19,25 @@ _MET = "the roll call"  # the phase of a rank that has said nothing since
 _SOON_S = 0.5  # for a store to answer, whose server may be what was stopped
 _LAST_BEATS = 3  # for living ranks to hear the sentence
 _LOOK_S = 0.02
+
+
+class Keys(Protocol):
+    """What is asked of a store; each call may raise RuntimeError (see `launchers.stores`)."""
+
+    def read(self, key: str) -> str:
+        """Return a key's text; "" where it is not there."""
+
+    def read_all(self, keys: Sequence[str]) -> list[str]:
+        """Return the texts of keys that are there."""
+
+    def write(self, key: str, text: str) -> None:
+        """Set a key."""
+
+    def put(self, key: str, text: str) -> str:
+        """Set a key that is not there; return what it has then."""
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are there."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ class Beats:
 
     def __init__(
         self,
-        opens: Callable[[], Store],
+        opens: Callable[[], Keys],
         own: Callable[[int], Beat],
         *,
         rank: int,
@@ -75,8 +91,8 @@ class Beats:
         self._heard = {other: (Beat(0, 0, 0, _MET), self._read_s) for other in self._others}
         self._asked_s: float | None = None
         """Since when the store has not answered; None while it does."""
-        self._store: Store | None = opens()
-        self._send(self._store)
+        self._keys: Keys | None = opens()
+        self._send(self._keys)
 
     def exchange(self, *, urgent: bool) -> str:
         """Send this rank's beat, read the others'; return the sentence with which the world ends, "" while it does not.
@@ -86,13 +102,13 @@ class Beats:
         """
         self._asked_s = self._asked_s or time.monotonic()
         try:
-            store = self._store = self._store or self._opens()
-            self._send(store)
-            told = _sentence(store)
+            keys = self._keys = self._keys or self._opens()
+            self._send(keys)
+            told = keys.read(_SENTENCE)
             if urgent or self._number % self._every == 0:
-                self._read(store)
+                self._read(keys)
         except (RuntimeError, ValueError, TypeError):
-            self._store = None  # over a new connection: an answer that comes late would be taken for the next one's
+            self._keys = None  # over a new connection: an answer that comes late would be taken for the next one's
             return ""
         self._asked_s = None
         return told
@@ -111,50 +127,42 @@ class Beats:
 
     def sentence(self) -> str:
         """Return what a rank of this world has found out and ends with, "" for nothing."""
-        store = self._store
         with contextlib.suppress(RuntimeError):
-            return _sentence(store) if store is not None else ""
+            return self._keys.read(_SENTENCE) if self._keys is not None else ""
         return ""
 
     def agree(self, sentence: str) -> str:
         """Return the sentence of the rank that spoke first; this one where it is the first, or the store is silent."""
-        store = self._store
         with contextlib.suppress(RuntimeError):
-            if store is not None:
-                leave = functools.partial(store.compare_set, _SENTENCE, "", sentence)
-                return bounded.within(_SOON_S, leave, "watch-sentence").decode()
+            if self._keys is not None:
+                return bounded.within(_SOON_S, functools.partial(self._keys.put, _SENTENCE, sentence), "watch-sentence")
         return sentence
 
     def let_others_hear(self, living: Iterable[int]) -> None:
         """Return once the `living` ranks need this one no more to hear the sentence, or after a few beats."""
-        store, serves = self._store, self._rank == self._server
-        if store is None:
+        keys, serves = self._keys, self._rank == self._server
+        if keys is None:
             return
-        keys = [f"heard/{rank}" for rank in living]
+        names = [f"heard/{rank}" for rank in living]
 
         def wait() -> None:
-            store.set(f"heard/{self._rank}", "")
-            while serves and not store.check(keys):
+            keys.write(f"heard/{self._rank}", "1")
+            while serves and not keys.check(names):
                 time.sleep(_LOOK_S)
 
         with contextlib.suppress(RuntimeError):
             bounded.within(_SOON_S + serves * _LAST_BEATS * self._beat_s, wait, "watch-end")
 
-    def _send(self, store: Store) -> None:
+    def _send(self, keys: Keys) -> None:
         self._number += 1
-        store.set(f"beat/{self._rank}", json.dumps(asdict(self._own(self._number))))
+        keys.write(f"beat/{self._rank}", json.dumps(asdict(self._own(self._number))))
 
-    def _read(self, store: Store) -> None:
-        for rank in self._others:
-            key, last = f"beat/{rank}", self._heard[rank][0].number
-            if last == 0 and not store.check([key]):  # to ask for what is not there is to wait for it
-                continue
-            text = store.get(key)  # empty where a stranger's has taken the place of the last one (see `sealed_store`)
-            beat = Beat(**json.loads(text)) if text else self._heard[rank][0]
-            if beat.number != last:
+    def _read(self, keys: Keys) -> None:
+        names = [f"beat/{rank}" for rank in self._others]
+        texts = keys.read_all(names) if keys.check(names) else map(keys.read, names)
+        for rank, text in zip(self._others, texts, strict=True):
+            last = self._heard[rank][0]
+            beat = Beat(**json.loads(text)) if text else last  # a stranger's may have taken the place of the last one
+            if beat.number != last.number:
                 self._heard[rank] = (beat, time.monotonic())
         self._read_s = time.monotonic()
-
-
-def _sentence(store: Store) -> str:
-    return store.get(_SENTENCE).decode() if store.check([_SENTENCE]) else ""

@@ -1,4 +1,4 @@
-"""What a start of the ranks leaves for the next one, where something outlives them, such as an elastic agent."""
+"""What a start of the ranks leaves for the next one, where something outlives them: short texts by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FOLDER = "folder"
 
 
 class Notes(Protocol):
-    """Short texts by name, which outlive the ranks that write them."""
+    """Texts that outlive the ranks which write them."""
 
     def read(self, name: str) -> str:
         """Return the text, "" where there is none."""

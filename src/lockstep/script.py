@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from . import bounded, failures
 from .config import DataConfig, ModelConfig, RunConfig
 from .errors import LockstepError, RequestError, RunError, Stopped, UnmatchedError
-from .launchers import joining, table
+from .launchers import table
 from .options import override
 from .printable import told, visible
 from .pulse import SETUP
@@ -84,7 +84,7 @@ def take() -> Started | None:
 def own_process(config: RunConfig, env: Mapping[str, str] | None = None) -> Started:
     """Join the world as a rank, until this process ends; after `take` (*collective*).
 
-    Raises what `launchers.joining.joined` does, and `RequestError` in a process that the script has started.
+    Raises what `launchers.table.joined` does, and `RequestError` in a process that the script has started.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RequestError(
@@ -257,7 +257,7 @@ class _OwnProcess:
 
     def join(self, config: RunConfig, env: Mapping[str, str] | None) -> Started:
         """Join the world, which is left when the process ends."""
-        self._started = Started(*self._kept.enter_context(joining.joined(config, env)))
+        self._started = Started(*self._kept.enter_context(table.joined(config, env)))
         self._started.world.pulse.enter(SETUP)  # until the script's loop has begun
         atexit.register(self._end)
         leave = sys.exit

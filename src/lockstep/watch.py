@@ -24,16 +24,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from . import bounded, stacks
-from .beats import Beat, Beats, Seen
+from .beats import Beat, Beats, Keys, Seen
 from .errors import RunError, ranks_in_short
 from .failures import Failure, is_machinery
 from .pulse import SETUP, Pulse
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 _COMPILATION = "compilation"
 _AT_WORK = (SETUP, _COMPILATION)
@@ -60,7 +56,7 @@ class Watch:
     def __init__(
         self,
         pulse: Pulse,
-        opens: Callable[[], Store],
+        opens: Callable[[], Keys],
         *,
         rank: int,
         nodes: Sequence[str],

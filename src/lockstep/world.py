@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
 from . import _torch, shared_memory
+from ._torch import Store
 from .errors import RequestError
 from .notes import NoNotes, Notes
 from .pulse import Pulse

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
-from lockstep.launchers import memory
-from lockstep.launchers.secret import VARIABLE
-from lockstep.launchers.stores import StoredNotes
+from lockstep.launchers import stores
+from lockstep.launchers.stores import SECRET as VARIABLE
+from lockstep.launchers.stores import Keys
 
 from ..command import GATED, OPEN, at, command, end, gate, losses, processes, ranks_of, start, weights
 from ..ports import free_port
@@ -41,7 +41,7 @@ def _ports(process: psutil.Process) -> list[int]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to look as another user")
 def test_what_ranks_meet_in_is_nobody_elses() -> None:
-    with memory.file() as path:
+    with stores.memory() as path:
         assert path.read_bytes() == b""
         assert not _neighbour_opens(path)
 
@@ -86,7 +86,7 @@ def test_what_a_stranger_writes_into_the_store_of_ranks_counts_for_nothing(undis
         beats = next(key.rpartition("/beat/")[0] for key in keys if "/beat/" in key)
         stranger.set(f"{beats}/sentence", "the run ends, says the neighbour")
         notes = next(key.rpartition("/lasting/")[0] for key in keys if "/lasting/" in key)
-        StoredNotes(PrefixStore("lockstep", stranger), notes.removeprefix("lockstep/")).write("folder", str(theirs))
+        Keys(stranger, f"{notes}/lasting").write("folder", str(theirs))
         ranks_of(agent, "lockstep")[1].kill()
         gate(tmp_path, OPEN)
         ended = end(agent)

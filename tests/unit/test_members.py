@@ -12,7 +12,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-from lockstep.launchers.plain_state import PlainState
+from lockstep.launchers.nodes import _State
+from lockstep.launchers.stores import Keys
 
 
 class _Touches:
@@ -26,13 +27,13 @@ class _Touches:
 
 
 def test_a_state_that_would_run_something_is_refused(tmp_path: Path) -> None:
-    marker, store = tmp_path / "ran", HashStore()
+    marker, keys = tmp_path / "ran", Keys(HashStore(), "job")
     for foreign in (_Touches(marker), {"participants": _Touches(marker)}):
-        store.set("torch.rendezvous.job", b64encode(pickle.dumps(foreign)).decode())
+        keys.write("nodes", b64encode(pickle.dumps(foreign)).decode())
         with pytest.raises(RendezvousStateError):
-            PlainState(store, "job").get_state()
+            _State(keys).get_state()
         with pytest.raises(RendezvousStateError):
-            PlainState(store, "job").set_state(b"ours", b"an older token")  # which hands back what is there
+            _State(keys).set_state(b"ours", "an older token")  # which hands back what is there
         assert not marker.exists()
         pickle.loads(pickle.dumps(foreign))
         assert marker.exists()  # so it would

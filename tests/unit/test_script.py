@@ -11,7 +11,7 @@ from lockstep import folders, hardware
 from lockstep.config import RunConfig
 from lockstep.errors import RequestError
 from lockstep.hardware import Gpu
-from lockstep.launchers import joining
+from lockstep.launchers import table
 from lockstep.options import override
 
 from ..command import refusal
@@ -48,12 +48,12 @@ def test_what_can_be_seen_is_refused_before_a_rank_starts(
 
 
 def test_a_process_that_runs_already_is_one_rank_and_starts_no_others() -> None:
-    with joining.joined(config(), {}) as (found, world):
+    with table.joined(config(), {}) as (found, world):
         assert (found.parallel.launcher, world.size) == ("inline", 1)
     for asked in ({"devices": 2}, {"max_restarts": 1}, {"launcher": "spawn"}):
         with (
             pytest.raises(RequestError, match=r"start it with lockstep run \[flags\] SCRIPT"),
-            joining.joined(config(**asked), {}),
+            table.joined(config(**asked), {}),
         ):
             pass
 
@@ -61,10 +61,10 @@ def test_a_process_that_runs_already_is_one_rank_and_starts_no_others() -> None:
 def test_of_several_gpus_a_script_alone_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [Gpu("H200", f"GPU-{index}", 1) for index in range(8)]
     monkeypatch.setattr(hardware, "gpus", lambda visible: hardware.select(gpus, visible))
-    found, launcher = joining._found(RunConfig(), {})
-    assert (launcher.name, found.parallel.devices, found.parallel.accelerator) == ("inline", 1, "cuda")
+    found = table.joining(RunConfig(), {}).config.parallel
+    assert (found.launcher, found.devices, found.accelerator) == ("inline", 1, "cuda")
     with pytest.raises(RequestError, match="--launcher spawn would start"):
-        joining._found(override(RunConfig(), devices=2), {})
+        table.joining(override(RunConfig(), devices=2), {})
 
 
 def test_the_default_folder_has_the_scripts_name() -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, TCPStore
 
 from lockstep import bounded, watch
 from lockstep.beats import Beat, Beats, Seen
 from lockstep.failures import Failure
+from lockstep.launchers.stores import Keys
 from lockstep.pulse import Pulse
 from lockstep.watch import Watch, explain
 
@@ -43,12 +44,17 @@ def test_the_sentence_names_who_is_waited_for() -> None:
     assert "rank 1 waits in barrier at step 3" in said
 
 
-def _store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+def _store() -> Keys:
+    wait = timedelta(seconds=30)
+    return Keys(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait), "watch")
+
+
+def _file(folder: Path, size: int = 2) -> Keys:
+    return Keys(FileStore(str(folder / "store"), size), "watch")
 
 
 @contextmanager
-def _watched(store: Store, *pulses: Pulse, stalls_s: tuple[float, ...], **options: Any) -> Iterator[list[Failure]]:
+def _watched(store: Keys, *pulses: Pulse, stalls_s: tuple[float, ...], **options: Any) -> Iterator[list[Failure]]:
     """Watch over two ranks; yield what they end with, in the order of their ends."""
     told: list[Failure] = []
 
@@ -108,7 +114,7 @@ def test_ranks_that_wait_for_each_other_are_told_long_before_the_limit(monkeypat
 
 def test_who_reports_nothing_is_not_judged(tmp_path: Path) -> None:
     quiet = Pulse()
-    with _watched(FileStore(str(tmp_path / "store"), 2), quiet, Pulse(), stalls_s=(0.2, 0.2)) as told:
+    with _watched(_file(tmp_path), quiet, Pulse(), stalls_s=(0.2, 0.2)) as told:
         with quiet.during("all-reduce"):  # a collective, between two of which a loop of one's own may take long
             pass
         time.sleep(0.8)
@@ -174,7 +180,7 @@ def test_time_for_which_this_process_was_stopped_does_not_count(
     pulses = [Pulse(), Pulse()]
     for pulse in pulses:
         pulse.enter("backward")
-    with _watched(FileStore(str(tmp_path / "store"), 2), *pulses, stalls_s=(10.0, 10.0)) as told:
+    with _watched(_file(tmp_path), *pulses, stalls_s=(10.0, 10.0)) as told:
         time.sleep(0.2)
         real = time.monotonic
         monkeypatch.setattr("lockstep.watch.time.monotonic", lambda: real() + 3600.0)  # as if asleep for an hour
@@ -199,7 +205,7 @@ def test_a_rank_whose_beats_no_longer_rise_is_silent() -> None:
 
 
 def test_among_many_ranks_that_are_read_now_and_then_the_server_is_not_silent(tmp_path: Path) -> None:
-    store, size = FileStore(str(tmp_path / "store"), 64), 64
+    store, size = _file(tmp_path, 64), 64
     ranks = [_beats(lambda: store, rank, size) for rank in range(size)]
     for beats in ranks[:2] * 8:
         beats.exchange(urgent=False)

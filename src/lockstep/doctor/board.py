@@ -5,22 +5,21 @@ After one rank has stayed away from a collective, a group is of no use any more;
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RunError
 from ..failures import RankLostError
-from ..launchers.bounded_store import BoundedStore
+from ..launchers.stores import Keys
 from .finding import RED, Finding, found
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
+    from .._torch import Store
 
+_LOOK_S = 0.02
 _FIX = "see whether it was stopped, and what its host is busy with; end it before a job starts"
 
 
@@ -33,7 +32,7 @@ class Board:
         self.absent: dict[int, Finding] = {}
         """What there is to say of ranks that fell silent."""
         self._hears_s = 2 * patience_s + 1  # rank 0 may itself have waited for a rank
-        self._store = BoundedStore(store, self._hears_s)  # torch waits without end for a server that was stopped
+        self._keys = Keys(store, "board", limit_s=self._hears_s)
 
     def all(self, topic: str, mine: Any) -> dict[int, Any]:
         """Return what every rank posts under `topic`, by rank, without those that are absent (*collective*).
@@ -41,11 +40,12 @@ class Board:
         `mine` is JSON-able. Raises `RunError` on a rank that the others have given up, or that rank 0 has left alone.
         """
         try:
-            self._store.set(f"{topic}/{self.rank}", json.dumps(mine))
+            self._keys.write(f"{topic}/{self.rank}", json.dumps(mine))
             if self.rank == 0:
                 self._collect(topic)
-            self._store.wait([f"{topic}/all"], timedelta(seconds=self._hears_s))
-            told: dict[int, Any] = dict(json.loads(self._store.get(f"{topic}/all")))
+            if not self._comes(f"{topic}/all", time.monotonic() + self._hears_s):
+                raise TimeoutError
+            told: dict[int, Any] = dict(json.loads(self._keys.read(f"{topic}/all")))
         except (RuntimeError, TimeoutError) as error:  # the store's own: its server has gone, or rank 0
             who = "rank 0, or the agent that serves the store, ended or was stopped"
             raise RankLostError(f"Rank {self.rank}: {who} during {topic}: its own message says why.") from error
@@ -69,7 +69,13 @@ class Board:
         deadline = time.monotonic() + self.patience_s
         told = []
         for rank in sorted(set(range(self.size)) - self.absent.keys()):
-            with contextlib.suppress(TimeoutError):
-                self._store.wait([f"{topic}/{rank}"], timedelta(seconds=deadline - time.monotonic()))
-                told.append((rank, json.loads(self._store.get(f"{topic}/{rank}"))))
-        self._store.set(f"{topic}/all", json.dumps(told))
+            if self._comes(f"{topic}/{rank}", deadline):
+                told.append((rank, json.loads(self._keys.read(f"{topic}/{rank}"))))
+        self._keys.write(f"{topic}/all", json.dumps(told))
+
+    def _comes(self, key: str, deadline: float) -> bool:
+        while not self._keys.check([key]):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK_S)
+        return True

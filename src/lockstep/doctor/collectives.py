@@ -22,8 +22,8 @@ from .network import Wire
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
+    from .._torch import Store
     from ..world import World
     from .board import Board
 
@@ -58,8 +58,8 @@ def compute(
     `held` is what `carrier` says, `collectives` how CPU tensors are to be exchanged.
     """
     import torch
-    from torch._C._distributed_c10d import PrefixStore
 
+    from .._torch import PrefixStore
     from ..world import World
 
     worlds: list[World] = []

@@ -25,8 +25,8 @@ from .finding import RED, UNCHECKED, Finding, Probe, look, merged
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
+    from .._torch import Store
     from ..world import World
     from .board import Board
 
@@ -60,8 +60,7 @@ class Examination:
 
     def before_world(self, config: RunConfig, topology: Topology, device: torch.device, store: Store) -> Report:
         """Look at everything; return the report, which is whole on rank 0 (*collective*)."""
-        from torch._C._distributed_c10d import PrefixStore
-
+        from .._torch import PrefixStore
         from .board import Board
 
         seen = hardware.survey(table.visible_gpus())

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from .. import hardware
 from ..config import ParallelConfig, RunConfig
-from ..errors import RequestError
+from ..errors import RequestError, counted
 from ..kinds import auto, kind, with_ranks, with_several
-from .dialects import of_array, ranks_told
+from .environments import of_array, ranks_told
 
+if TYPE_CHECKING:
+    from ..world import World  # which imports torch; a launcher is chosen without it
+
+Entry = Callable[[RunConfig, "World"], Any]
+"""What every rank runs. Must be importable by name, since a launcher may start processes that look it up."""
 Gpu = TypeVar("Gpu")
-_ELSEWHERE = ("ray",)
-"""Launchers that use other machines than this one: they find out themselves what `auto` means there."""
 
 
 def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
     """Return `config` with the strategy and the accelerator named, `auto` no more; a resolved one stays as it is.
 
-    Raises `RequestError` for devices that this machine lacks, and for strategies that cannot use what was asked.
+    Under Ray, whose nodes are other machines than this one, that is found out there. Raises `RequestError` for devices
+    that this machine lacks, and for strategies that cannot use what was asked.
     """
     asked = config.parallel
-    if asked.launcher in _ELSEWHERE:
+    if asked.launcher == "ray":
         return config
     accelerator = _accelerator(asked, 0 if asked.accelerator == "cpu" else _count_gpus(env))
     parallel = dataclasses.replace(asked, accelerator=accelerator)
     if asked.strategy == "auto":
-        several = max(devices_here(parallel, env), parallel.most_nodes, _ranks_elsewhere(parallel, env)) > 1
+        several = max(devices_here(parallel, env), parallel.most_nodes, ranks_elsewhere(parallel, env)) > 1
         parallel = dataclasses.replace(parallel, strategy=auto(several=several))
     if not kind(parallel.strategy).has_ranks:
         _check_one_process(parallel, env)
@@ -39,14 +44,9 @@ def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
 
 
 def processes(config: RunConfig, env: Mapping[str, str]) -> int:
-    """Return the number of processes that a resolved config needs on this node."""
-    return devices_here(config.parallel, env) if kind(config.parallel.strategy).process_per_device else 1
-
-
-def least_ranks(config: RunConfig, env: Mapping[str, str]) -> int:
-    """Return the least number of ranks, on all nodes, that a resolved config will have."""
-    here = 1 if config.parallel.strategy == "auto" else processes(config, env)  # not resolved: known elsewhere
-    return max(here * config.parallel.nodes, _ranks_elsewhere(config.parallel, env))
+    """Return the number of processes that a config needs on this node; 1 where it is not resolved, as under Ray."""
+    strategy = config.parallel.strategy
+    return devices_here(config.parallel, env) if strategy != "auto" and kind(strategy).process_per_device else 1
 
 
 def devices_here(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
@@ -56,6 +56,12 @@ def devices_here(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
     if parallel.gpu_indices:
         return len(parallel.gpu_indices)
     return _count_gpus(env) if parallel.accelerator == "cuda" else 1
+
+
+def ranks_elsewhere(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
+    """Return a lower bound of the world size that flags or the environment already tell."""
+    array = of_array(env) if parallel.world_size is None and meets_by_url(parallel) else None
+    return max(parallel.nodes, parallel.world_size or 1, ranks_told(env)[1], array[1] if array else 1)
 
 
 def gpu_ids(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -86,6 +92,25 @@ def drives_all(parallel: ParallelConfig) -> bool:
     return parallel.strategy != "auto" and kind(parallel.strategy).drives_all
 
 
+def meets_by_url(parallel: ParallelConfig) -> bool:
+    """Return whether ranks meet where --init-method says, and not where the environment does."""
+    return parallel.init_method not in ("", "env:", "env:/", "env://")
+
+
+def host_and_port(url: str) -> tuple[str, int]:
+    """Return the two that tcp://HOST:PORT names. Raises `RequestError` where it does not."""
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port or parts.path.strip("/") or parts.query:
+        raise RequestError(
+            f"--init-method {url}: give an address and a port from 1 to 65535, such as tcp://10.0.0.1:29500."
+        )
+    return host, port
+
+
 def _chosen(parallel: ParallelConfig, visible: int) -> Sequence[int]:
     """Return the indices of the GPUs that this process may take, among its `visible` ones."""
     if drives_all(parallel) and not parallel.gpu_indices:
@@ -99,9 +124,7 @@ def _count_gpus(env: Mapping[str, str]) -> int:
 
 def _accelerator(asked: ParallelConfig, gpus: int) -> str:
     """Return cuda or cpu; raise where GPUs were asked for that do not exist."""
-    there_are = {0: "this machine shows no GPU", 1: "this machine shows 1 GPU"}.get(
-        gpus, f"this machine shows {gpus} GPUs"
-    )
+    there_are = f"this machine shows {counted(gpus, 'GPU') if gpus else 'no GPU'}"
     if asked.accelerator == "cuda" and gpus == 0:
         raise RequestError(
             f"--accelerator cuda: {there_are}; check nvidia-smi and CUDA_VISIBLE_DEVICES, or take --accelerator cpu."
@@ -119,20 +142,9 @@ def _accelerator(asked: ParallelConfig, gpus: int) -> str:
     return chosen
 
 
-def _ranks_elsewhere(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
-    """Return a lower bound of the world size that flags or the environment already tell."""
-    array = of_array(env) if parallel.world_size is None and meets_by_url(parallel) else None
-    return max(parallel.nodes, parallel.world_size or 1, ranks_told(env)[1], array[1] if array else 1)
-
-
-def meets_by_url(parallel: ParallelConfig) -> bool:
-    """Return whether ranks meet where --init-method says, and not where the environment does."""
-    return parallel.init_method not in ("", "env:", "env:/", "env://")
-
-
 def _check_one_process(parallel: ParallelConfig, env: Mapping[str, str]) -> None:
     """Raise where a strategy of one process was asked to be several, or to use more devices than it can."""
-    ranks = max(parallel.most_nodes, _ranks_elsewhere(parallel, env))
+    ranks = max(parallel.most_nodes, ranks_elsewhere(parallel, env))
     if ranks > 1:
         raise RequestError(
             f"--strategy {parallel.strategy} is one process, but {ranks} ranks were asked for (by --nodes, "

@@ -11,9 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .. import bounded, failures, said, stacks
 from ..config import RunConfig
@@ -21,15 +20,11 @@ from ..errors import RunError
 from ..failures import Failure, RankLostError
 from ..pulse import Pulse
 from ..watch import MISSED_BEATS, Watch, last_heard, waits_in
-from .claims import Claim
-from .peers import Peers
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from .rollcall import Claim, Peers, server_lost
+from .stores import PREFIX, Keys
 
 _BEATS_S = (0.1, 1.0)
-_BEATS_KEPT_S = (1.0, 60.0)  # where each one makes a file longer
-_BEATS_IN_MEMORY_S = (0.1, 10.0)  # which each one makes fuller
+_BEATS_IN_MEMORY_S = (0.1, 10.0)  # each of which makes it fuller
 _LOOK_S = 0.05
 _FLUSH_S = 0.5
 _WRITE_S = 2.0
@@ -41,24 +36,22 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
 
     Raises `RankLostError` where the store has gone.
     """
-    hosts = [claim.host for claim in peers.claims]
-    meeting = peers.meeting
-    between_s = _BEATS_KEPT_S if meeting.file else _BEATS_IN_MEMORY_S if meeting.memory else _BEATS_S
+    stall_s, mine = config.parallel.stall_timeout, peers.mine
+    least_s, most_s = _BEATS_IN_MEMORY_S if peers.meeting.outlives and not peers.meeting.port else _BEATS_S
     try:
-        return _watch(
-            config,
+        return Watch(
             pulse,
-            tell,
-            peers.watch_store,
-            peers.mine.rank,
-            hosts,
+            peers.beats,
+            rank=mine.rank,
+            nodes=[claim.host for claim in peers.claims],
             server=peers.server,
-            between_s=between_s,
-            claims=peers.claims,
-            dead=functools.partial(_dead, peers),
+            stall_timeout_s=stall_s,
+            beat_s=min(max(stall_s / 10, least_s), most_s),
+            ends=_ends(config, pulse, peers.claims, tell),
+            dead=lambda: {claim.rank: claim.who for claim in peers.dead()},
         )
     except RuntimeError as error:  # the store's own: its server has gone
-        raise peers.server_lost() from error
+        raise server_lost(peers.meeting, mine.rank) from error
 
 
 @contextlib.contextmanager
@@ -68,9 +61,19 @@ def watched_alone(config: RunConfig, pulse: Pulse, tell: Callable[[Failure], Non
     if hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread():
         yield
         return
-    from torch._C._distributed_c10d import HashStore
+    from .._torch import HashStore
 
-    watch = _watch(config, pulse, tell, HashStore, 0, [socket.gethostname()])
+    stall_s = config.parallel.stall_timeout
+    watch = Watch(
+        pulse,
+        lambda: Keys(HashStore(), PREFIX),
+        rank=0,
+        nodes=[socket.gethostname()],
+        server=None,
+        stall_timeout_s=stall_s,
+        beat_s=min(max(stall_s / 10, _BEATS_S[0]), _BEATS_S[1]),
+        ends=_ends(config, pulse, (), tell),
+    )
     try:
         yield
     except BaseException:
@@ -78,41 +81,6 @@ def watched_alone(config: RunConfig, pulse: Pulse, tell: Callable[[Failure], Non
         raise
     finally:
         watch.close()
-
-
-def _watch(
-    config: RunConfig,
-    pulse: Pulse,
-    tell: Callable[[Failure], None],
-    opens: Callable[[], Store],
-    rank: int,
-    hosts: list[str],
-    *,
-    server: int | None = None,
-    between_s: tuple[float, float] = _BEATS_S,
-    claims: Sequence[Claim] = (),
-    dead: Callable[[], Mapping[int, str]] = dict,
-) -> Watch:
-    """Return a watch over the ranks on `hosts`, with at least and at most `between_s` seconds between its beats."""
-    stall_timeout_s = config.parallel.stall_timeout
-    return Watch(
-        pulse,
-        opens,
-        rank=rank,
-        nodes=hosts,
-        server=server,
-        stall_timeout_s=stall_timeout_s,
-        beat_s=min(max(stall_timeout_s / 10, between_s[0]), between_s[1]),
-        ends=_ends(config, pulse, claims, tell),
-        dead=dead,
-    )
-
-
-def _dead(peers: Peers) -> dict[int, str]:
-    """Return the processes, in words by their rank, that have ended on this host without having left."""
-    if not any(claim.is_dead() for claim in peers.claims):  # without the store, as a rule
-        return {}
-    return {claim.rank: claim.who for claim in peers.dead(aside=True)}
 
 
 def _ends(
@@ -146,13 +114,12 @@ def lost(error: BaseException, config: RunConfig, peers: Peers, pulse: Pulse, wa
     """
     if not isinstance(error, Exception) or not failures.is_echo(error):
         return None
-    if peers.meeting.is_open() and (sentence := watch.sentence()):
+    if sentence := watch.sentence():
         return RankLostError(f"{sentence}; {_again(config, pulse)}.")
     watch.hurry()
     deadline = time.monotonic() + min((MISSED_BEATS + 1) * watch.beat_s, _FIND_S)
     while not (gone := peers.dead() or _silent(peers, watch)):
-        left = len(peers.here()) < len(peers.claims)  # of its own accord, with a message of its own
-        if left or time.monotonic() > deadline:
+        if peers.has_one_left() or time.monotonic() > deadline:
             return None
         time.sleep(_LOOK_S)
     seen, rank = watch.seen(), peers.mine.rank
@@ -171,13 +138,13 @@ def _again(config: RunConfig, pulse: Pulse) -> str:
 
 def _silent(peers: Peers, watch: Watch) -> list[Claim]:
     silent = [rank for rank, each in watch.seen().items() if each.silent_s > MISSED_BEATS * watch.beat_s]
-    return [claim for claim in peers.here() if claim.rank in silent]
+    return [claim for claim in peers.claims if claim.rank in silent]
 
 
 def _keep(watch: Watch, told: Failure, claims: Sequence[Claim], folder: Path) -> None:
     """Write down this rank's stacks, and those of ranks of this host which cannot do so themselves."""
     failures.write(told, folder / "failures")
     silent = {rank for rank, each in watch.seen().items() if each.silent_s > MISSED_BEATS * watch.beat_s}
-    asked = {claim.pid: claim.rank for claim in claims if claim.rank in silent and claim.is_dead() is False}
+    asked = {claim.pid: claim.rank for claim in claims if claim.rank in silent and claim.is_here}
     for process, trace in stacks.of_processes(asked).items():
         failures.write(dataclasses.replace(told, rank=asked[process], trace=trace), folder / "failures")

@@ -1,7 +1,7 @@
-"""What every rank does, however its process came to be: take its device, join the world, run, leave.
+"""What every rank does, however its process came to be: meet the others, take its device, join the world, run, leave.
 
-torch is imported here and nowhere else in the launchers' first steps, so that a command which only looks up a name
-stays quick. These functions run in the rank's own process and may read and set its environment.
+torch is imported here and in `stores` and nowhere else in the launchers' first steps, so that a command which only
+looks up a name stays quick. These functions run in the rank's own process and may read and set its environment.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 from .. import bounded, failures, files, hardware, said, stacks
 from ..config import RunConfig
@@ -20,27 +20,179 @@ from ..errors import LockstepError, RequestError, RunError
 from ..failures import RankLostError
 from ..interrupts import SHOW_CURSOR
 from ..kinds import kind
-from ..notes import Notes
+from ..notes import NoNotes
 from ..printable import told
 from ..pulse import Pulse
 from ..topology import Topology
-from . import claims, guard, hosts, stores
-from .base import Entry, FormsWorld
-from .devices import drives_all, gpu_ids, gpu_index
-from .peers import Peers
-from .rendezvous import RollCall, StartMovedError
+from . import guard, hosts, rollcall, stores
+from .devices import Entry, drives_all, gpu_ids, gpu_index
 from .variables import having, unset
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
+    from .._torch import Store
     from ..world import World
+
+Tell = Callable[[failures.Failure], None]
+"""Passes on why this process is about to end, where nothing moves any more and no error can be raised."""
 
 _PATIENCE_S = 30 * 24 * 3600.0  # of a collective: the watch, which knows who is at work, ends a wait in vain
 _DIALS = 5  # gloo tries so often to reach a peer, each time for the whole time-out (seen: 50 s where 10 were given)
 _BEAT_S = 30.0  # for a last beat to come back over a slow network
 _CLOSE_S = 1.0  # for leaving a world that failed, before the failure is told without having left
+
+
+@runtime_checkable
+class FormsWorld(Protocol):
+    """An entry that forms the world itself out of the ranks that have met, since it says why none can be formed."""
+
+    def __call__(self, config: RunConfig, world: World) -> Any:
+        """Not called: an entry like any other for whoever passes it on."""
+
+    def before_world(self, config: RunConfig, topology: Topology, device: torch.device, store: Store) -> Any:
+        """Be this rank, with a store that all ranks share, and return this rank's value (*collective*)."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a rank has before it forms the world."""
+
+    topology: Topology
+    device: torch.device
+    store: Store
+    """One that all ranks share."""
+    world: Callable[[], AbstractContextManager[World]]
+    """Forms the world, which is left at the end of the block (*collective*)."""
+
+    def run(self, entry: Entry, config: RunConfig) -> Any | None:
+        """Run the entry as this rank; return its value on rank 0, None on the others (*collective*)."""
+        if isinstance(entry, FormsWorld):
+            value = entry.before_world(config, self.topology, self.device, self.store)
+        else:
+            with self.world() as world:
+                value = entry(config, world)
+        return value if self.topology.is_main else None
+
+
+@contextlib.contextmanager
+def alone(config: RunConfig, env: Mapping[str, str], *, tell: Tell) -> Iterator[Seat]:
+    """Be the one rank of a world of one while the block runs."""
+
+    @contextlib.contextmanager
+    def world() -> Iterator[World]:
+        from ..world import World
+
+        pulse = Pulse()
+        with guard.watched_alone(config, pulse, tell):
+            yield World(Topology(), device, pulse=pulse)
+
+    with having(variables(config)):
+        device = take_device(config, env, Topology())
+        from .._torch import HashStore
+
+        yield Seat(Topology(), device, HashStore(), world)
+
+
+@contextlib.contextmanager
+def met(
+    config: RunConfig,
+    env: Mapping[str, str],
+    opens: Callable[[], stores.Meeting],
+    *,
+    index: int,
+    size: int,
+    known: Topology | None = None,
+    tell: Tell,
+) -> Iterator[Seat]:
+    """Meet the other ranks at the store that `opens()` gives, be one of them in the block, leave (*collective*).
+
+    `index` is this process's rank of `size`; `known` is its topology where whoever started it has said; otherwise nodes
+    and local ranks follow from the ranks' hosts. Raises `RankLostError` for an error of the block that is an echo of a
+    lost rank, where that one is known.
+    """
+    parallel = config.parallel
+    hosts.check_interface(parallel.interface, env)
+    meeting = opens()
+    mine = rollcall.Claim(
+        rank=index,
+        size=size,
+        accelerator=parallel.accelerator,
+        gpus=gpu_ids(parallel, env),
+        drives_all=drives_all(parallel),
+        addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE, parallel.interface),
+        interface=parallel.interface,
+    )
+    peers = rollcall.take(meeting, mine, parallel.timeout)
+    came = peers.claims
+    topology = known or rollcall.place(came, mine)
+    with contextlib.ExitStack() as kept:
+        try:
+            _check_node(config, topology)
+            kept.enter_context(having(_bound_to(rollcall.interface(came, mine)) | variables(config)))
+            device = take_device(config, env, topology, sharing=rollcall.sharing(came, mine))
+            kept.callback(stacks.answer())
+            pulse = Pulse()
+            watch = guard.watch(config, peers, pulse, tell)
+        except BaseException:
+            peers.leave(clean=False)
+            raise
+        try:
+            store = peers.group_store()
+            yield Seat(topology, device, store, lambda: _world(config, topology, device, store, pulse, meeting))
+        except BaseException as error:
+            watch.give_way()
+            lost = guard.lost(error, config, peers, pulse, watch)
+            peers.leave(clean=False)
+            watch.close()
+            if lost is not None:
+                raise lost from error
+            raise
+        watch.close(_BEAT_S)
+        peers.leave(clean=True)
+
+
+@contextlib.contextmanager
+def _world(
+    config: RunConfig, topology: Topology, device: torch.device, store: Store, pulse: Pulse, meeting: stores.Meeting
+) -> Iterator[World]:
+    """Join the world over `store`, and leave it at the end of the block (*collective*)."""
+    from ..world import World
+
+    parallel = config.parallel
+    try:
+        with pulse.during("forming the process group"):  # where a store may be waited for that answers no more
+            world = World.join(
+                topology,
+                device,
+                store,
+                timeout_s=_PATIENCE_S,
+                form_s=parallel.timeout / _DIALS,
+                pulse=pulse,
+                notes=meeting.notes or NoNotes(),
+                collectives=parallel.collectives,
+            )
+    except RuntimeError as error:
+        if not failures.is_echo(error):
+            raise
+        raise RankLostError(
+            f"Rank {topology.rank}: all {topology.size} ranks came, but could not connect to one another within "
+            f"--timeout {parallel.timeout:g} s: a firewall keeps ports between the nodes closed, or a rank ended "
+            "meanwhile and its own message says why; then start all ranks again."
+        ) from error
+    try:
+        world.barrier()  # a rank that was done at once would leave before another one had found it
+        yield world
+    except BaseException:
+        close_soon(world)
+        raise
+    world.close()
+
+
+def close_soon(world: World) -> None:
+    """Leave the world after a failure, which tells the other ranks at once; give up where leaving itself hangs."""
+    with contextlib.suppress(Exception):
+        bounded.within(_CLOSE_S, world.close, "leaving")
 
 
 def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *, sharing: int = 1) -> torch.device:
@@ -95,210 +247,7 @@ def _compiled() -> str:
         ) from error
 
 
-@dataclass(frozen=True)
-class Seat:
-    """What a rank has before it forms the world."""
-
-    topology: Topology
-    device: torch.device
-    store: Store
-    """One that all ranks share."""
-    world: Callable[[], AbstractContextManager[World]]
-    """Forms the world, which is left at the end of the block (*collective*)."""
-
-    def run(self, entry: Entry, config: RunConfig) -> Any | None:
-        """Run the entry as this rank; return its value on rank 0, None on the others (*collective*)."""
-        if isinstance(entry, FormsWorld):
-            value = entry.before_world(config, self.topology, self.device, self.store)
-        else:
-            with self.world() as world:
-                value = entry(config, world)
-        return value if self.topology.is_main else None
-
-
-def alone(config: RunConfig, env: Mapping[str, str], *, tell: Callable[[failures.Failure], None]) -> Seat:
-    """Return the seat of the one rank of a world of one, which this process is; `tell` is as in `met`."""
-    from torch._C._distributed_c10d import HashStore
-
-    device = take_device(config, env, Topology())
-    return Seat(Topology(), device, HashStore(), lambda: _world_of_one(config, device, tell))
-
-
-@contextlib.contextmanager
-def _world_of_one(config: RunConfig, device: torch.device, tell: Callable[[failures.Failure], None]) -> Iterator[World]:
-    from ..world import World
-
-    pulse = Pulse()
-    with guard.watched_alone(config, pulse, tell):
-        yield World(Topology(), device, pulse=pulse)
-
-
-def run_met(
-    entry: Entry,
-    config: RunConfig,
-    env: Mapping[str, str],
-    opens: Callable[[], stores.Meeting],
-    *,
-    index: int,
-    size: int,
-    known: Topology,
-    tell: Callable[[failures.Failure], None],
-) -> Any | None:
-    """Run the entry in a seat as `met` gives it; return its value on rank 0, None on the others (*collective*)."""
-    with met(config, env, opens, index=index, size=size, known=known, tell=tell) as seat:
-        return seat.run(entry, config)
-
-
-@contextlib.contextmanager
-def met(
-    config: RunConfig,
-    env: Mapping[str, str],
-    opens: Callable[[], stores.Meeting],
-    *,
-    index: int,
-    size: int,
-    known: Topology | None = None,
-    tell: Callable[[failures.Failure], None],
-) -> Iterator[Seat]:
-    """Meet the other ranks at the store that `opens()` gives, be one of them in the block, leave (*collective*).
-
-    `index` is this process's rank of `size`; `known` is its topology where whoever started it has said; otherwise nodes
-    and local ranks follow from the ranks' hosts. `tell` passes on why this process is about to end, where nothing moves
-    any more and no error can be raised. Raises `RankLostError` for an error of the block that is an echo of a lost
-    rank, where that one is known.
-    """
-    parallel = config.parallel
-    hosts.check_interface(parallel.interface, env)
-    call, peers = _meet(config, env, opens, index=index, size=size)
-    came = peers.claims
-    topology = known or claims.place(came, peers.mine)
-    with contextlib.ExitStack() as kept:
-        try:
-            _check_node(config, topology)
-            kept.enter_context(having(bound_to(claims.interface(came, peers.mine)) | variables(config)))
-            device = take_device(config, env, topology, sharing=claims.sharing(came, peers.mine))
-            call.stand_by(peers, parallel.timeout)
-            kept.callback(stacks.answer())
-            pulse = Pulse()
-            watch = guard.watch(config, peers, pulse, tell)
-        except BaseException:
-            call.abandon()
-            raise
-        try:
-            store = peers.group_store()
-            yield Seat(topology, device, store, lambda: _world_met(config, topology, device, store, pulse, peers.notes))
-        except BaseException as error:
-            watch.give_way()
-            lost = guard.lost(error, config, peers, pulse, watch)
-            call.leave(clean=False)
-            watch.close()
-            if lost is not None:
-                raise lost from error
-            raise
-        watch.close(_BEAT_S)
-        call.leave(clean=True)
-
-
-def _meet(
-    config: RunConfig, env: Mapping[str, str], opens: Callable[[], stores.Meeting], *, index: int, size: int
-) -> tuple[RollCall, Peers]:
-    """Hold the roll call, anew where the ranks are started anew meanwhile; return it and who came (*collective*)."""
-    parallel = config.parallel
-    while True:
-        meeting = opens()
-        mine = claims.Claim(
-            rank=index,
-            size=size,
-            accelerator=parallel.accelerator,
-            gpus=gpu_ids(parallel, env),
-            drives_all=drives_all(parallel),
-            addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE, parallel.interface),
-            interface=parallel.interface,
-        )
-        call = RollCall(meeting, mine, clears=parallel.clear_meeting or meeting.notes is not None)
-        try:
-            return call, call.take(parallel.timeout)
-        except StartMovedError:
-            continue
-
-
-@contextlib.contextmanager
-def _world_met(
-    config: RunConfig, topology: Topology, device: torch.device, store: Store, pulse: Pulse, notes: Notes
-) -> Iterator[World]:
-    """Join the world over `store`, and leave it at the end of the block (*collective*)."""
-    with pulse.during("forming the process group"):  # where a store may be waited for that answers no more
-        world = _join(config, topology, device, store, pulse, notes)
-    try:
-        world.barrier()  # a rank that was done at once would leave before another one had found it
-        yield world
-    except BaseException:
-        close_soon(world)
-        raise
-    world.close()
-
-
-def vanish(error: BaseException) -> NoReturn:
-    """End this process, which failed with `error` and has said so."""
-    # The entry's variables go, and with them data workers, which end in order and remove their files.
-    traceback.clear_frames(error.__traceback__)
-    # Nothing that is left may hang: not a collective of a lost world, not a thread of the user's.
-    said.flush()
-    os._exit(RunError.exit_code)
-
-
-@contextlib.contextmanager
-def teller() -> Iterator[Callable[[failures.Failure], None]]:
-    """Give what says why this rank ends, where no command is left to say it, on the stderr that there is now.
-
-    By then what the rank says may go to a file.
-    """
-    try:
-        console = os.dup(2)
-    except OSError:  # the command was started with `2>&-`
-        yield lambda failure: None
-        return
-
-    def say(failure: failures.Failure) -> None:
-        with contextlib.suppress(OSError):
-            cursor = SHOW_CURSOR if os.isatty(console) else ""  # which a bar may have hidden
-            os.write(console, f"{cursor}{told(failure.sentence)}".encode(errors="replace"))
-
-    try:
-        yield say
-    finally:
-        os.close(console)
-
-
-def _join(
-    config: RunConfig, topology: Topology, device: torch.device, store: Store, pulse: Pulse, notes: Notes
-) -> World:
-    from ..world import World
-
-    parallel = config.parallel
-    try:
-        form_s = parallel.timeout / _DIALS
-        return World.join(
-            topology,
-            device,
-            store,
-            timeout_s=_PATIENCE_S,
-            form_s=form_s,
-            pulse=pulse,
-            notes=notes,
-            collectives=parallel.collectives,
-        )
-    except RuntimeError as error:
-        if not failures.is_echo(error):
-            raise
-        raise RankLostError(
-            f"Rank {topology.rank}: all {topology.size} ranks came, but could not connect to one another within "
-            f"--timeout {parallel.timeout:g} s: a firewall keeps ports between the nodes closed, or a rank ended "
-            "meanwhile and its own message says why; then start all ranks again."
-        ) from error
-
-
-def bound_to(interface: str | None) -> dict[str, str]:
+def _bound_to(interface: str | None) -> dict[str, str]:
     """Return the variables that keep gloo's and NCCL's traffic on one interface, unless the user chose another."""
     # NCCL takes every interface whose name begins so, eth10 for eth1, unless told that the name is whole.
     return unset({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {})
@@ -324,13 +273,8 @@ def _check_node(config: RunConfig, topology: Topology) -> None:
 
 
 @contextlib.contextmanager
-def accounted(
-    rank: int, config: RunConfig, tell: Callable[[failures.Failure], None] = lambda failure: None
-) -> Iterator[None]:
-    """Turn what the block raises into one sentence of this rank, for launchers that run the entry right here.
-
-    `tell` hears of the failure before it is raised.
-    """
+def accounted(rank: int, config: RunConfig, tell: Tell = lambda failure: None) -> Iterator[None]:
+    """Turn what the block raises into one sentence of this rank; `tell` hears of the failure before it is raised."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -341,7 +285,33 @@ def accounted(
         raise failure.error() from error
 
 
-def close_soon(world: World) -> None:
-    """Leave the world after a failure, which tells the other ranks at once; give up where leaving itself hangs."""
-    with contextlib.suppress(Exception):
-        bounded.within(_CLOSE_S, world.close, "leaving")
+@contextlib.contextmanager
+def teller() -> Iterator[Tell]:
+    """Give what says why this rank ends, where no command is left to say it, on the stderr that there is now.
+
+    By then what the rank says may go to a file.
+    """
+    try:
+        console = os.dup(2)
+    except OSError:  # the command was started with `2>&-`
+        yield lambda failure: None
+        return
+
+    def say(failure: failures.Failure) -> None:
+        with contextlib.suppress(OSError):
+            cursor = SHOW_CURSOR if os.isatty(console) else ""  # which a bar may have hidden
+            os.write(console, f"{cursor}{told(failure.sentence)}".encode(errors="replace"))
+
+    try:
+        yield say
+    finally:
+        os.close(console)
+
+
+def vanish(error: BaseException) -> NoReturn:
+    """End this process, which failed with `error` and has said so."""
+    # The entry's variables go, and with them data workers, which end in order and remove their files.
+    traceback.clear_frames(error.__traceback__)
+    # Nothing that is left may hang: not a collective of a lost world, not a thread of the user's.
+    said.flush()
+    os._exit(RunError.exit_code)

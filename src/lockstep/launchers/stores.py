@@ -1,48 +1,151 @@
-"""Where ranks meet: torch's key-value stores, opened so that whatever can go wrong is one sentence in bounded time.
+"""Where ranks meet: torch's key-value store, opened so that what goes wrong is one sentence in bounded time.
 
-torch's own ways of opening one hang or crash on bad input: its TCP client waits for ever for a server that stays
-silent and prints its own stack where another service answers, its file store never returns for a folder that does
-not exist (nor lets other threads run meanwhile), and ends the process on a file that holds something else. So each
-thing is looked at before torch is let near it. A TCP store is known by its answer to the greeting of torch's client.
+    memory     a file without a name, of the process that has started all ranks on its host: no other user can open it
+    tcp://     rank 0 serves the store at that address alone, or an agent does, and then it outlives the ranks
+    file://    holds rank 0's address, and a secret for whoever may read it; one that a dead run has left is harmless
 
-Once it listens, torch's server bears what strangers send it (HTTP, TLS, random bytes, half a greeting: it waits for
-more or closes), but writes a line on stderr for each one that is gone before it looks, as a port scan is, and a stack
-of 16 lines for each whose words make no sense. See `adopt` for what keeps them off.
+torch's stores know no passwords: whoever reaches the port reads and writes there. So each value of ours bears a seal,
+which takes the job's secret to make, and what bears none is as if nobody had written it (see `Keys`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
+import hashlib
+import hmac
+import json
+import os
+import secrets
 import socket
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from .. import bounded, files
 from ..errors import AbsentError, RequestError
 from ..notes import Notes
-from . import meeting_files, names
-from .names import Address
-from .names import address_of as address_of  # where others look for it
-from .starts import Starts
+from ..printable import told
+from . import hosts
 from .variables import having, unset
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
+    from .._torch import Store
 
+T = TypeVar("T")
+
+SECRET = "LOCKSTEP_SECRET"
+"""The variable that holds a job's own secret, in the environment of each of its ranks."""
 QUIET_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """What torch reads when it is imported: its warnings, about strangers and lost peers, are told in our words."""
-_PREFIX = "lockstep"  # parts our keys from those of others who may use the same store
+PREFIX = "lockstep"  # parts our keys from those of others who may use the same store
+_SECRET_BYTES = 32
+_SEAL = 32  # hexadecimal digits: 128 bits
+_TRIES = 16  # against a stranger who writes again and again
+_ANSWER_S = 10.0  # for the store, whose server may be busy
 _RETRY_S = 0.2
 _PROBE_S = 5.0
-_ANSWER_S = 1.0  # for a store that has answered before
 _SILENCE_S = 30  # for whoever connects to say something
-_NONCE = b"\r\n\r\n"  # a store returns it; a service that reads lines is moved to say what it is instead
-_GREETING = b"\x00" + 0x3C85F7CE.to_bytes(4, "little") + b"\x0d" + _NONCE
-"""What torch's client says first: VALIDATE with a magic number, and PING (c10d/TCPStoreBackend.hpp)."""
-_STORE_S = timedelta(seconds=60)  # for the server to wait for a key; a server that is stopped is waited for without end
+_WAIT = timedelta(seconds=60)  # for the server to wait for a key
+_FILE_BYTES = 1 << 12
+_STRANGER = (
+    "somebody who does not have this job's secret writes into its store ({place}), which is ignored; where that is a "
+    f"rank of its own, give all of them the same {SECRET}."
+)
+
+
+class Unanswered(RuntimeError):
+    """Nobody answers at the store."""
+
+
+class Keys:
+    """Texts under a prefix of a store, each with a seal: HMAC-SHA-256 over its place and itself.
+
+    torch's client waits for its server without end, so that each request has a thread, which is left alone once it
+    takes longer than `limit_s`; nothing more is asked then. Raises `Unanswered`, or what torch raises (RuntimeError).
+    """
+
+    def __init__(self, store: Store, prefix: str, secret: bytes = b"", limit_s: float = _ANSWER_S) -> None:
+        self.store = store
+        self._prefix, self._secret, self._limit_s = prefix, secret, limit_s
+        self._answers, self._has_told = True, False
+
+    def under(self, name: str) -> Keys:
+        """Return those whose names begin with this one."""
+        return Keys(self.store, f"{self._prefix}/{name}", self._secret, self._limit_s)
+
+    def clone(self, limit_s: float | None = None) -> Keys:
+        """Return the same over a connection of its own: others may wait on theirs."""
+        store = self._ask(self.store.clone)
+        return Keys(store, self._prefix, self._secret, self._limit_s if limit_s is None else limit_s)
+
+    def read(self, key: str) -> str:
+        """Return a key's text; "" where it is not there, or is a stranger's."""
+        place = self._place(key)
+        return self._unsealed(place, self._ask(lambda: self.store.get(place) if self.store.check([place]) else b""))
+
+    def read_all(self, keys: Sequence[str]) -> list[str]:
+        """Return the texts of keys that are there, in one request."""
+        places = [self._place(key) for key in keys]
+        found = self._ask(lambda: self.store.multi_get(places))
+        return [self._unsealed(place, each) for place, each in zip(places, found, strict=True)]
+
+    def write(self, key: str, text: str) -> None:
+        """Set a key."""
+        place = self._place(key)
+        self._ask(lambda: self.store.set(place, self._sealed(place, text)))  # type: ignore[arg-type]  # bytes as well
+
+    def put(self, key: str, text: str, expected: str = "") -> str:
+        """Set a key where it has the expected text; return what it has then."""
+        place = self._place(key)
+        there, desired = self._sealed(place, expected), self._sealed(place, text)
+        for _ in range(_TRIES):
+            found = self._ask(lambda there=there: self.store.compare_set(place, there, desired))  # type: ignore[misc]
+            if (held := self._unsealed(place, found)) or not found:
+                return held
+            there = found  # a stranger's: as good as nothing
+        return ""
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are there."""
+        return self._ask(lambda: self.store.check([self._place(key) for key in keys]))
+
+    def _place(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        if not self._answers:
+            raise Unanswered(f"no answer within {self._limit_s:g} s")
+        try:
+            return bounded.within(self._limit_s, request, "store")
+        except bounded.Late as error:
+            self._answers = False
+            raise Unanswered(str(error)) from error
+
+    def _seal(self, place: str, data: bytes) -> bytes:
+        message = f"{len(place)} {place} ".encode() + data
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:_SEAL].encode()
+
+    def _sealed(self, place: str, text: str) -> bytes:
+        data = text.encode()
+        return self._seal(place, data) + data if data else b""
+
+    def _unsealed(self, place: str, found: bytes) -> str:
+        """Return the text without its seal; "" for a stranger's, of which is told once."""
+        data = found[_SEAL:]
+        if not found or hmac.compare_digest(found[:_SEAL], self._seal(place, data)):
+            return data.decode(errors="replace")
+        if not self._has_told:
+            self._has_told = True
+            with contextlib.suppress(OSError, AttributeError):  # it was started with `2>&-`
+                sys.stderr.write(told(_STRANGER.format(place=place)))
+        return ""
 
 
 @dataclass(frozen=True)
@@ -50,126 +153,105 @@ class Meeting:
     """An open store, and how to speak of it."""
 
     store: Store
+    keys: Keys
     where: str
     """In the user's words: tcp://HOST:PORT, file:///PATH, or that it is this host's memory."""
     hosted: bool = False
     """Whether this process serves the store, so that the others lose it when this process ends."""
     host: str = ""
-    """The host that serves the store; empty for a file."""
+    """The host that serves the store, as the user or rank 0 names it."""
     port: int = 0
     file: Path | None = None
-    memory: Path | None = None
-    """Where the file lies in memory, of the process that has started the ranks."""
+    """What rank 0 removes when all have left."""
+    outlives: bool = False
+    """Whether an agent, or the process that has started the ranks, keeps the store: no rank serves it."""
     notes: Notes | None = None
-    """What outlives this start of the ranks, where an agent has started them."""
-    server: Address | None = None
-    """Where another process serves the store."""
-    starts: Starts | None = None
-    """Where ranks find out themselves which start this is."""
+    """What outlives this start of the ranks."""
     caution: str = ""
     """What may keep others from coming, to end a sentence with."""
 
-    def bounded(self, limit_s: float) -> Store:
-        """Return the store, in which no request takes longer than that where another process serves it."""
-        return self.store if self.server is None else _bounded(self.store, limit_s)
 
-    def is_open(self) -> bool:
-        """Return whether the store still answers; torch prints its own stack where one does not."""
-        if place := self.file or self.memory:
-            return place.exists()  # torch waits for one that does not
-        if self.server is None:
-            return True
-        try:
-            return bool(_greet(self.server, _ANSWER_S))
-        except OSError:
-            return False
+def import_torch() -> None:
+    """Import torch with its C++ code left its errors alone: a program that has imported it keeps its warnings."""
+    with having(unset(QUIET_TORCH)):
+        import torch  # noqa: F401
 
 
-class StoredNotes:
-    """Notes in the agents' store, which all starts of a job's ranks share (see `notes`)."""
+def of_job(env: Mapping[str, str], *, on_one_host: bool) -> bytes:
+    """Return the job's secret, by which its ranks know one another: LOCKSTEP_SECRET, or one of this user on this host.
 
-    def __init__(self, store: Store, job: str) -> None:
-        from .bounded_store import KeptPrefixStore  # late: it imports torch
-
-        self._store = KeptPrefixStore(f"{job}/lasting", store)
-
-    def read(self, name: str) -> str:
-        """Return the text, "" where there is none."""
-        return self._store.get(name).decode() if self._store.check([name]) else ""
-
-    def write(self, name: str, text: str) -> None:
-        """Keep the text under this name, in the place of an earlier one."""
-        self._store.set(name, text)
-
-
-def open_memory(path: Path, notes: Notes | None = None) -> Meeting:
-    """Open a store in a file of `memory.file()`; `notes` are what outlives this start of the ranks, if anything does.
-
-    A rank that is stopped while it writes there keeps the others waiting, so that no request takes longer than some
-    seconds.
+    Empty where nobody has given one, and the ranks are on several hosts or have no home: they trust the network.
     """
-    _import_torch()
-    from torch._C._distributed_c10d import FileStore, PrefixStore
-
-    store = _bounded(PrefixStore(_PREFIX, FileStore(str(path), -1)), _PROBE_S)
-    return Meeting(store, "this host's memory", memory=path, notes=notes)
+    if given := env.get(SECRET, ""):
+        return given.encode(errors="surrogateescape")
+    return _of_user() if on_one_host else b""
 
 
-def alone() -> Meeting:
-    """Return a store of this process alone, for an agent that has only itself to agree with."""
-    from torch._C._distributed_c10d import HashStore
+def _of_user() -> bytes:
+    try:
+        # Not among temporary files, which are tidied away while a job goes on, and where others take names first.
+        path = Path.home() / ".cache" / "lockstep" / "secret"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError), tempfile.NamedTemporaryFile(dir=path.parent) as part:
+            part.write(secrets.token_bytes(_SECRET_BYTES))
+            part.flush()
+            os.link(part.name, path)  # whole at once; unlike a rename it leaves what another rank has just put there
+        return files.read(path, most_bytes=_SECRET_BYTES)
+    except (OSError, RuntimeError):  # no home, or one that cannot be written
+        return b""
 
-    return Meeting(HashStore(), "this host", hosted=True, host="127.0.0.1")
+
+@contextlib.contextmanager
+def memory() -> Iterator[Path]:
+    """Hold a new, empty file in memory while the block runs; give the path at which this user's processes open it."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("lockstep-meeting")
+        try:
+            yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+            (Path(folder) / "meeting").touch()
+            yield Path(folder) / "meeting"
+
+
+def in_memory(path: Path, notes: Notes | None = None) -> Meeting:
+    """Open the store in a file of `memory()`."""
+    import_torch()
+    from .._torch import FileStore
+
+    store = FileStore(str(path), -1)
+    return Meeting(store, Keys(store, PREFIX), "this host's memory", outlives=True, notes=notes)
 
 
 def serve(host: str, port: int, timeout_s: float, *, secret: bytes = b"", apart: bool = False) -> Meeting:
     """Open the store that the other ranks connect to, listening on `host`'s address alone.
 
-    Those who do not have the `secret` write there in vain (see `sealed_store`). `apart` says that ranks of other hosts
-    are to come.
+    `apart` says that ranks of other hosts are to come. Raises `RequestError` where this host cannot listen there.
     """
-    where = address_of(host, port)
+    where = hosts.url(host, port)
     try:
         listener = _listen(host, port, timeout_s)
     except OSError as error:
         raise RequestError(f"{where}: rank 0 cannot listen there: {_why_not(error)}") from error
-    caution = names.unreachable(host, listener.getsockname()[0])
+    caution = hosts.unreachable(host, listener.getsockname()[0])
     if apart and caution:
         listener.close()
         raise RequestError(f"{where}: ranks of other nodes are to come{caution}.")
-    return adopt(listener, where, caution, secret=secret)
+    return _adopt(listener, where, caution, secret)
 
 
 def join(host: str, port: int, timeout_s: float, *, secret: bytes = b"") -> Meeting:
     """Open the store of several agents: serve it where the address is this host's and nobody does, else connect."""
-    where = address_of(host, port)
+    where = hosts.url(host, port)
     try:
         listener = _listen(host, port, timeout_s)
-        return adopt(listener, where, names.unreachable(host, listener.getsockname()[0]), secret=secret)
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             raise RequestError(f"{where}: this agent cannot listen there: {_why_not(error)}") from error
-    return connect(host, port, timeout_s, secret=secret)
-
-
-def adopt(listener: socket.socket, where: str, caution: str = "", *, secret: bytes = b"") -> Meeting:
-    """Open a store on a socket that listens already."""
-    _import_torch()
-    from torch._C._distributed_c10d import TCPStore
-
-    if hasattr(socket, "TCP_DEFER_ACCEPT"):
-        # Linux keeps connections to itself until something is said: who scans ports, or sits there, is never let in.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENCE_S)
-    host, port = listener.getsockname()[:2]
-    descriptor = listener.detach()
-    store = TCPStore(host, port, is_master=True, master_listen_fd=descriptor, wait_for_workers=False, timeout=_STORE_S)
-    return Meeting(_sealed(store, secret)(_PREFIX), where, hosted=True, host=host, port=port, caution=caution)
-
-
-def _import_torch() -> None:
-    """Import torch with its C++ code left its errors alone: a program that has imported it keeps its warnings."""
-    with having(unset(QUIET_TORCH)):
-        import torch  # noqa: F401
+        return connect(host, port, timeout_s, secret=secret)
+    return _adopt(listener, where, hosts.unreachable(host, listener.getsockname()[0]), secret)
 
 
 def connect(
@@ -180,70 +262,168 @@ def connect(
     secret: bytes = b"",
     job: str = "",
     start: str = "",
-    place: tuple[int, int] | None = None,
+    served: bool = False,
     apart: bool = False,
 ) -> Meeting:
-    """Open the store that rank 0, or an agent, serves at the address; wait for it at most `timeout_s` seconds.
+    """Open the store that rank 0 serves at the address, or, where it is `served`, an agent: it outlives the ranks.
 
-    Where an agent serves it, the store outlives the ranks: `start` parts their keys from those of earlier starts of the
-    same `job`; where nobody tells it, whoever has this `place` (rank, size) finds out (see `starts`). `apart` says that
-    it is served on another host.
+    `job` and `start` part the keys of these ranks from those of other jobs at that agent's, and of earlier starts.
+    `apart` says that rank 0 is on another host. Raises `AbsentError` where nobody answers within `timeout_s`,
+    `RequestError` where something else than such a store does.
     """
-    _import_torch()
-    from torch._C._distributed_c10d import TCPStore
+    import_torch()
+    from .._torch import TCPStore
 
-    where = address_of(host, port)
-    deadline = time.monotonic() + timeout_s
-    server = _wait_for_store(host, port, deadline, timeout_s, apart=apart)
-    limit = timedelta(seconds=max(_PROBE_S, deadline - time.monotonic()))
+    def attempt() -> Store:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_WAIT)
+
+    where, deadline = hosts.url(host, port), time.monotonic() + timeout_s
+    addresses = hosts.resolve(host, port, timeout_s)
+    address = addresses[0][1][0]
+    if apart and hosts.to_itself(addresses):
+        raise RequestError(f"{where}: rank 0 is on another host{hosts.misnamed(host, addresses)}.")
+    patient_until = min(deadline, time.monotonic() + _PROBE_S)
+    store: Store | None = None
+    while store is None:
+        if not served:  # an agent's is there: it has started this process
+            address = _await_listener(host, port, addresses, deadline, timeout_s)
+        try:
+            store = bounded.within(max(_RETRY_S, deadline - time.monotonic()), attempt, "store")
+        except bounded.Late as error:
+            raise AbsentError(
+                f"{where}: whoever listens there said nothing within --timeout {timeout_s:g} s; was rank 0 stopped, "
+                "or is another service using the port?"
+            ) from error
+        except RuntimeError as error:
+            # The store of a run that is just ending closes too; the next one may open at the same address.
+            if time.monotonic() >= patient_until:
+                raise (AbsentError if served else RequestError)(
+                    f"{where}: something listens there, but not the store of a rank 0; is another service using the "
+                    "port?"
+                ) from error
+            time.sleep(_RETRY_S)
+    keys = Keys(store, "/".join(filter(None, (PREFIX, job, start))), secret)
+    notes = _Kept(Keys(store, f"{PREFIX}/{job}/lasting", secret)) if served else None
+    caution = hosts.unreachable(host, address)
+    return Meeting(store, keys, where, host=host, port=port, outlives=served, notes=notes, caution=caution)
+
+
+class _Kept:
+    """Notes in an agent's store, which all starts of a job's ranks share (see `notes`)."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.read, self.write = keys.read, keys.write
+
+
+def at_file(
+    path: Path, *, is_main: bool, timeout_s: float, interface: str = "", local: bool = False, secret: bytes = b""
+) -> Meeting:
+    """Open the store whose address rank 0 writes to the file at `path`; rank 0 (`is_main`) serves it.
+
+    `local` says that all ranks are on this host; else it listens at this host's address, on `interface` if one is
+    named. Raises `RequestError` where the file is another's, cannot be written, or is in use by a run.
+    """
+    where = f"file://{path}"
+    before = _read_place(path)
+    if not is_main:
+        return _follow(path, where, timeout_s, secret)
+    if before is not None and _open_place(before, secret, _RETRY_S * 5) is not None:
+        raise RequestError(
+            f"{where}: rank 0 is claimed twice, or another run meets there; give each process its own --rank, and each "
+            "run its own meeting place."
+        )
+    own = () if local else hosts.own_addresses(hosts.ANYWHERE, interface)
+    nonce = secrets.token_hex(_SECRET_BYTES)
+    meeting = serve(own[0] if own else "127.0.0.1", 0, timeout_s, secret=secret + nonce.encode())
+    meeting.keys.write("place", nonce)
+    _write_place(path, {PREFIX: nonce, "host": meeting.host, "port": meeting.port})
+    return dataclasses.replace(meeting, where=where, file=path)
+
+
+def _follow(path: Path, where: str, timeout_s: float, secret: bytes) -> Meeting:
+    """Return the store whose address stands, or will stand, in the file."""
+    deadline, found = time.monotonic() + timeout_s, None
+    while True:
+        found = _read_place(path)
+        if found is not None and (meeting := _open_place(found, secret, deadline - time.monotonic())) is not None:
+            return dataclasses.replace(meeting, where=where)
+        if time.monotonic() >= deadline:
+            how = f" ({hosts.url(found['host'], found['port'])}, which it names, does not answer)" if found else ""
+            raise AbsentError(
+                f"{where}: rank 0 did not come there within --timeout {timeout_s:g} s{how}; start every rank, or raise "
+                "--timeout."
+            )
+        time.sleep(_RETRY_S)
+
+
+def _open_place(place: Mapping[str, Any], secret: bytes, limit_s: float) -> Meeting | None:
+    """Return the store that a file names; None where it does not answer, as that of a dead run."""
+    with contextlib.suppress(RequestError, RuntimeError):
+        limit_s = min(max(limit_s, _RETRY_S), 5 * _RETRY_S)
+        meeting = connect(place["host"], place["port"], limit_s, secret=secret + place[PREFIX].encode())
+        if meeting.keys.read("place") == place[PREFIX]:
+            return meeting
+    return None
+
+
+def _read_place(path: Path) -> dict[str, Any] | None:
+    """Return what the file says; None where it is not there. Raises `RequestError` where it is something else."""
     try:
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        sealed = _sealed(store, secret)
-        of_job = sealed(f"{_PREFIX}/{job}" if start or place else _PREFIX)
-        starts = Starts(_bounded(of_job, timeout_s), *place) if place else None
-    except RuntimeError as error:
-        raise (AbsentError if start or place else RequestError)(_not_a_store(where)) from error
-    caution = names.unreachable(host, server[1][0])
-    if not start and not place:
-        return Meeting(of_job, where, host=host, port=port, server=server, caution=caution)
-    own, notes = sealed(f"{_PREFIX}/{job}/{starts.name if starts else start}"), StoredNotes(sealed(_PREFIX), job)
-    return Meeting(own, where, host=host, notes=notes, server=server, starts=starts)
+        if path.lstat().st_uid not in (os.geteuid(), path.parent.stat().st_uid):
+            raise OSError(errno.EPERM, "the file is another user's")
+        text = files.read(path, most_bytes=_FILE_BYTES)
+    except FileNotFoundError as error:
+        if path.parent.is_dir():
+            return None
+        raise _unusable(path, error) from error
+    except OSError as error:
+        raise _unusable(path, error) from error
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        found = files.parse_json(text) if text else None
+        if found is None or (isinstance(found["host"] + found[PREFIX], str) and 0 < found["port"] < 1 << 16):
+            return found
+    raise RequestError(
+        f"file://{path} exists and is not a meeting place of ranks; give a path that does not exist yet."
+    )
 
 
-def _sealed(store: Store, secret: bytes) -> Callable[[str], Store]:
-    """Return what gives the part of the store under a prefix, in which the notes of strangers count for nothing."""
-    from torch._C._distributed_c10d import PrefixStore
-
-    from .sealed_store import Seal, SealedStore  # late: it imports torch
-
-    seal = Seal(secret)
-    return lambda prefix: SealedStore(PrefixStore(prefix, store), seal, prefix)
-
-
-def _bounded(store: Store, limit_s: float) -> Store:
-    from .bounded_store import BoundedStore  # late: it imports torch
-
-    return BoundedStore(store, limit_s)
+def _write_place(path: Path, place: Mapping[str, Any]) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "xb", opener=files.ours) as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(json.dumps(place).encode())
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise _unusable(path, error) from error
 
 
-def open_file(path: Path, *, clears: bool = False) -> Meeting:
-    """Open a store in a file that all ranks can reach; it is removed when they have all left.
+def _unusable(path: Path, error: OSError) -> RequestError:
+    return RequestError(
+        f"file://{path} cannot be opened ({error.strerror}); give the path of a file that does not exist yet, in a "
+        "folder that every rank can write to."
+    )
 
-    Raises `RequestError` where the file cannot be written, or holds something that is not such a store, or, unless
-    this start `clears` it, one that a killed rank has left half written.
-    """
-    meeting_files.check(path, clears=clears)
-    _import_torch()
-    from torch._C._distributed_c10d import FileStore, PrefixStore
 
-    # A world size of -1 keeps torch from removing the file: the roll call does, when it knows that all have left.
-    return Meeting(PrefixStore(_PREFIX, FileStore(str(path), -1)), f"file://{path}", file=path)
+def _adopt(listener: socket.socket, where: str, caution: str, secret: bytes) -> Meeting:
+    """Open a store on a socket that listens already."""
+    import_torch()
+    from .._torch import TCPStore
+
+    if hasattr(socket, "TCP_DEFER_ACCEPT"):
+        # Linux keeps connections to itself until something is said: who scans ports, or sits there, is never let in.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENCE_S)
+    host, port = listener.getsockname()[:2]
+    taken = listener.detach()
+    store = TCPStore(host, port, is_master=True, master_listen_fd=taken, wait_for_workers=False, timeout=_WAIT)
+    return Meeting(store, Keys(store, PREFIX, secret), where, hosted=True, host=host, port=port, caution=caution)
 
 
 def _listen(host: str, port: int, timeout_s: float) -> socket.socket:
     """Return a socket that listens on the first of the host's addresses that this machine has."""
     failed = OSError(errno.EADDRNOTAVAIL, "no address")
-    for family, address in names.resolve(host, port, timeout_s):
+    for family, address in hosts.resolve(host, port, timeout_s):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -258,78 +438,30 @@ def _listen(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def _why_not(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return "another process uses the port, such as a second rank 0; take another one on every rank."
-    if error.errno == errno.EADDRNOTAVAIL:
-        return "the address is not one of this machine; give the address of the machine that rank 0 runs on."
-    if error.errno == errno.EACCES:
-        return "ports below 1024 need privileges; take a higher one on every rank."
-    return f"{error.strerror}."
+    return {
+        errno.EADDRINUSE: "another process uses the port, such as a second rank 0; take another one on every rank.",
+        errno.EADDRNOTAVAIL: "the address is not one of this machine; give the address of the machine that rank 0 runs "
+        "on.",
+        errno.EACCES: "ports below 1024 need privileges; take a higher one on every rank.",
+    }.get(error.errno or 0, f"{error.strerror}.")
 
 
-def _wait_for_store(host: str, port: int, deadline: float, timeout_s: float, *, apart: bool) -> Address:
-    """Return the address at which a store answers, once one does.
-
-    Raises `RequestError` if nothing listens there in time, or something else; and at once, where rank 0 is on another
-    host, if the name means this one.
-    """
-    addresses = names.resolve(host, port, timeout_s)
-    if apart and names.to_itself(addresses):
-        raise RequestError(f"{address_of(host, port)}: rank 0 is on another host{names.misnamed(host, addresses)}.")
-    patient_until = min(deadline, time.monotonic() + _PROBE_S)
-    why = ""
+def _await_listener(host: str, port: int, addresses: Sequence[hosts.Address], deadline: float, timeout_s: float) -> str:
+    """Return the address at which somebody listens, once somebody does."""
     while True:
-        for address in addresses:
-            try:
-                answer = _greet(address, max(_RETRY_S, deadline - time.monotonic()))
-            except OSError as error:
-                why = error.strerror or str(error)
-                continue
-            if answer == _NONCE or not _greeting_is_torchs():
-                return address
-            if answer is None:
-                raise AbsentError(
-                    f"{address_of(host, port)}: whoever listens there said nothing within --timeout {timeout_s:g} s; "
-                    "was rank 0 stopped, or is another service using the port?"
-                )
-            # The store of a run that is just ending closes too; the next one may open at the same address.
-            if answer != b"" or time.monotonic() >= patient_until:
-                raise RequestError(_not_a_store(address_of(host, port)))
-            why = "it closes"
+        for family, address in addresses:
+            with socket.socket(family, socket.SOCK_STREAM) as caller:
+                caller.settimeout(max(_RETRY_S, deadline - time.monotonic()))
+                try:
+                    caller.connect(address)
+                except OSError as error:
+                    why = error.strerror or str(error)
+                else:
+                    return address[0]
         if time.monotonic() >= deadline:
             raise AbsentError(
-                f"{address_of(host, port)}: nothing answers there within --timeout {timeout_s:g} s ({why})"
-                f"{names.misnamed(host, addresses)}; "
-                "is rank 0 running, is the address its own, and does a firewall let the port through?"
+                f"{hosts.url(host, port)}: nothing answers there within --timeout {timeout_s:g} s ({why})"
+                f"{hosts.misnamed(host, addresses)}; is rank 0 running, is the address its own, and does a firewall "
+                "let the port through?"
             )
         time.sleep(_RETRY_S)
-
-
-def _greet(address: Address, wait_s: float) -> bytes | None:
-    """Return the first bytes that come back for a greeting, empty if the other side closes, None if it stays silent.
-
-    Raises `OSError` where nobody listens. A rank 0 that listens may take seconds until its store answers.
-    """
-    family, where = address
-    with socket.socket(family, socket.SOCK_STREAM) as peer:
-        peer.settimeout(wait_s)
-        peer.connect(where)
-        try:
-            peer.sendall(_GREETING)
-            return peer.recv(len(_NONCE))
-        except TimeoutError:
-            return None
-        except ConnectionError:
-            return b""
-
-
-def _greeting_is_torchs() -> bool:
-    """Return whether this version of torch serves stores that answer the greeting; else nothing follows from it."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-        meeting = adopt(listener, "")
-        return meeting.hosted and _greet((socket.AF_INET, address), _PROBE_S) == _NONCE
-
-
-def _not_a_store(where: str) -> str:
-    return f"{where}: something listens there, but not the store of a rank 0; is another service using the port?"

@@ -1,84 +1,157 @@
-"""The launchers by name, and which of them a run takes.
+"""What a run will be: resolved once, without torch, from its config and the environment; and started so.
 
-`auto` asks, in this order: do flags say where ranks meet (manual)? Has somebody started the ranks already, such as
-torchrun (environment)? Are lost ranks to be started again, or do nodes meet (elastic)? Are several processes needed
-(spawn)? Else this process is enough (inline).
+    inline        this process is the only rank
+    spawn         this process starts its host's ranks
+    elastic       the same, again where one is lost; on several nodes with agents that agree
+    environment   another program, such as torchrun, srun or mpirun, has started this rank
+    manual        a person has: the ranks meet at --init-method
+    ray           Ray starts the ranks, on the nodes of its cluster
+
+`auto` asks, in this order: do flags say where ranks meet (manual)? Has somebody started the ranks already
+(environment)? Are lost ranks to be started again, or do nodes meet (elastic)? Are several processes needed (spawn)?
+Else this process is enough (inline).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ..config import ParallelConfig, RunConfig
-from ..errors import RequestError, unknown
-from .base import Entry, Launcher
-from .devices import least_ranks as _least_ranks
-from .devices import meets_by_url, processes, resolve
-from .dialects import check_started, ranks_told, started_elsewhere
-from .elastic import ElasticLauncher
-from .environment import EnvironmentLauncher
-from .inline import InlineLauncher
-from .manual import ManualLauncher
-from .ray import RayLauncher
-from .spawn import SpawnLauncher
+from ..errors import RequestError, counted, unknown
+from .devices import Entry, meets_by_url, processes, ranks_elsewhere
+from .devices import resolve as resolve
+from .environments import check_started, is_spoken, ranks_told, started_elsewhere
 
-__all__ = ["choose", "chosen", "launch", "least_ranks", "names", "resolve", "starts_here", "visible_gpus"]
+if TYPE_CHECKING:
+    from ..world import World
 
-
-_STARTING = (InlineLauncher.name, SpawnLauncher.name, ElasticLauncher.name, RayLauncher.name)
-"""Launchers by which each process would begin ranks of its own."""
-
-
-def names() -> tuple[str, ...]:
-    """Return the names that --launcher takes besides auto."""
-    return tuple(_table())
+_HOW = {
+    "inline": "is this process alone",
+    "spawn": "starts its ranks itself",
+    "elastic": "numbers the ranks itself",
+    "environment": "lets ranks meet at the environment's MASTER_ADDR and MASTER_PORT",
+    "manual": "",
+    "ray": "starts its ranks itself",
+}
+"""The launchers, and why flags that say how ranks meet are none of theirs."""
+_JOINING = ("inline", "environment", "manual")
+"""Launchers by which a process that runs already is one rank; by the others it would begin ranks of its own."""
 
 
-def choose(config: RunConfig, env: Mapping[str, str]) -> Launcher:
-    """Return the launcher that was asked for, or the one that `auto` finds; starts nothing, imports no torch.
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What will run, and where."""
 
-    Raises `RequestError` for an unknown name, for flags of another launcher, and for several nodes without a way to
-    meet.
+    config: RunConfig
+    """With the strategy, the accelerator and the launcher that `auto` stands for; under Ray it is found out there."""
+    processes: int
+    """Ranks that this node will have."""
+    least_ranks: int
+    """The least number of ranks on all nodes."""
+    starts_here: bool
+    """Whether this process starts all ranks or is the only one, so that rank 0 sees this host's files."""
+
+    @property
+    def launcher(self) -> str:
+        """The launcher's name."""
+        return self.config.parallel.launcher
+
+
+def plan(config: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
+    """Return what a run will be by its flags and the environment, by default this process's own.
+
+    Raises `RequestError` for an unknown launcher, for flags of another one, for devices that this machine lacks, and
+    for several nodes without a way to meet.
     """
-    return _choose(resolve(config, env), env)
+    env = os.environ if env is None else env
+    config = resolve(config, env)
+    name = _choose(config, env)
+    parallel = dataclasses.replace(config.parallel, launcher=name)
+    here = processes(config, env)
+    least = max(here * parallel.nodes, ranks_elsewhere(parallel, env))
+    starts_here = name in ("inline", "spawn") or (name == "elastic" and parallel.most_nodes == 1)
+    return LaunchPlan(dataclasses.replace(config, parallel=parallel), here, least, starts_here)
 
 
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None) -> Any | None:
     """Run `entry(config, world)` on all ranks of the run; return rank 0's value, None on other ranks.
 
-    The entry's config says which strategy, accelerator and launcher `auto` has found. `env` is the environment to
-    decide by, by default this process's own.
+    Raises what `plan` does, and a `LockstepError` for whatever went wrong in any rank.
     """
     if not isinstance(config, RunConfig):
         raise RequestError(f"launch takes a RunConfig, such as recipe('digits') returns; found {config!r}.")
     if not callable(entry):
         raise RequestError(f"launch takes a function of (config, world) that each rank calls; found {entry!r}.")
     env = os.environ if env is None else env
-    config = resolve(config, env)
-    launcher = _choose(config, env)
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, launcher=launcher.name))
-    return launcher.launch(entry, config, env)
+    planned = plan(config, env)
+    if planned.launcher in _JOINING:
+        from . import join
+
+        with join.seat(planned, env) as seat:
+            return seat.run(entry, planned.config)
+    if planned.launcher == "ray":
+        from . import ray as starter
+    elif planned.config.parallel.most_nodes > 1:
+        from . import nodes as starter  # type: ignore[no-redef]
+    else:
+        from . import supervisor as starter  # type: ignore[no-redef]
+    return starter.launch(entry, planned.config, env)
+
+
+@contextlib.contextmanager
+def joined(config: RunConfig, env: Mapping[str, str] | None = None) -> Iterator[tuple[RunConfig, World]]:
+    """Be the rank that flags or the environment name, or the only one, while the block runs (*collective*).
+
+    For a process whose own code goes on: a script that torchrun, srun, mpirun or a person has started. Gives the
+    resolved config and the world. Raises what `launch` does, and `RequestError` where the config asks for processes
+    that somebody has yet to start; errors of the block come out as they do there.
+    """
+    from . import join
+
+    env = os.environ if env is None else env
+    planned = joining(config, env)
+    with join.seat(planned, env) as seat, seat.world() as world:
+        yield planned.config, world
+
+
+def joining(config: RunConfig, env: Mapping[str, str]) -> LaunchPlan:
+    """Return the plan by which this process, which runs already, is a rank."""
+    planned, asked = plan(config, env), config.parallel
+    if planned.launcher == "spawn" and asked.devices is None and not asked.gpus:
+        # `python train.py` on a machine with several GPUs: nobody has asked for more processes than there are.
+        planned = plan(dataclasses.replace(config, parallel=dataclasses.replace(asked, devices=1)), env)
+    if planned.launcher not in _JOINING:
+        raise RequestError(
+            f"--launcher {planned.launcher} would start processes, and this script runs in one already: start it with "
+            "lockstep run [flags] SCRIPT."
+        )
+    return planned
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that --launcher takes besides auto."""
+    return tuple(_HOW)
 
 
 def least_ranks(config: RunConfig) -> int:
-    """Return the least number of ranks that a run will have by its flags and this process's environment.
-
-    Raises `RequestError` for devices that this machine lacks; starts nothing, imports no torch.
-    """
-    return _least_ranks(resolve(config, os.environ), os.environ)
+    """Return the least number of ranks that a run will have; raises as `resolve` does."""
+    config = resolve(config, os.environ)
+    return max(processes(config, os.environ) * config.parallel.nodes, ranks_elsewhere(config.parallel, os.environ))
 
 
 def chosen(config: RunConfig) -> str:
     """Return the name of the launcher that a run takes by its flags and this process's environment."""
-    return choose(config, os.environ).name
+    return plan(config).launcher
 
 
 def starts_here(config: RunConfig) -> bool:
     """Return whether the run's ranks are started by this process, or are this process."""
-    return choose(config, os.environ).starts_here(config)
+    return plan(config).starts_here
 
 
 def visible_gpus() -> str | None:
@@ -86,55 +159,71 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def _choose(config: RunConfig, env: Mapping[str, str]) -> Launcher:
-    table = _table()
-    asked = config.parallel.launcher
-    name = _auto(config, env, table) if asked == "auto" else asked
-    if name not in table:
-        raise unknown("launcher", name, ["auto", *table])
-    if name in _STARTING and (told := started_elsewhere(env)):
+def _choose(config: RunConfig, env: Mapping[str, str]) -> str:
+    parallel = config.parallel
+    name = _auto(config, env) if parallel.launcher == "auto" else parallel.launcher
+    if name not in _HOW:
+        raise unknown("launcher", name, ["auto", *_HOW])
+    if (name == "inline" or name not in _JOINING) and (told := started_elsewhere(env)):
         variables = ", ".join(f"{variable}={value}" for variable, value in told.items())
         raise RequestError(
             f"--launcher {name}: the environment's {variables} say that another program, such as torchrun, has started "
             f"{ranks_told(env)[1]} ranks, and each would be a run of its own; leave --launcher out, or, if they are "
             f"left over: unset {' '.join(told)}."
         )
-    _check_meeting_flags(name, config.parallel)
-    _check_starts(name, config.parallel)
-    return table[name]
+    _check_meeting(name, parallel)
+    _check_starts(name, parallel, processes(config, env))
+    return name
 
 
-def _check_meeting_flags(name: str, parallel: ParallelConfig) -> None:
+def _auto(config: RunConfig, env: Mapping[str, str]) -> str:
+    parallel = config.parallel
+    by_hand = parallel.rank is not None or parallel.world_size is not None
+    if meets_by_url(parallel) and (by_hand or parallel.most_nodes == 1):
+        return "manual"
+    if is_spoken(env):
+        return "environment"
+    if not by_hand and (parallel.max_restarts or (parallel.most_nodes > 1 and parallel.init_method)):
+        return "elastic"
+    if by_hand or parallel.init_method:
+        return "manual"
+    check_started(env)
+    if parallel.most_nodes > 1:
+        raise RequestError(
+            f"--nodes {parallel.nodes_asked}: nothing says how the nodes meet; give the same command with "
+            "--init-method tcp://HOST:PORT on each node, HOST being one of them, or start it with "
+            f"torchrun --nnodes {parallel.nodes_asked}."
+        )
+    return "spawn" if processes(config, env) > 1 else "inline"
+
+
+def _check_meeting(name: str, parallel: ParallelConfig) -> None:
     """Raise where flags say how ranks meet, and the launcher settles that otherwise."""
     flags = {
         "--init-method": parallel.init_method or None,
         "--rank": parallel.rank,
         "--world-size": parallel.world_size,
         "--interface": parallel.interface or None,
-        "--clear-meeting": "" if parallel.clear_meeting else None,
     }
-    if name == "elastic":  # whose nodes meet there
+    if name == "elastic" and parallel.most_nodes > 1:  # whose nodes meet there
         flags |= {"--init-method": None, "--interface": None}
     if name == "environment":  # which compares rank and world size with the environment's
-        at_variables = parallel.init_method.rstrip("/") == "env:"
-        flags = {"--init-method": None if at_variables else flags["--init-method"]}
-    given = [f"{flag} {value}".strip() for flag, value in flags.items() if value is not None]
-    how = {
-        "inline": "is this process alone",
-        "spawn": "starts its ranks itself",
-        "elastic": "numbers the ranks itself",
-        "ray": "starts its ranks itself",
-        "environment": "lets ranks meet at the environment's MASTER_ADDR and MASTER_PORT",
-    }.get(name)
-    if how and given:
+        flags = {"--init-method": parallel.init_method if meets_by_url(parallel) else None}
+    given = [f"{flag} {value}" for flag, value in flags.items() if value is not None]
+    if _HOW[name] and given:
         raise RequestError(
-            f"--launcher {name} {how}: {', '.join(given)} {'belong' if given[1:] else 'belongs'} to --launcher "
+            f"--launcher {name} {_HOW[name]}: {', '.join(given)} {'belong' if given[1:] else 'belongs'} to --launcher "
             f"manual; drop {'them' if given[1:] else 'it'}, or take --launcher manual."
+        )
+    if name == "elastic" and parallel.most_nodes > 1 and not parallel.init_method.startswith("tcp:"):
+        raise RequestError(
+            f"--nodes {parallel.nodes_asked}: nothing says where the nodes meet; give the same --init-method "
+            "tcp://HOST:PORT on each, with the address of a node that will not leave, or start with torchrun."
         )
 
 
-def _check_starts(name: str, parallel: ParallelConfig) -> None:
-    """Raise where flags ask for ranks that are started again, or on other nodes, of a launcher that does not do it."""
+def _check_starts(name: str, parallel: ParallelConfig, here: int) -> None:
+    """Raise where flags ask for ranks, nodes or further starts that a launcher does not have."""
     if name != "elastic" and parallel.max_restarts:
         instead = "drop it, or give torchrun its own" if name == "environment" else "drop it, or take that"
         raise RequestError(
@@ -146,33 +235,13 @@ def _check_starts(name: str, parallel: ParallelConfig) -> None:
             f"--nodes {parallel.nodes_asked}: under --launcher {name} the number of nodes stays as it is; give one "
             "number, or take --launcher elastic."
         )
-
-
-def _table() -> dict[str, Launcher]:
-    launchers: tuple[Launcher, ...] = (
-        *(InlineLauncher(), SpawnLauncher(), ElasticLauncher(), EnvironmentLauncher(), ManualLauncher()),
-        RayLauncher(),
-    )
-    return {launcher.name: launcher for launcher in launchers}
-
-
-def _auto(config: RunConfig, env: Mapping[str, str], table: Mapping[str, Launcher]) -> str:
-    parallel = config.parallel
-    by_hand = parallel.rank is not None or parallel.world_size is not None
-    if meets_by_url(parallel) and (by_hand or parallel.most_nodes == 1):
-        return ManualLauncher.name
-    for launcher in table.values():
-        if launcher.detect(config, env):
-            return launcher.name
-    if not by_hand and (parallel.max_restarts or (parallel.most_nodes > 1 and parallel.init_method)):
-        return ElasticLauncher.name
-    if by_hand or parallel.init_method:
-        return ManualLauncher.name
-    check_started(env)
-    if parallel.most_nodes > 1:
+    if name == "inline" and (here > 1 or parallel.nodes > 1):
         raise RequestError(
-            f"--nodes {parallel.nodes_asked}: nothing says how the nodes meet; give the same command with "
-            "--init-method tcp://HOST:PORT on each node, HOST being one of them, or start it with "
-            f"torchrun --nnodes {parallel.nodes_asked}."
+            f"--launcher inline is one process, but --strategy {parallel.strategy} needs {here} on each of "
+            f"{counted(parallel.nodes, 'node')}; take --launcher auto, or --devices 1."
         )
-    return SpawnLauncher.name if processes(config, env) > 1 else InlineLauncher.name
+    if name == "spawn" and parallel.nodes > 1:
+        raise RequestError(
+            f"--launcher spawn starts processes on this host alone, but --nodes {parallel.nodes} were "
+            "asked for; start the command on each node with torchrun, or give --init-method."
+        )
