@@ -252,7 +252,7 @@ class ParallelConfig:
     init_method: str = ""
     """Where ranks started by hand meet: env://, tcp://HOST:PORT or file:///PATH."""
     clear_meeting: bool = False
-    """At a file:// that a dead run has left: take the places of its ranks, instead of refusing."""
+    """No longer needed: a file:// that a dead run has left does no harm."""
     interface: str = ""
     """Network interface of this host for the traffic between ranks, such as eth1; by default the one that leads to
     the other ranks' hosts."""

@@ -35,16 +35,7 @@ _RUNNERS = (_PACKAGE, runpy.__file__, "<frozen runpy>")
 """Whose frames may come before the first one of a script, or of a function of the user's."""
 _EXCHANGES = tuple(
     str(Path(__file__).with_name(name))
-    for name in (
-        "world.py",
-        "shared_memory.py",
-        "nn",
-        "gradients.py",
-        "sessions.py",
-        "watch.py",
-        "beats.py",
-        "pulse.py",
-    )
+    for name in ("world.py", "shared_memory.py", "nn", "gradients.py", "sessions.py", "watch.py", "beats.py", "pulse.py")
 )
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 

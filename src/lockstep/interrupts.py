@@ -42,18 +42,16 @@ class Heard(Enum):
 class Interrupts:
     """The signals that a process has heard, by which the next one is judged."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` tells the time in seconds."""
+    def __init__(self) -> None:
         self.asked = False
         """Whether a first one came."""
         self.insisted = False
         """Whether a second one came."""
-        self._clock = clock
         self._since_s = 0.0
 
     def hear(self) -> Heard:
         """Return what the signal that came just now means."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         if not self.asked:
             self.asked, self._since_s = True, now_s
             return Heard.FIRST
@@ -105,22 +103,17 @@ class StopRequest:
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         heard = self._interrupts.hear()
+        stderr = 2
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stderr = sys.stderr.fileno()
         if heard is Heard.SECOND:
             # Neither an `except` of the user's nor a save that is under way may hold this up. A terminal whose bar
             # has hidden the cursor gets it back.
             try:
-                stderr = _stderr()
                 os.write(stderr, f"{SHOW_CURSOR if os.isatty(stderr) else ''}\n{told(KILLED)}".encode())
             finally:  # the terminal may be what has gone
                 os._exit(RunError.exit_code)
         if heard is Heard.FIRST and not self._quiet:
             with contextlib.suppress(OSError):
                 words = STOPPING if number == signal.SIGUSR1 else f"{STOPPING}{INSIST}"
-                os.write(_stderr(), f"\n{told(words)}".encode())
-
-
-def _stderr() -> int:
-    """Return the descriptor that Python's stderr writes to, which need not be 2 (see `said`)."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return sys.stderr.fileno()
-    return 2
+                os.write(stderr, f"\n{told(words)}".encode())

@@ -16,9 +16,20 @@ from ..errors import RequestError, Stopped, unknown
 from ..files import write_whole
 from ..options import flatten
 from ..printable import told
-from ..submit import following
-from ..submit.request import Layout, SlurmRequest, check_settled, lay_out
-from ..submit.script import NAME, WARNED_FROM_S, Plan, is_unwarned, render
+from ..submit import (
+    NAME,
+    WARNED_FROM_S,
+    Layout,
+    Plan,
+    SlurmRequest,
+    check_settled,
+    check_there,
+    follow,
+    is_unwarned,
+    lay_out,
+    render,
+    submit,
+)
 from . import flags, output, words
 from .train import preflight
 
@@ -73,7 +84,7 @@ def main(given: list[str]) -> int:
             f"checkpoint lacks is lost: give {WARNED_FROM_S // 60}:00 or more, or a --checkpoint-every that fits"
         )
     if not is_dry:
-        following.check_there()
+        check_there()
     folder, is_new = folders.reserve(config, make=not is_dry)
     try:
         script = render(_plan(request, layout, config, rest, folder))
@@ -86,7 +97,7 @@ def main(given: list[str]) -> int:
             write_whole(path, script.encode())
         except OSError as error:
             raise folders.unwritable(folder, error) from error
-        job = following.submit(path)
+        job = submit(path)
     except RequestError:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
@@ -168,7 +179,7 @@ def _followed(job: int, folder: Path) -> int:
     log = folder / f"slurm-{job}.out"
     _say(f"submitted as job {job}; its log is {log}")
     try:
-        code = following.follow(job, log, _show, _say)
+        code = follow(job, log, _show, _say)
     except KeyboardInterrupt:
         raise Stopped(
             f"Job {job} goes on, no longer followed: tail -F {shlex.quote(str(log))} follows it again, and scancel "

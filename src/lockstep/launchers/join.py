@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from ..errors import RequestError
 from ..failures import Failure
 from ..files import write_whole
 from ..kinds import kind
+from ..printable import told
 from . import environments, hosts, rank, stores
 from .devices import gpu_ids, host_and_port, meets_by_url
 from .environments import Place
@@ -122,6 +124,8 @@ def _door(parallel: ParallelConfig, index: int, size: int, env: Mapping[str, str
             if not env.get(variable):
                 raise RequestError(f"--init-method env:// needs {variable} in the environment; set it on every rank.")
         url = hosts.url(env["MASTER_ADDR"], env["MASTER_PORT"])
+    if parallel.clear_meeting:
+        sys.stderr.write(told("--clear-meeting is no longer needed: a file:// that a dead run has left does no harm"))
     parts, timeout_s = urlsplit(url), parallel.timeout
     if parts.scheme == "file":
         if parts.netloc or not parts.path.startswith("/"):

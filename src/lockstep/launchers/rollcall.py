@@ -13,6 +13,7 @@ who waits there hears the next call, and answers it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -105,7 +106,7 @@ class Peers:
     """In the order of the ranks."""
     mine: Claim
 
-    @property
+    @functools.cached_property
     def keys(self) -> Keys:
         """Keys that no other world shares."""
         return self.meeting.keys.under(f"world/{_digest(self.claims)}")

@@ -97,6 +97,9 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None
     if planned.launcher == "ray":
         from . import ray as starter
     elif planned.config.parallel.most_nodes > 1:
+        from .stores import import_torch
+
+        import_torch()
         from . import nodes as starter  # type: ignore[no-redef]
     else:
         from . import supervisor as starter  # type: ignore[no-redef]
@@ -142,11 +145,6 @@ def least_ranks(config: RunConfig) -> int:
     """Return the least number of ranks that a run will have; raises as `resolve` does."""
     config = resolve(config, os.environ)
     return max(processes(config, os.environ) * config.parallel.nodes, ranks_elsewhere(config.parallel, os.environ))
-
-
-def chosen(config: RunConfig) -> str:
-    """Return the name of the launcher that a run takes by its flags and this process's environment."""
-    return plan(config).launcher
 
 
 def starts_here(config: RunConfig) -> bool:
