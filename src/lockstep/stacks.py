@@ -27,20 +27,14 @@ _LOOK_S = 0.02
 
 def of_all() -> str:
     """Return the stacks of all threads of this process, the main thread's first, and of its workers."""
-    workers = [f"Data worker, process {each}, innermost call first:\n{text}\n" for each, text in of_workers().items()]
-    return "".join([of_threads(), *workers])
-
-
-def of_threads() -> str:
-    """Return the stacks of all threads of this process, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    first = threading.main_thread().ident
-    order = sorted(frames, key=lambda ident: ident != first)
-    return "".join(
+    frames, first = sys._current_frames(), threading.main_thread().ident
+    own = [
         f"Thread {names.get(ident, ident)}, innermost call last:\n{''.join(traceback.format_stack(frames[ident]))}\n"
-        for ident in order
-    )
+        for ident in sorted(frames, key=lambda ident: ident != first)
+    ]
+    workers = [f"Data worker, process {each}, innermost call first:\n{text}\n" for each, text in of_workers().items()]
+    return "".join([*own, *workers])
 
 
 def answer() -> Callable[[], None]:

@@ -20,6 +20,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -41,11 +42,9 @@ _NAME = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 _HOSTS = re.compile(rf"({_NAME})(?:,{_NAME})*", re.ASCII)
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """The variables of one program; where there are several for a thing, the first that is set counts."""
 
-    name: str
     start: str
     """What to do, for sentences."""
     rank: str
@@ -55,13 +54,9 @@ class Program:
     exporting: str = ""
     """How it hands a variable on to ranks on other hosts."""
 
-    def size(self, env: Env) -> str:
-        """Return the name of the variable that holds the number of ranks."""
-        return _first(self.sizes, env)
-
-    def is_spoken(self, env: Env) -> bool:
+    def has_several(self, env: Env) -> bool:
         """Return whether the variables make this process one of several ranks."""
-        return self.rank in env and (whole(env.get(self.size(env), "")) or 0) > 1
+        return self.rank in env and (whole(env.get(_first(self.sizes, env), "")) or 0) > 1
 
 
 @dataclass(frozen=True)
@@ -87,20 +82,18 @@ class Place:
     """Where the program that started the ranks looks for the reason of a failure."""
 
 
-_TORCHRUN = Program(
-    *("torchrun", "start with torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
-)
+_TORCHRUN = Program("start with torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
 _SLURM = Program(
-    *("Slurm", "start the ranks with srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
-    *(("SLURM_LOCALID",), (_TASKS_PER_NODE, "SLURM_TASKS_PER_NODE")),
+    *("start the ranks with srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
+    (_TASKS_PER_NODE, "SLURM_TASKS_PER_NODE"),
 )
 _OPEN_MPI = Program(
-    *("Open MPI", "start the ranks with mpirun", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+    *("start the ranks with mpirun", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
     *(("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",), "-x {}={}"),
 )
 _PMI = Program(
-    *("PMI", "start the ranks with mpirun", "PMI_RANK", ("PMI_SIZE",)),
-    *(("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"), "-genv {} {}"),
+    *("start the ranks with mpirun", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")),
+    *(("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"), "-genv {} {}"),
 )
 _PROGRAMS = (_TORCHRUN, _OPEN_MPI, _SLURM, _PMI)
 
@@ -118,18 +111,15 @@ def started_elsewhere(env: Env) -> dict[str, str]:
     program = _spoken(env)
     if program is None or ranks_told(env)[1] <= 1:
         return {}
-    names = (program.rank, *program.sizes, *program.local_ranks, *program.local_sizes)
-    if program is _SLURM:
-        names = (*names, "SLURM_STEP_ID")
-    return {name: env[name] for name in names if name in env}
+    names = (program.rank, *program.sizes, *program.local_ranks, *program.local_sizes, "SLURM_STEP_ID")
+    return {name: env[name] for name in names if name in env and (program is _SLURM or name != "SLURM_STEP_ID")}
 
 
 def ranks_told(env: Env) -> tuple[str, int]:
     """Return the variable that says how many ranks another program has started, and the number; 1 where none does."""
     program = _spoken(env)
-    if program is None:
-        return "", 1
-    told = whole(env.get(variable := program.size(env), ""))
+    variable = _first(program.sizes, env) if program else ""
+    told = whole(env.get(variable, ""))
     return variable, 1 if told is None else told
 
 
@@ -141,7 +131,8 @@ def read(env: Env) -> Place:
             "--launcher environment: RANK and WORLD_SIZE are not set, nor Slurm's or MPI's variables of several tasks; "
             "start the command with torchrun, srun or mpirun, or take --launcher auto."
         )
-    return _of_slurm(env) if program is _SLURM else _of_torchrun(env) if program is _TORCHRUN else _of_mpi(program, env)
+    reads = {_TORCHRUN: _of_torchrun, _SLURM: _of_slurm}.get(program, _of_mpi)
+    return reads(program, env)
 
 
 def check_started(env: Env) -> None:
@@ -176,7 +167,7 @@ def of_array(env: Env) -> tuple[int, int] | None:
     )
     step = _number(env, "SLURM_ARRAY_TASK_STEP", _SLURM.start, "1") or 1
     indices = range(first, last + 1, step)
-    if len(indices) != count or index not in indices or _SLURM.is_spoken(env):
+    if len(indices) != count or index not in indices or _is_spoken(_SLURM, env):
         raise RequestError(
             f"Ranks do not follow from this job's array, SLURM_ARRAY_TASK_ID={index} of SLURM_ARRAY_TASK_COUNT={count} "
             f"by SLURM_ARRAY_TASK_MIN={first} to SLURM_ARRAY_TASK_MAX={last} by SLURM_ARRAY_TASK_STEP={step}, with "
@@ -211,50 +202,74 @@ def _is_spoken(program: Program, env: Env) -> bool:
             return False
         by_slurm = "RANK" not in env and "LOCAL_RANK" not in env and _is_spoken(_SLURM, env)
         return _names_a_rank(env) and not by_slurm
-    if program is _SLURM and program.is_spoken(env):
+    if program is _SLURM and program.has_several(env):
         # Under an mpirun that has its ranks' daemons started by srun, these variables are the daemon's, and its PMI
         # counts otherwise.
-        tasks = env[program.size(env)]
+        tasks = env[_first(program.sizes, env)]
         is_own = env.get("PMI_SIZE", tasks) == tasks and env.get("PMI_RANK") in (None, env["SLURM_PROCID"])
         return "SLURM_STEP_ID" in env and is_own
-    return program.is_spoken(env)
+    return program.has_several(env)
 
 
 def _names_a_rank(env: Env) -> bool:
     return any(variable in env for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 
 
-def _of_torchrun(env: Env) -> Place:
-    start = _TORCHRUN.start
+def _place(
+    program: Program,
+    env: Env,
+    numbers: tuple[int, int, int, int, int, int],
+    meets_at: tuple[str, int],
+    nodes_variable: str = "",
+    **more: Any,
+) -> Place:
+    """Return the place that the numbers make: rank, size, local rank, local size, node, nodes; raise for none."""
+    index, size, local_rank, local_size, node, nodes = numbers
+    of_size, of_local_size = _first(program.sizes, env), _first(program.local_sizes, env)
+    for name, value, bound_name, bound in (
+        (program.rank, index, of_size, size),
+        (_first(program.local_ranks, env), local_rank, of_local_size, local_size),
+        (of_local_size, local_size, f"{of_size} + 1", size + 1),
+        ("the number of the node", node, "the number of nodes", nodes),
+    ):
+        if not value < bound:
+            raise RequestError(
+                f"The environment disagrees with itself: {name} is {value}, but {bound_name} is {bound}; "
+                f"set both on every rank, or {program.start}."
+            )
+    topology = Topology(
+        rank=index,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node=node,
+        nodes=nodes,
+        address=meets_at[0],
+        port=meets_at[1],
+    )
+    names = {"--world-size": of_size, "--rank": program.rank, "--devices": of_local_size}
+    return Place(topology, names | {"--nodes": nodes_variable or "the number of nodes"}, **more)
+
+
+def _of_torchrun(program: Program, env: Env) -> Place:
+    start = program.start
     index, size = _number(env, "RANK", start), _number(env, "WORLD_SIZE", start)
     local_size = _number(env, "LOCAL_WORLD_SIZE", start, "1")
-    knows = "LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env
-    local_rank = _number(env, "LOCAL_RANK", start, str(index % max(1, local_size)))
     node = _number(env, "GROUP_RANK", start, str(index // max(1, local_size)))
     nodes = _number(env, "GROUP_WORLD_SIZE", start, str(max(node + 1, -(-size // max(1, local_size)))))
-    if "LOCAL_WORLD_SIZE" not in env:
-        local_rank = 0  # the roll call finds out who shares a host
-    _check_below(start, ("RANK", index, "WORLD_SIZE", size), ("GROUP_RANK", node, "GROUP_WORLD_SIZE", nodes))
-    _check_below(start, ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size))
-    _check_below(start, ("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE + 1", size + 1))
+    # Without LOCAL_WORLD_SIZE the roll call finds out who shares a host.
+    local_rank = _number(env, "LOCAL_RANK", start, str(index % max(1, local_size))) if "LOCAL_WORLD_SIZE" in env else 0
     if not env.get("MASTER_ADDR"):
         raise RequestError(f"WORLD_SIZE is {size}, but MASTER_ADDR is not set; it says where rank 0 listens.")
     error_file = env.get("TORCHELASTIC_ERROR_FILE")
-    return Place(
-        Topology(
-            rank=index,
-            size=size,
-            local_rank=local_rank,
-            local_size=local_size,
-            node=node,
-            nodes=nodes,
-            address=env["MASTER_ADDR"],
-            port=_port(env),
-        ),
-        _names(_TORCHRUN, env, nodes="the number of nodes"),
+    return _place(
+        program,
+        env,
+        (index, size, local_rank, local_size, node, nodes),
+        (env["MASTER_ADDR"], _port(env)),
         served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         job=env.get("TORCHELASTIC_RUN_ID", ""),
-        knows_node=knows,
+        knows_node="LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env,
         # Several agents of torchrun's may share a host, and it takes the host's own name for the address itself.
         nodes_are_hosts="TORCHELASTIC_RUN_ID" not in env,
         error_file=Path(error_file) if error_file else None,
@@ -263,12 +278,10 @@ def _of_torchrun(env: Env) -> Place:
 
 def _of_mpi(program: Program, env: Env) -> Place:
     """Return this rank's place; which ranks of several hosts share one is left to the roll call."""
-    of_size, start = program.size(env), program.start
-    of_local_rank, of_local_size = _first(program.local_ranks, env), _first(program.local_sizes, env)
+    start, of_size, of_local_size = program.start, program.sizes[0], _first(program.local_sizes, env)
     index, size = _number(env, program.rank, start), _number(env, of_size, start)
-    local_rank, local_size = _number(env, of_local_rank, start, "0"), _number(env, of_local_size, start, "1")
-    _check_below(start, (program.rank, index, of_size, size), (of_local_rank, local_rank, of_local_size, local_size))
-    _check_below(start, (of_local_size, local_size, f"{of_size} + 1", size + 1))
+    local_rank = _number(env, _first(program.local_ranks, env), start, "0")
+    local_size = _number(env, of_local_size, start, "1")
     is_here, address = local_size == size, env.get("MASTER_ADDR", "")
     if not address and not is_here:
         raise RequestError(
@@ -277,17 +290,14 @@ def _of_mpi(program: Program, env: Env) -> Place:
             f"{program.exporting.format('MASTER_ADDR', '<address of the first host>')} "
             f"{program.exporting.format('MASTER_PORT', '29500')} to the mpirun command."
         )
-    topology = Topology(
-        rank=index,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        nodes=1 if is_here else 2,
-        address=address,
-        port=_port(env) if address else 0,
+    return _place(
+        program,
+        env,
+        (index, size, local_rank, local_size, 0, 1 if is_here else 2),
+        (address, _port(env) if address else 0),
+        file=None if address else _meeting(env, program),
+        knows_node=is_here,
     )
-    file = None if address else _meeting(env, program)
-    return Place(topology, _names(program, env), file=file, knows_node=is_here)
 
 
 def _meeting(env: Env, program: Program) -> Path:
@@ -317,35 +327,24 @@ def _meeting(env: Env, program: Program) -> Path:
     )
 
 
-def _of_slurm(env: Env) -> Place:
+def _of_slurm(program: Program, env: Env) -> Place:
     """Return this task's place in its step."""
-    of_size, start = _SLURM.size(env), _SLURM.start
-    index, size, node, local_rank = (
-        _number(env, name, start) for name in ("SLURM_PROCID", of_size, "SLURM_NODEID", "SLURM_LOCALID")
-    )
-    tasks = _tasks_per_node(env.get(_first(_SLURM.local_sizes, env), ""))
+    of_size, start = _first(program.sizes, env), program.start
+    names = (program.rank, of_size, "SLURM_NODEID", "SLURM_LOCALID")
+    index, size, node, local_rank = (_number(env, name, start) for name in names)
+    tasks = _tasks_per_node(env.get(_first(program.local_sizes, env), ""))
     if sum(tasks) != size or not node < len(tasks):
         raise RequestError(
             f"The environment disagrees with itself: {of_size} is {size} and SLURM_NODEID {node}, but {_TASKS_PER_NODE}"
             f" is {env.get(_TASKS_PER_NODE, 'not set')}; {start}, and set none of them by hand."
         )
-    here = f"the number of tasks on node {node}"
-    _check_below(start, ("SLURM_PROCID", index, of_size, size), ("SLURM_LOCALID", local_rank, here, tasks[node]))
-    address = _slurm_address(env, len(tasks))
-    gpus = whole(env.get("SLURM_GPUS_ON_NODE", ""))
-    return Place(
-        Topology(
-            rank=index,
-            size=size,
-            local_rank=local_rank,
-            local_size=tasks[node],
-            node=node,
-            nodes=len(tasks),
-            address=address,
-            port=_port(env, default=_slurm_port(env)),
-        ),
-        _names(_SLURM, env, nodes=_first(("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), env))
-        | {"--devices": f"{_TASKS_PER_NODE} of this node"},
+    address, gpus = _slurm_address(env, len(tasks)), whole(env.get("SLURM_GPUS_ON_NODE", ""))
+    return _place(
+        program,
+        env,
+        (index, size, local_rank, tasks[node], node, len(tasks)),
+        (address, _port(env, default=_slurm_port(env))),
+        _first(("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), env),
         nodes_are_hosts="MASTER_ADDR" in env or address != LOOPBACK,  # which is then Slurm's own word
         gpus=None if gpus is None else ("SLURM_GPUS_ON_NODE", gpus),
     )
@@ -373,10 +372,10 @@ def _slurm_address(env: Env, nodes: int) -> str:
         return LOOPBACK
     text = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
     first = first_host(text)
-    for name in (first, _node_address):
-        told = name if isinstance(name, str) else name(first)
-        if told and _resolves(told):
-            return told
+    if _resolves(first):
+        return first
+    if (said := _node_address(first)) and _resolves(said):
+        return said
     raise RequestError(
         f"The step's first node is {first} (SLURM_STEP_NODELIST={text}), a name that does not resolve here, nor does "
         f"scontrol show node {first} name an address that does; set MASTER_ADDR to that node's address."
@@ -421,11 +420,6 @@ def _first(names: tuple[str, ...], env: Env) -> str:
     return next((name for name in names if name in env), names[0])
 
 
-def _names(program: Program, env: Env, nodes: str = "the number of nodes") -> dict[str, str]:
-    local = _first(program.local_sizes, env)
-    return {"--world-size": program.size(env), "--rank": program.rank, "--devices": local, "--nodes": nodes}
-
-
 def _number(env: Env, variable: str, start: str, default: str | None = None) -> int:
     """Return the number in a variable. Raises `RequestError` where it is missing without a default, or is none."""
     text = env.get(variable, default)
@@ -434,16 +428,6 @@ def _number(env: Env, variable: str, start: str, default: str | None = None) -> 
     if (found := whole(text)) is None:
         raise RequestError(f"The environment's {variable} is {text!r}; it takes a number from 0 up.")
     return found
-
-
-def _check_below(start: str, *pairs: tuple[str, int, str, int]) -> None:
-    """Raise `RequestError` where a number does not lie below its bound, each with its name."""
-    for name, value, bound_name, bound in pairs:
-        if not value < bound:
-            raise RequestError(
-                f"The environment disagrees with itself: {name} is {value}, but {bound_name} is {bound}; "
-                f"set both on every rank, or {start}."
-            )
 
 
 def _hashed(text: str) -> str:

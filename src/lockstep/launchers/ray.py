@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -129,20 +129,14 @@ def _on_loopback() -> Iterator[None]:
 
 def _check_address(address: str) -> None:
     """Raise where nothing listens at RAY_ADDRESS: Ray itself would try for minutes."""
-    if address in ("", "auto", "local"):
-        return
     host, _, port = address.rpartition(":")
-    if "://" in address or not port.isdecimal():
-        raise RequestError(
-            f"RAY_ADDRESS is {address}; --launcher ray is started on a node of the cluster, as lockstep itself or by "
-            "ray job submit, and takes HOST:PORT or auto there."
-        )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
-    except OSError as error:
+        if address not in ("", "auto", "local"):
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+    except (OSError, ValueError) as error:
         raise RequestError(
-            f"RAY_ADDRESS is {address}, and no Ray cluster answers there ({error.strerror or error}); "
-            "start one with ray start --head, or unset RAY_ADDRESS."
+            f"RAY_ADDRESS is {address}, and no Ray cluster answers there ({error}); give HOST:PORT or auto on a node "
+            "of the cluster, start one with ray start --head, or unset RAY_ADDRESS."
         ) from error
 
 
@@ -268,22 +262,19 @@ class _Nodes:
         values: dict[int, bytes] = {}
         causes: list[Failure] = []
         since_s = time.monotonic()
-        while waiting and not causes:
+        while waiting:
             self._look(waiting, values, causes)
-            since_s = since_s if values else time.monotonic()
-            if time.monotonic() - since_s > self._parallel.stall_timeout + 2 * GRACE_S:
-                causes += self._lost(waiting, "did not end within --stall-timeout after the other nodes were done")
-        since_s = time.monotonic()
-        while waiting and causes:
+            if not causes:
+                since_s = time.monotonic()
+            # Others are heard a moment longer after the first failure: the loudest is not always the first.
             is_stop = all(cause.kind == Stopped.__name__ for cause in causes)
             if time.monotonic() - since_s > (_LEAVE_S if is_stop else _LISTEN_S):
                 break
-            self._look(waiting, values, causes)
         if not causes:
             return value_of(values[0])
         cause = first_cause(causes)
         if cause.is_echo and (lost := self._silent(waiting)):
-            (cause,) = self._lost(lost, "died, or its node was lost")
+            cause = self._lost(lost, "died, or its node was lost")
         raise cause.error()
 
     def _places(self, node: int) -> list[Topology]:
@@ -301,18 +292,19 @@ class _Nodes:
         ]
 
     def _where(self) -> list[tuple[str, str, int]]:
-        """Return each node's address, name and a free port there; a second signal ends the wait for them."""
+        """Return each node's address, name and a free port there."""
         import ray
         from ray.exceptions import RayError
 
-        limit_s = self._parallel.timeout
-        deadline, asked = time.monotonic() + limit_s, [self._control(actor, "where") for actor in self._actors]
+        asked, found = [self._control(actor, "where") for actor in self._actors], []
+        deadline = time.monotonic() + self._parallel.timeout
         try:
-            while len(ray.wait(asked, num_returns=len(asked), timeout=_LOOK_S)[0]) < len(asked):
+            while not found:
                 self._check_insisted()
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(f"no answer within --timeout {limit_s:g} s")
-            found = list(ray.get(asked))
+                with contextlib.suppress(ray.exceptions.GetTimeoutError):
+                    found = ray.get(asked, timeout=_LOOK_S)
+                if not found and time.monotonic() >= deadline:
+                    raise TimeoutError("no answer within --timeout")
         except (RayError, TimeoutError) as error:
             raise RequestError(
                 f"--launcher ray: the ranks' actors did not start ({_brief(error)}); every node needs lockstep-torch "
@@ -339,7 +331,7 @@ class _Nodes:
             try:
                 ended = ray.get(each)
             except RayError as error:
-                causes += self._lost({each: node}, f"died ({_brief(error)})")
+                causes.append(self._lost([node], f"died ({_brief(error)})"))
                 continue
             if isinstance(ended, Failure):
                 causes.append(ended)
@@ -355,24 +347,23 @@ class _Nodes:
             for number, data in ray.get(self._control(self._actors[0], "read"), timeout=_ANSWER_S):
                 _write(sys.stdout if number == 1 else sys.stderr, data)
 
-    def _lost(self, nodes: Mapping[Any, int], how: str) -> list[Failure]:
+    def _lost(self, nodes: Sequence[int], how: str) -> Failure:
         """Return the failure of all ranks of these nodes."""
-        ranks = [place.rank for node in sorted(nodes.values()) for place in self._places(node)]
-        who, where = ranks_in_short(ranks), ", ".join(self._names[node] for node in sorted(nodes.values()))
-        return [Failure(ranks[0], "", f"{who[0].upper()}{who[1:]} on node {where} {how}; {self._again}.", "")]
+        ranks = [place.rank for node in nodes for place in self._places(node)]
+        who, where = ranks_in_short(ranks), ", ".join(self._names[node] for node in nodes)
+        return Failure(ranks[0], "", f"{who[0].upper()}{who[1:]} on node {where} {how}; {self._again}.", "")
 
-    def _silent(self, waiting: Mapping[Any, int]) -> dict[Any, int]:
+    def _silent(self, waiting: Mapping[Any, int]) -> list[int]:
         """Return those nodes whose actors do not answer any more, which Ray tells late where a node is lost."""
         import ray
         from ray.exceptions import RayError
 
-        asked = {self._control(self._actors[node], "where"): (each, node) for each, node in waiting.items()}
-        answered = ray.wait([*asked], num_returns=len(asked), timeout=_ANSWER_S)[0] if asked else []
-        for each in answered:
+        asked = {self._control(self._actors[node], "where"): node for node in waiting.values()}
+        for each in ray.wait([*asked], num_returns=len(asked), timeout=_ANSWER_S)[0] if asked else ():
             with contextlib.suppress(RayError):
                 ray.get(each)
                 del asked[each]
-        return dict(asked.values())
+        return sorted(asked.values())
 
     def _check_insisted(self) -> None:
         if self._interrupts.insisted:
