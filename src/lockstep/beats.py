@@ -6,11 +6,11 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 from . import bounded
+from .keys import Keys
 
 _READ_AT_ONCE = 16
 """Ranks whose beats each rank reads at every beat; where there are more, it reads them less often."""
@@ -19,25 +19,6 @@ _MET = "the roll call"  # the phase of a rank that has said nothing since
 _SOON_S = 0.5  # for a store to answer, whose server may be what was stopped
 _LAST_BEATS = 3  # for living ranks to hear the sentence
 _LOOK_S = 0.02
-
-
-class Keys(Protocol):
-    """What is asked of a store; each call may raise RuntimeError (see `launchers.stores`)."""
-
-    def read(self, key: str) -> str:
-        """Return a key's text; "" where it is not there."""
-
-    def read_all(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts of keys that are there."""
-
-    def write(self, key: str, text: str) -> None:
-        """Set a key."""
-
-    def put(self, key: str, text: str) -> str:
-        """Set a key that is not there; return what it has then."""
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,16 @@ _RUNNERS = (_PACKAGE, runpy.__file__, "<frozen runpy>")
 """Whose frames may come before the first one of a script, or of a function of the user's."""
 _EXCHANGES = tuple(
     str(Path(__file__).with_name(name))
-    for name in ("world.py", "shared_memory.py", "nn", "gradients.py", "sessions.py", "watch.py", "beats.py", "pulse.py")
+    for name in (
+        "world.py",
+        "shared_memory.py",
+        "nn",
+        "gradients.py",
+        "sessions.py",
+        "watch.py",
+        "beats.py",
+        "pulse.py",
+    )
 )
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -43,7 +52,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 # begins with a place in its own sources.
 _NETWORK_CLASSES = frozenset({"DistNetworkError", "DistBackendError", "DistStoreError", "PeerLostError"})
 _GLOO = re.compile(r"\bgloo/\S+:\d+\]")
-_WAITED = re.compile(r"(?:after|waiting|ran for) (?P<ms>\d+) ?(ms|milliseconds)")
+_WAITED = re.compile(r"(?:after|waiting|ran for) \d+ ?(ms|milliseconds)")
 _LOST = re.compile(
     r"Connection (was likely )?(closed|reset|refused)( by peer)?|Broken pipe|Socket closed|[Tt]imed out|"
     r"Socket Timeout|Connect timeout|wait timeout|remote process exited|network error|NCCL communicator was aborted"
@@ -175,11 +184,6 @@ def is_echo(error: BaseException) -> bool:
 def _loss(error: BaseException, rank: int, again: str) -> str:
     """Return the sentence of a rank that another one left alone."""
     text = _first_words(error)
-    if waited := _WAITED.search(text):
-        return (
-            f"Rank {rank} waited {int(waited['ms']) / 1000:.4g} s (--stall-timeout) in a collective for another rank, "
-            f"which hangs, was stopped or is cut off: end the ranks that are left, and {again}."
-        )
     found, where = _LOST.search(text), _ADDRESS.search(text)
     how = (found[0] if found else "") + (f" at {where['host']}" if where else "")
     return (

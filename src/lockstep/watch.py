@@ -26,9 +26,10 @@ from pathlib import Path
 from types import FrameType
 
 from . import bounded, stacks
-from .beats import Beat, Beats, Keys, Seen
+from .beats import Beat, Beats, Seen
 from .errors import RunError, ranks_in_short
 from .failures import Failure, is_machinery
+from .keys import Keys
 from .pulse import SETUP, Pulse
 
 _COMPILATION = "compilation"
@@ -45,6 +46,7 @@ MISSED_BEATS = 3
 """So many of a living rank's beats may come late."""
 _LEAVE_S = 2.0
 _LOOK_S = 1.0
+_HURRY_S = 0.05
 _DEAD_S = 3.0  # for which nothing has moved, before it is asked whether somebody has died: as a rule an error says so
 _ASK = 0.75
 """Share of --stall-timeout after which data workers are asked where they are, which a signal does."""
@@ -80,11 +82,11 @@ class Watch:
         self._main = threading.main_thread().ident
         # By beats that are not old: since the last but two, a rank may have gone on.
         self._crossed_s = min(stall_timeout_s, max(_CROSSED_S, 2 * MISSED_BEATS * beat_s))
-        self._closed, self._hurried = threading.Event(), False
+        self._closed, self._hurried, self._told = threading.Event(), False, ""
         self._speaks = threading.Lock()  # taken once, by who says why this process ends
         self._idle_s = 0.0
         self._beats = Beats(opens, self._own, rank=rank, size=len(nodes), server=server, beat_s=beat_s)
-        self.seen, self.sentence = self._beats.seen, self._beats.sentence
+        self.seen = self._beats.seen
         self._threads = [
             bounded.Call(target, f"watch-{name}") for name, target in (("beats", self._exchange), ("look", self._look))
         ]
@@ -98,9 +100,15 @@ class Watch:
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
 
-    def hurry(self) -> None:
-        """Read all ranks' beats each time from now on: one of them was lost."""
-        self._hurried = True
+    def lost(self, limit_s: float, gives_up: Callable[[], bool]) -> str:
+        """Return the sentence about a rank that was lost, of which an error here is an echo, after `give_way`.
+
+        "" where none is found within `limit_s` seconds, or before `gives_up()`.
+        """
+        self._hurried, until_s = True, time.monotonic() + limit_s
+        while not self._told and not gives_up() and time.monotonic() < until_s:
+            time.sleep(_HURRY_S)
+        return self._told or self._beats.sentence()
 
     def give_way(self) -> None:
         """Leave it to the caller to say why this process ends; where the watch is about to, do not return."""
@@ -111,14 +119,24 @@ class Watch:
         self._beats.let_others_hear(rank for rank, each in self.seen().items() if each.silent_s <= self._silence_s)
 
     def _exchange(self) -> None:
-        while not self._closed.wait(self.beat_s):
+        while not self._closed.wait(min(self.beat_s, _HURRY_S) if self._hurried else self.beat_s):
             told = self._beats.exchange(urgent=self._hurried or self._may_be_stuck)
             # NCCL's collectives wait for a rank that is dead, as one does that reads a long batch.
             waits = self._pulse.phase and self._idle_s > _DEAD_S and not _in_debugger(self._main)
-            if not told and waits and (dead := self._dead()):
-                told = self._beats.agree(obituary(dead, self.seen()))
+            if not told and (self._hurried or waits):
+                told = self._found_lost()
             if told:
+                self._told = told
                 self._end(told)
+
+    def _found_lost(self) -> str:
+        """Return the sentence about a rank that has died, or, where an error says that one was lost, is silent."""
+        seen, silence_s = self.seen(), MISSED_BEATS * self.beat_s
+        if dead := self._dead():
+            return self._beats.agree(obituary(dead, seen))
+        if self._hurried and any(each.silent_s > silence_s for each in seen.values()):
+            return self._beats.agree(explain(seen, self._nodes, silence_s))
+        return ""
 
     def _look(self) -> None:
         count, looked_s = self._pulse.count, time.monotonic()
@@ -206,14 +224,14 @@ def explain(seen: dict[int, Seen], nodes: Sequence[str], silence_s: float) -> st
         first = min(seen)
         other = next(rank for rank in sorted(seen) if _call(seen[rank]) != _call(seen[first]))
         return (
-            f"Rank {first} waits in {whereabouts(seen[first])} and rank {other} in {whereabouts(seen[other])}, each "
+            f"Rank {first} waits in {_whereabouts(seen[first])} and rank {other} in {_whereabouts(seen[other])}, each "
             "for the other: every rank has to call the same collectives, in the same order and as often"
         )
     fewest = min(map(_entered, seen.values()))
     behind = silent or {rank: each for rank, each in seen.items() if _entered(each) == fewest}
     waiting = {rank: each for rank, each in seen.items() if rank not in behind and each.beat.phase not in _AT_WORK}
     who = ranks_in_short(behind)
-    where = whereabouts(next(iter(behind.values())))
+    where = _whereabouts(next(iter(behind.values())))
     at = f" ({_hosts(behind, nodes)})" if len(set(nodes)) > 1 else ""
     # A process that was stopped or killed, or whose host is cut off, all look alike from here.
     how = "was stopped, died or was cut off" if silent else "stopped"
@@ -221,7 +239,7 @@ def explain(seen: dict[int, Seen], nodes: Sequence[str], silence_s: float) -> st
     waits = "" if silent else "; give more --stall-timeout where it was only slow"
     if waiting:
         verb = "waits" if len(waiting) == 1 else "wait"
-        waits = f"; {ranks_in_short(waiting)} {verb} in {waits_in(next(iter(waiting.values())))}{waits}"
+        waits = f"; {ranks_in_short(waiting)} {verb} in {_waits_in(next(iter(waiting.values())))}{waits}"
     heard = ", last heard of" if silent else ""
     return f"{who[0].upper()}{who[1:]}{at} {how} {idle_s:.0f} s ago{heard} in {where}{waits}"
 
@@ -234,22 +252,19 @@ def _entered(seen: Seen) -> tuple[int, bool]:
 def obituary(dead: Mapping[int, str], seen: dict[int, Seen]) -> str:
     """Return one sentence about a rank that has died, the first of `dead`: processes in words by their rank."""
     rank, who = min(dead.items())
-    return f"Rank {rank} ({who}) died{last_heard(rank, seen)}: its own message, if it could leave one, says why"
+    is_heard = rank in seen and seen[rank].beat.number > 0  # since the ranks met
+    heard = f", last heard of in {_whereabouts(seen[rank])}" if is_heard else ""
+    return f"Rank {rank} ({who}) died{heard}: its own message, if it could leave one, says why"
 
 
-def last_heard(rank: int, seen: dict[int, Seen]) -> str:
-    """Return ", last heard of in …"; "" where nothing was heard of the rank since the ranks met."""
-    return f", last heard of in {whereabouts(seen[rank])}" if rank in seen and seen[rank].beat.number > 0 else ""
-
-
-def whereabouts(seen: Seen) -> str:
+def _whereabouts(seen: Seen) -> str:
     """Return where a rank was when it was last heard of: what it did, at which line, at which step."""
     beat = seen.beat
     place = f" at {beat.place}" if beat.place else ""
     return f"{_WORDS.get(beat.phase, beat.phase)}{place} (step {beat.step})"
 
 
-def waits_in(seen: Seen) -> str:
+def _waits_in(seen: Seen) -> str:
     """Return the collective in which a rank waits for another one, and the step."""
     beat = seen.beat
     # These compute, or wait for an all-reduce that is part of them or, on a GPU, for the numbers that one before them

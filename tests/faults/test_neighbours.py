@@ -12,9 +12,8 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from lockstep.keys import SECRET, Keys
 from lockstep.launchers import stores
-from lockstep.launchers.stores import SECRET as VARIABLE
-from lockstep.launchers.stores import Keys
 
 from ..command import GATED, OPEN, at, command, end, gate, losses, processes, ranks_of, start, weights
 from ..ports import free_port
@@ -101,9 +100,9 @@ def test_a_rank_with_another_secret_is_told_why_it_is_alone(tmp_path: Path) -> N
     meets = ("--launcher", "manual", "--init-method", f"tcp://127.0.0.1:{free_port()}", "--world-size", 2)
     words = ("train", "digits", "--accelerator", "cpu", "--strategy", "ddp", "--timeout", 5, "--output", "run", *meets)
     gate(tmp_path, OPEN)
-    with start(tmp_path, *words, "--rank", 1, **{VARIABLE: "another"}) as other:
-        first = command(tmp_path, *words, "--rank", 0, **{VARIABLE: "one"})
+    with start(tmp_path, *words, "--rank", 1, **{SECRET: "another"}) as other:
+        first = command(tmp_path, *words, "--rank", 0, **{SECRET: "one"})
         ended = end(other)
     for each in (first, ended):
         assert each.code == 2
-        assert f"give all of them the same {VARIABLE}" in each.err
+        assert f"give all of them the same {SECRET}" in each.err

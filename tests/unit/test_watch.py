@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import FileStore, TCPStore
 from lockstep import bounded, watch
 from lockstep.beats import Beat, Beats, Seen
 from lockstep.failures import Failure
-from lockstep.launchers.stores import Keys
+from lockstep.keys import Keys
 from lockstep.pulse import Pulse
 from lockstep.watch import Watch, explain
 

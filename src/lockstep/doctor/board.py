@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import RunError
 from ..failures import RankLostError
-from ..launchers.stores import Keys
+from ..keys import Keys
 from .finding import RED, Finding, found
 
 if TYPE_CHECKING:

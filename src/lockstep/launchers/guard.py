@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,14 +17,14 @@ from .. import bounded, failures, said, stacks
 from ..config import RunConfig
 from ..errors import RunError
 from ..failures import Failure, RankLostError
+from ..keys import Keys
 from ..pulse import Pulse
-from ..watch import MISSED_BEATS, Watch, last_heard, waits_in
-from .rollcall import Claim, Peers, server_lost
-from .stores import PREFIX, Keys
+from ..watch import MISSED_BEATS, Watch
+from .rollcall import Peers, server_lost
+from .stores import PREFIX
 
 _BEATS_S = (0.1, 1.0)
 _BEATS_IN_MEMORY_S = (0.1, 10.0)  # each of which makes it fuller
-_LOOK_S = 0.05
 _FLUSH_S = 0.5
 _WRITE_S = 2.0
 _FIND_S = 5.0  # for the rank to be found that was lost
@@ -108,37 +107,17 @@ def _ends(
 
 
 def lost(error: BaseException, config: RunConfig, peers: Peers, pulse: Pulse, watch: Watch) -> RankLostError | None:
-    """Return the error that names the rank which `error` is an echo of; None if it is none, or nobody is found.
-
-    A process of this host is seen to have ended; one of another host is missed by its beats.
-    """
+    """Return the error that names the rank which `error` is an echo of; None if it is none, or nobody is found."""
     if not isinstance(error, Exception) or not failures.is_echo(error):
         return None
-    if sentence := watch.sentence():
-        return RankLostError(f"{sentence}; {_again(config, pulse)}.")
-    watch.hurry()
-    deadline = time.monotonic() + min((MISSED_BEATS + 1) * watch.beat_s, _FIND_S)
-    while not (gone := peers.dead() or _silent(peers, watch)):
-        if peers.has_one_left() or time.monotonic() > deadline:
-            return None
-        time.sleep(_LOOK_S)
-    seen, rank = watch.seen(), peers.mine.rank
-    claim = gone[0]
-    where = last_heard(claim.rank, seen)
-    return RankLostError(
-        f"Rank {claim.rank} ({claim.who}) died or was cut off{where}, and rank {rank} waited for it in "
-        f"{waits_in(seen[rank])}: its own message, if it could leave one, says why; {_again(config, pulse)}."
-    )
+    # A process of this host is seen to have ended; one of another host is missed by its beats.
+    sentence = watch.lost(min((MISSED_BEATS + 1) * watch.beat_s, _FIND_S), peers.has_one_left)
+    return RankLostError(f"{sentence}; {_again(config, pulse)}.") if sentence else None
 
 
 def _again(config: RunConfig, pulse: Pulse) -> str:
     has_folder = pulse.folder is not None or config.record.output is not None
     return failures.again(config, has_folder=has_folder)
-
-
-def _silent(peers: Peers, watch: Watch) -> list[Claim]:
-    silent = [rank for rank, each in watch.seen().items() if each.silent_s > MISSED_BEATS * watch.beat_s]
-    return [claim for claim in peers.claims if claim.rank in silent]
 
 
 def _keep(watch: Watch, told: Failure, claims: Sequence[Claim], folder: Path) -> None:

@@ -169,15 +169,15 @@ def _check_agrees(asked: ParallelConfig, place: Place) -> None:
     # One process that drives several devices is one rank; and what the environment does not say, the roll call finds.
     devices = asked.devices if place.knows_node and kind(asked.strategy).process_per_device else None
     nodes = asked.nodes if place.knows_node and asked.nodes > 1 else None
-    for flag, wanted, told in (
+    for flag, wanted, has in (
         ("--world-size", asked.world_size, found.size),
         ("--rank", asked.rank, found.rank),
         ("--devices", devices, found.local_size),
         ("--nodes", nodes, found.nodes),
     ):
-        if wanted is not None and wanted != told:
+        if wanted is not None and wanted != has:
             raise RequestError(
-                f"{flag} {wanted} disagrees with the environment, where {place.names[flag]} is {told}; "
+                f"{flag} {wanted} disagrees with the environment, where {place.names[flag]} is {has}; "
                 f"drop {flag}, or start the ranks with the same number."
             )
 

@@ -47,12 +47,13 @@ from .._torch import plain_rendezvous
 from ..config import RunConfig
 from ..errors import RequestError, RunError, Stopped
 from ..failures import Failure
+from ..keys import Keys, Unanswered
 from ..notes import FOLDER
 from ..options import flatten_common
 from ..topology import Topology
 from . import hosts, stores
 from .devices import Entry, host_and_port, processes
-from .stores import PREFIX, Keys, Unanswered
+from .stores import PREFIX
 from .supervisor import Door, Supervisor, packed, say, value_of
 from .variables import having, unset
 

@@ -29,11 +29,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .. import hardware
 from ..errors import AbsentError, RequestError, ranks_in_short
 from ..failures import RankLostError
+from ..keys import Keys
 from ..topology import Topology
 from ..versions import version_of
 from . import hosts
 from .devices import of_rank
-from .stores import Keys, Meeting
+from .stores import Meeting
 
 if TYPE_CHECKING:
     from .._torch import Store
