@@ -6,8 +6,8 @@ claims, or what is wrong with them. Whoever finds a fault, such as a rank that i
 the verdict itself, so that all fail with one sentence. A rank makes a handful of requests, and looks for the verdict a
 few times a second.
 
-Where an agent keeps the store, an earlier start's call may lie there: nobody of that start answers any more, so that
-who waits there hears the next call, and answers it.
+Where an agent keeps the store, an earlier start's call may lie there: who comes finds its verdict given, or hears none,
+and waits for the next call.
 """
 
 from __future__ import annotations
@@ -171,7 +171,11 @@ def take(meeting: Meeting, mine: Claim, timeout_s: float) -> Peers:
         raise
     except KeyboardInterrupt:
         with contextlib.suppress(RequestError, RuntimeError):
-            call.refuse(f"rank {mine.rank} ({mine.who}) was stopped while it waited for the others", absent=True)
+            who = f"rank {mine.rank} ({mine.who})"
+            call.refuse(
+                f"{meeting.where}: {who} was stopped while it waited for the others; start all ranks again.",
+                absent=True,
+            )
         call.let_others_hear()
         raise
     except RuntimeError as error:  # the store's own: its server has gone
@@ -187,7 +191,7 @@ class _Call:
     def __init__(self, meeting: Meeting, mine: Claim, timeout_s: float) -> None:
         self._meeting, self._keys, self._mine, self._timeout_s = meeting, meeting.keys, mine, timeout_s
         self._lead: Claim | None = mine if mine.rank == 0 else None
-        self._conflict = ""
+        self._call = self._conflict = ""
 
     def verdict(self) -> tuple[Claim, ...]:
         """Return all claims once rank 0 has found them right; raise what any rank has found."""
@@ -243,7 +247,7 @@ class _Call:
         if "fault" in found:
             raise (AbsentError if found["absent"] else RequestError)(found["fault"])
         claims = tuple(map(Claim.of, found["claims"]))
-        return claims if any(claim.nonce == self._mine.nonce for claim in claims) else ()  # of an earlier start
+        return claims if any(claim.nonce == self._mine.nonce for claim in claims) else ()
 
     def _judge(self) -> None:
         """Give the verdict on the ranks, once all are there."""
@@ -262,11 +266,12 @@ class _Call:
 
     def _answer(self) -> None:
         """Answer rank 0's call, if it is a new one."""
-        text = self._keys.read("call")
-        lead = Claim.of(json.loads(text)) if text else None
-        if lead is None or (self._lead is not None and lead.nonce == self._lead.nonce):
+        text, mine, where = self._keys.read("call"), self._mine, self._meeting.where
+        if not text or text == self._call:
             return
-        mine, where = self._mine, self._meeting.where
+        self._call, lead = text, Claim.of(json.loads(text))
+        if self._meeting.outlives and self._keys.read(f"verdict/{lead.nonce}"):
+            return  # of an earlier start
         self._lead, self._conflict = lead, ""
         if lead.size != mine.size:
             self._conflict = (
