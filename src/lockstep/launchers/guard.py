@@ -7,21 +7,18 @@ import dataclasses
 import functools
 import multiprocessing
 import os
-import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .. import bounded, failures, said, stacks
 from ..config import RunConfig
 from ..errors import RunError
 from ..failures import Failure, RankLostError
-from ..keys import Keys
 from ..pulse import Pulse
 from ..watch import MISSED_BEATS, Watch
 from .rollcall import Peers, server_lost
-from .stores import PREFIX
 
 _BEATS_S = (0.1, 1.0)
 _BEATS_IN_MEMORY_S = (0.1, 10.0)  # each of which makes it fuller
@@ -46,40 +43,19 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
             server=peers.server,
             stall_timeout_s=stall_s,
             beat_s=min(max(stall_s / 10, least_s), most_s),
-            ends=_ends(config, pulse, peers.claims, tell),
+            ends=_ends(config, pulse, peers.claims, tell) if mine.size > 1 or _is_ours() else lambda watch, failure: None,
             dead=lambda: {claim.rank: claim.who for claim in peers.dead()},
         )
     except RuntimeError as error:  # the store's own: its server has gone
         raise server_lost(peers.meeting, mine.rank) from error
 
 
-@contextlib.contextmanager
-def watched_alone(config: RunConfig, pulse: Pulse, tell: Callable[[Failure], None]) -> Iterator[None]:
-    """Watch over the one rank of a world of one while the block runs; `tell` is as in `watch`."""
-    # An interactive session's process is the user's, who sees that nothing moves; so is that of other threads.
-    if hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    from .._torch import HashStore
+def _is_ours() -> bool:
+    """Whether a process that is alone may be ended where nothing moves.
 
-    stall_s = config.parallel.stall_timeout
-    watch = Watch(
-        pulse,
-        lambda: Keys(HashStore(), PREFIX),
-        rank=0,
-        nodes=[socket.gethostname()],
-        server=None,
-        stall_timeout_s=stall_s,
-        beat_s=min(max(stall_s / 10, _BEATS_S[0]), _BEATS_S[1]),
-        ends=_ends(config, pulse, (), tell),
-    )
-    try:
-        yield
-    except BaseException:
-        watch.give_way()
-        raise
-    finally:
-        watch.close()
+    An interactive session's is the user's, who sees that; so is that of other threads.
+    """
+    return not hasattr(sys, "ps1") and threading.current_thread() is threading.main_thread()
 
 
 def _ends(

@@ -27,6 +27,7 @@ from ..failures import Failure
 from ..files import write_whole
 from ..kinds import kind
 from ..printable import told
+from ..topology import Topology
 from . import environments, hosts, rank, stores
 from .devices import gpu_ids, host_and_port, meets_by_url
 from .environments import Place
@@ -40,12 +41,13 @@ _ECHO_WAITS_S = 1.5
 def seat(planned: LaunchPlan, env: Mapping[str, str]) -> Iterator[rank.Seat]:
     """Be the rank that the plan makes of this process while the block runs (*collective*)."""
     config = planned.config
-    if planned.launcher == "inline":
-        with rank.teller() as tell, rank.accounted(0, config), rank.alone(config, env, tell=tell) as seat:
-            yield seat
-        return
+    is_alone = planned.launcher == "inline"
     place = environments.read(env) if planned.launcher == "environment" else None
-    index, size = _by_hand(config.parallel, env) if place is None else (place.topology.rank, place.topology.size)
+    known = Topology() if is_alone else place.topology if place is not None and place.knows_node else None
+    if place is not None:
+        index, size = place.topology.rank, place.topology.size
+    else:
+        index, size = (0, 1) if is_alone else _by_hand(config.parallel, env)
 
     def leave_word(failure: Failure) -> None:
         if place is not None and place.error_file is not None:
@@ -57,13 +59,14 @@ def seat(planned: LaunchPlan, env: Mapping[str, str]) -> Iterator[rank.Seat]:
             say(failure)
             leave_word(failure)
 
-        if place is None:
+        if is_alone:
+            opens = stores.alone
+        elif place is None:
             opens = _door(config.parallel, index, size, env)
         else:
             _check_agrees(config.parallel, place)
             _check_node(config.parallel, place, env)
             opens = _door_of(place, config.parallel.timeout, env)
-        known = place.topology if place is not None and place.knows_node else None
         with rank.met(config, env, opens, index=index, size=size, known=known, tell=tell) as seat:
             yield seat
 

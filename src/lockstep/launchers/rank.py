@@ -76,25 +76,6 @@ class Seat:
 
 
 @contextlib.contextmanager
-def alone(config: RunConfig, env: Mapping[str, str], *, tell: Tell) -> Iterator[Seat]:
-    """Be the one rank of a world of one while the block runs."""
-
-    @contextlib.contextmanager
-    def world() -> Iterator[World]:
-        from ..world import World
-
-        pulse = Pulse()
-        with guard.watched_alone(config, pulse, tell):
-            yield World(Topology(), device, pulse=pulse)
-
-    with having(variables(config)):
-        device = take_device(config, env, Topology())
-        from .._torch import HashStore
-
-        yield Seat(Topology(), device, HashStore(), world)
-
-
-@contextlib.contextmanager
 def met(
     config: RunConfig,
     env: Mapping[str, str],
@@ -129,7 +110,8 @@ def met(
     with contextlib.ExitStack() as kept:
         try:
             _check_node(config, topology)
-            kept.enter_context(having(_bound_to(rollcall.interface(came, mine)) | variables(config)))
+            bound_to = _bound_to(rollcall.interface(came, mine)) if size > 1 else {}
+            kept.enter_context(having(bound_to | variables(config)))
             device = take_device(config, env, topology, sharing=rollcall.sharing(came, mine))
             kept.callback(stacks.answer())
             pulse = Pulse()
@@ -160,6 +142,9 @@ def _world(
     from ..world import World
 
     parallel = config.parallel
+    if topology.size == 1:
+        yield World(topology, device, pulse=pulse)
+        return
     try:
         with pulse.during("forming the process group"):  # where a store may be waited for that answers no more
             world = World.join(

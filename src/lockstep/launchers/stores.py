@@ -114,6 +114,14 @@ def memory() -> Iterator[Path]:
             yield Path(folder) / "meeting"
 
 
+def alone() -> Meeting:
+    """Open the store of a world of one."""
+    from .._torch import HashStore
+
+    store = HashStore()
+    return Meeting(store, Keys(store, PREFIX), "this process", outlives=True)
+
+
 def in_memory(path: Path, notes: Notes | None = None) -> Meeting:
     """Open the store in a file of `memory()`."""
     import_torch()
