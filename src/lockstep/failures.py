@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 import runpy
-import signal
 import sysconfig
 import time
 import traceback
@@ -59,8 +58,8 @@ _LOST = re.compile(
 )
 _ADDRESS = re.compile(r"\[(?P<host>[\w.:]+)\]:\d+")
 _WORKER = re.compile(
-    r"DataLoader worker \(pid(\(s\))? (?P<who>[\d, ]+)\) (is killed by signal: (?P<signal>[^.]+)|exited unexpectedly"
-    r"( with exit code (?P<code>\d+))?)"
+    r"DataLoader worker \((pid(?:\(s\))? [\d, ]+)\) ((?:is killed by signal: [^.]+|exited unexpectedly)"
+    r"(?: with exit code \d+)?)"
 )
 WORKER_HINT = (
     "if the host ran out of memory, use fewer --workers; with --workers 0 the rank reads by itself, and says more"
@@ -193,17 +192,11 @@ def _loss(error: BaseException, rank: int, again: str) -> str:
 
 
 def _worker_death(found: re.Match[str], rank: int, again: str) -> str:
-    how, hint = "ended", WORKER_HINT
-    if found["signal"]:
-        names = {signal.strsignal(number): number.name for number in signal.Signals}
-        how = f"was killed by {names.get(found['signal'].strip(), found['signal'])}"
-        if names.get(found["signal"].strip()) == signal.SIGBUS.name:
-            hint = "/dev/shm is full: give a container more of it (docker run --shm-size), or use fewer --workers"
-    elif found["code"]:
-        how = f"ended with exit code {found['code']}"
-    who = found["who"].strip()
-    what = f"data workers (processes {who})" if "," in who else f"a data worker (process {who})"
-    return f"Rank {rank}: {what} {how}: {hint}; {again}."
+    hint = WORKER_HINT
+    if "Bus error" in found[2]:
+        hint = "/dev/shm is full: give a container more of it (docker run --shm-size), or use fewer --workers"
+    how = found[2].replace("is killed by signal: Killed", "was killed by SIGKILL").replace("exited", "ended")
+    return f"Rank {rank}: a data worker ({found[1]}) {how}: {hint}; {again}."
 
 
 def _first_words(error: BaseException) -> str:
