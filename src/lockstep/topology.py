@@ -28,6 +28,14 @@ class Topology:
         assert 0 <= self.local_rank < self.local_size <= self.size, (self.local_rank, self.local_size, self.size)
         assert 0 <= self.node < self.nodes, (self.node, self.nodes)
 
+    @classmethod
+    def of_node(cls, here: int, *, first: int = 0, size: int = 0, node: int = 0, nodes: int = 1) -> list[Topology]:
+        """Return the places of a node's ranks, of which there are `here`, from rank `first` on; by default all."""
+        return [
+            cls(rank=first + at, size=size or here, local_rank=at, local_size=here, node=node, nodes=nodes)
+            for at in range(here)
+        ]
+
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that writes."""

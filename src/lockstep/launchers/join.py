@@ -89,24 +89,18 @@ def _by_hand(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[int, int
     Within an array job they are the job's place in its array, once --init-method says where to meet: by itself an
     array may as well be so many runs.
     """
-    told: dict[str, int | None] = {
-        name: environments.whole(env.get(name, "")) if not meets_by_url(parallel) else None
-        for name in ("RANK", "WORLD_SIZE")
-    }
-    if meets_by_url(parallel) and None in (parallel.rank, parallel.world_size):
-        array = environments.of_array(env)
-        told = {"RANK": array[0], "WORLD_SIZE": array[1]} if array else told
-        for flag, given, by_array in (
-            ("--rank", parallel.rank, "RANK"),
-            ("--world-size", parallel.world_size, "WORLD_SIZE"),
-        ):
-            if array and given not in (None, told[by_array]):
-                raise RequestError(
-                    f"{flag} {given} disagrees with the array job, whose place makes it {told[by_array]}; leave it "
-                    "out, or give both --rank and --world-size."
-                )
-    index = told["RANK"] if parallel.rank is None else parallel.rank
-    size = told["WORLD_SIZE"] if parallel.world_size is None else parallel.world_size
+    index, size = parallel.rank, parallel.world_size
+    if index is None or size is None:
+        by_url = meets_by_url(parallel)
+        array = environments.of_array(env) if by_url else None
+        if array and (index not in (None, array[0]) or size not in (None, array[1])):
+            raise RequestError(
+                f"--rank {index}, --world-size {size}: by its place in the array, this job is rank {array[0]} of "
+                f"{array[1]}; leave both out, or give both."
+            )
+        told = (None, None) if by_url else (environments.whole(env.get(name, "")) for name in ("RANK", "WORLD_SIZE"))
+        by_env, size_by_env = array or told
+        index, size = by_env if index is None else index, size_by_env if size is None else size
     if index is None or size is None:
         raise RequestError(
             f"--launcher manual needs {'--rank' if index is None else '--world-size'}: each rank is started with its "

@@ -230,17 +230,7 @@ class _Agent:
         start = shared.put("start", secrets.token_hex(8))
         self._first, self._fewer_since_s, self._has_asked = (self._state.round, self._state.nodes), 0.0, False
         first, size = sum(sizes[: info.rank]), sum(sizes)
-        places = [
-            Topology(
-                rank=first + index,
-                size=size,
-                local_rank=index,
-                local_size=self._here,
-                node=info.rank,
-                nodes=info.world_size,
-            )
-            for index in range(self._here)
-        ]
+        places = Topology.of_node(self._here, first=first, size=size, node=info.rank, nodes=info.world_size)
         host, port = self._meeting.host, self._meeting.port
         return places, Door(host=host, port=port, secret=self._secret, job=self._job, start=start, served=True), shared
 

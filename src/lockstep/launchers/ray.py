@@ -279,17 +279,7 @@ class _Nodes:
 
     def _places(self, node: int) -> list[Topology]:
         here, nodes = self._here, self._parallel.nodes
-        return [
-            Topology(
-                rank=node * here + local_rank,
-                size=nodes * here,
-                local_rank=local_rank,
-                local_size=here,
-                node=node,
-                nodes=nodes,
-            )
-            for local_rank in range(here)
-        ]
+        return Topology.of_node(here, first=node * here, size=nodes * here, node=node, nodes=nodes)
 
     def _where(self) -> list[tuple[str, str, int]]:
         """Return each node's address, name and a free port there."""

@@ -123,11 +123,10 @@ def launch(entry: Entry, config: RunConfig, env: Any) -> Any | None:
     screen = Screen(stderr=True)
     if screen.is_terminal:  # what happens during the seconds in which ranks import torch; a log needs no such line
         screen.say((f"starting {size} {'process' if size == 1 else 'processes'} …", "dim"))
-    places = [Topology(rank=index, size=size, local_rank=index, local_size=size) for index in range(size)]
     with Supervisor(config) as supervisor:
         while True:
             with stores.memory() as memory:  # a new one, in which no rank that was killed has left half an entry
-                ended = supervisor.run(places, payload, Door(memory=memory))
+                ended = supervisor.run(Topology.of_node(size), payload, Door(memory=memory))
             if not isinstance(ended, Failure):
                 return value_of(ended)
             if not supervisor.starts_again(ended):
