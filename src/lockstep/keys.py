@@ -18,7 +18,7 @@ from . import bounded
 from .printable import told
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class Keys:
         place = self._place(key)
         there, desired = self._sealed(place, expected), self._sealed(place, text)
         for _ in range(_TRIES):
-            found = self._ask(lambda there=there: self.store.compare_set(place, there, desired))  # type: ignore[misc]
+            found = self._ask(lambda there=there: self.store.compare_set(place, there, desired))  # type: ignore[misc, arg-type]
             if (held := self._unsealed(place, found)) or not found:
                 return held
             there = found  # a stranger's: as good as nothing

@@ -84,16 +84,27 @@ class Place:
 
 _TORCHRUN = Program("start with torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
 _SLURM = Program(
-    *("start the ranks with srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
+    "start the ranks with srun",
+    "SLURM_PROCID",
+    ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    ("SLURM_LOCALID",),
     (_TASKS_PER_NODE, "SLURM_TASKS_PER_NODE"),
 )
 _OPEN_MPI = Program(
-    *("start the ranks with mpirun", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
-    *(("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",), "-x {}={}"),
+    "start the ranks with mpirun",
+    "OMPI_COMM_WORLD_RANK",
+    ("OMPI_COMM_WORLD_SIZE",),
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    "-x {}={}",
 )
 _PMI = Program(
-    *("start the ranks with mpirun", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")),
-    *(("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"), "-genv {} {}"),
+    "start the ranks with mpirun",
+    "PMI_RANK",
+    ("PMI_SIZE",),
+    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    "-genv {} {}",
 )
 _PROGRAMS = (_TORCHRUN, _OPEN_MPI, _SLURM, _PMI)
 

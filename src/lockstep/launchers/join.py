@@ -59,11 +59,10 @@ def seat(planned: LaunchPlan, env: Mapping[str, str]) -> Iterator[rank.Seat]:
             say(failure)
             leave_word(failure)
 
-        if is_alone:
-            opens = stores.alone
-        elif place is None:
+        opens: Callable[[], stores.Meeting] = stores.alone
+        if place is None and not is_alone:
             opens = _door(config.parallel, index, size, env)
-        else:
+        elif place is not None:
             _check_agrees(config.parallel, place)
             _check_node(config.parallel, place, env)
             opens = _door_of(place, config.parallel.timeout, env)
@@ -98,7 +97,7 @@ def _by_hand(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[int, int
                 f"--rank {index}, --world-size {size}: by its place in the array, this job is rank {array[0]} of "
                 f"{array[1]}; leave both out, or give both."
             )
-        told = (None, None) if by_url else (environments.whole(env.get(name, "")) for name in ("RANK", "WORLD_SIZE"))
+        told = [None if by_url else environments.whole(env.get(name, "")) for name in ("RANK", "WORLD_SIZE")]
         by_env, size_by_env = array or told
         index, size = by_env if index is None else index, size_by_env if size is None else size
     if index is None or size is None:
