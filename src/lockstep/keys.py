@@ -53,10 +53,9 @@ class Keys:
         """Return those whose names begin with this one."""
         return Keys(self.store, f"{self._prefix}/{name}", self._secret, self._limit_s)
 
-    def clone(self, limit_s: float | None = None) -> Keys:
+    def clone(self) -> Keys:
         """Return the same over a connection of its own: others may wait on theirs."""
-        store = self._ask(self.store.clone)
-        return Keys(store, self._prefix, self._secret, self._limit_s if limit_s is None else limit_s)
+        return Keys(self._ask(self.store.clone), self._prefix, self._secret, self._limit_s)
 
     def read(self, key: str) -> str:
         """Return a key's text; "" where it is not there, or is a stranger's."""

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 _LOOK_S = (0.02, 0.25)  # the first looks are quick: as a rule all come at once
 _HEAR_S = 5.0  # for the others to hear the verdict from a rank 0 that ends with it
 _LEAVE_S = 10.0
-_BEATS_S = 30.0  # for an answer to a beat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +119,7 @@ class Peers:
 
     def beats(self) -> Keys:
         """Return the keys for the beats of these ranks, on a connection of their own. Raises RuntimeError."""
-        return self.keys.under("watch").clone(_BEATS_S)
+        return self.keys.under("watch").clone()
 
     def dead(self) -> list[Claim]:
         """Return those whose process has ended on this host without having left."""
