@@ -180,34 +180,26 @@ def connect(
     import_torch()
     from .._torch import TCPStore
 
-    def attempt() -> Store:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_WAIT)
-
     where, deadline = hosts.url(host, port), time.monotonic() + timeout_s
     addresses = hosts.resolve(host, port, timeout_s)
     address = addresses[0][1][0]
     if apart and hosts.to_itself(addresses):
         raise RequestError(f"{where}: rank 0 is on another host{hosts.misnamed(host, addresses)}.")
-    patient_until = min(deadline, time.monotonic() + _PROBE_S)
-    store: Store | None = None
-    while store is None:
-        if not served:  # an agent's is there: it has started this process
-            address = _await_listener(host, port, addresses, deadline, timeout_s)
-        try:
-            store = bounded.within(max(_RETRY_S, deadline - time.monotonic()), attempt, "store")
-        except bounded.Late as error:
-            raise AbsentError(
-                f"{where}: whoever listens there said nothing within --timeout {timeout_s:g} s; was rank 0 stopped, "
-                "or is another service using the port?"
-            ) from error
-        except RuntimeError as error:
-            # The store of a run that is just ending closes too; the next one may open at the same address.
-            if time.monotonic() >= patient_until:
-                raise (AbsentError if served else RequestError)(
-                    f"{where}: something listens there, but not the store of a rank 0; is another service using the "
-                    "port?"
-                ) from error
-            time.sleep(_RETRY_S)
+    if not served:  # an agent's is there: it has started this process
+        address = _await_listener(host, port, addresses, deadline, timeout_s)
+    left_s = max(_PROBE_S, deadline - time.monotonic())
+
+    def attempt() -> Store:  # torch tries again where the store of a run that is just ending closes
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=left_s))
+
+    try:
+        store = bounded.within(left_s + _PROBE_S, attempt, "store")
+    except RuntimeError as error:
+        raise AbsentError(
+            f"{where}: whoever listens there has not answered as the store of a rank 0 within --timeout {timeout_s:g} "
+            "s; was rank 0 stopped, or is another service using the port?"
+        ) from error
+    store.set_timeout(_WAIT)
     keys = Keys(store, "/".join(filter(None, (PREFIX, job, start))), secret)
     notes = _Kept(Keys(store, f"{PREFIX}/{job}/lasting", secret)) if served else None
     caution = hosts.unreachable(host, address)
