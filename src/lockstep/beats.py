@@ -106,12 +106,6 @@ class Beats:
         }
         return {**others, self._rank: Seen(self._own(self._number), 0.0)}
 
-    def sentence(self) -> str:
-        """Return what a rank of this world has found out and ends with, "" for nothing."""
-        with contextlib.suppress(RuntimeError):
-            return self._keys.read(_SENTENCE) if self._keys is not None else ""
-        return ""
-
     def agree(self, sentence: str) -> str:
         """Return the sentence of the rank that spoke first; this one where it is the first, or the store is silent."""
         with contextlib.suppress(RuntimeError):

@@ -78,7 +78,7 @@ def _streams(file: IO[str] | None) -> Iterator[None]:
     before = sys.stdout, sys.stderr
     flush()
     ours = [None if stream is None else _Stream(stream, file) for stream in before]
-    sys.stdout, sys.stderr = ours  # type: ignore[assignment]
+    sys.stdout, sys.stderr = ours
     try:
         yield
     finally:

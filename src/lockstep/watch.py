@@ -76,7 +76,7 @@ class Watch:
         by their rank, that are seen to have ended before they were done; it may wait for the store.
         """
         self._pulse, self._rank, self._nodes, self.beat_s = pulse, rank, tuple(nodes), beat_s
-        self._stall_s, self._ends, self._dead = stall_timeout_s, ends, dead
+        self._stall_s, self._ends, self._dead, self._server = stall_timeout_s, ends, dead, server
         # A rank that stopped did so before the others began to wait: it has been silent for longer than this.
         self._silence_s = max(stall_timeout_s / 2, MISSED_BEATS * beat_s)
         self._main = threading.main_thread().ident
@@ -108,7 +108,7 @@ class Watch:
         self._hurried, until_s = True, time.monotonic() + limit_s
         while not self._told and not gives_up() and time.monotonic() < until_s:
             time.sleep(_HURRY_S)
-        return self._told or self._beats.sentence()
+        return self._told
 
     def give_way(self) -> None:
         """Leave it to the caller to say why this process ends; where the watch is about to, do not return."""
@@ -120,20 +120,21 @@ class Watch:
 
     def _exchange(self) -> None:
         while not self._closed.wait(min(self.beat_s, _HURRY_S) if self._hurried else self.beat_s):
-            told = self._beats.exchange(urgent=self._hurried or self._may_be_stuck)
+            told = self._found_lost() if self._hurried else ""  # without the store, which may have gone with the rank
+            told = told or self._beats.exchange(urgent=self._hurried or self._may_be_stuck)
             # NCCL's collectives wait for a rank that is dead, as one does that reads a long batch.
             waits = self._pulse.phase and self._idle_s > _DEAD_S and not _in_debugger(self._main)
-            if not told and (self._hurried or waits):
-                told = self._found_lost()
-            if told:
+            if told := told or (self._found_lost() if waits else ""):
                 self._told = told
                 self._end(told)
+                return
 
     def _found_lost(self) -> str:
         """Return the sentence about a rank that has died, or, where an error says that one was lost, is silent."""
         seen, silence_s = self.seen(), MISSED_BEATS * self.beat_s
         if dead := self._dead():
-            return self._beats.agree(obituary(dead, seen))
+            sentence = obituary(dead, seen)
+            return sentence if self._server in dead else self._beats.agree(sentence)
         if self._hurried and any(each.silent_s > silence_s for each in seen.values()):
             return self._beats.agree(explain(seen, self._nodes, silence_s))
         return ""

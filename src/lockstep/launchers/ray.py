@@ -286,7 +286,8 @@ class _Nodes:
         import ray
         from ray.exceptions import RayError
 
-        asked, found = [self._control(actor, "where") for actor in self._actors], []
+        asked = [self._control(actor, "where") for actor in self._actors]
+        found: list[tuple[str, str, int]] = []
         deadline = time.monotonic() + self._parallel.timeout
         try:
             while not found:

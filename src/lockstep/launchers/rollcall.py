@@ -136,6 +136,8 @@ class Peers:
         After a failure nobody is waited for.
         """
         keys, serves = self.keys, self.meeting.hosted
+        if not self.meeting.is_open():
+            return
         with contextlib.suppress(RuntimeError, OSError):
             keys.write(f"left/{self.mine.rank}", "1")
             if clean and serves:
@@ -145,7 +147,7 @@ class Peers:
 
     def _has_left(self, claim: Claim) -> bool:
         with contextlib.suppress(RuntimeError):
-            return self.keys.check([f"left/{claim.rank}"])
+            return self.meeting.is_open() and self.keys.check([f"left/{claim.rank}"])
         return False
 
     @property

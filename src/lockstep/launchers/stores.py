@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import bounded, files
 from ..errors import AbsentError, RequestError
+from ..files import ours
 from ..keys import SECRET, Keys
 from ..notes import Notes
 from . import hosts
@@ -67,6 +68,15 @@ class Meeting:
     """What outlives this start of the ranks."""
     caution: str = ""
     """What may keep others from coming, to end a sentence with."""
+
+    def is_open(self) -> bool:
+        """Return whether somebody still listens at the store; torch prints its own stack where nobody does."""
+        try:
+            if self.port and not self.hosted:
+                socket.create_connection((self.host, self.port), _RETRY_S * 5).close()
+        except OSError:
+            return False
+        return True
 
 
 def import_torch() -> None:
@@ -288,7 +298,7 @@ def _read_place(path: Path) -> dict[str, Any] | None:
 def _write_place(path: Path, place: Mapping[str, Any]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(part, "xb", opener=files.ours) as file:
+        with open(part, "xb", opener=ours) as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(json.dumps(place).encode())
         part.replace(path)

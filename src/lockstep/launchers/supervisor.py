@@ -170,13 +170,13 @@ class Supervisor:
 
         `look` is asked again and again for what else may end them. Raises `RunError` when a second signal came.
         """
-        if self._interrupts.asked:
+        if self._is_asked():
             return self._stop_between()
         self._workers, self._reports, self._has_begun = [], {}, True
         try:
             for place in places:
                 self._workers.append(worker := _start(place, payload, door, dict(self.notes)))
-                if self._interrupts.asked:
+                if self._is_asked():
                     worker.send(signal.SIGTERM)
             return self._watch(look)
         finally:
@@ -217,6 +217,9 @@ class Supervisor:
             yield
         finally:
             self._waits = False
+
+    def _is_asked(self) -> bool:
+        return self._interrupts.asked
 
     def _stop_between(self) -> Failure:
         began = f"while ranks were to start again; {self._again}" if self._has_begun else "before training began"
