@@ -141,9 +141,9 @@ def _world(
     """Join the world over `store`, and leave it at the end of the block (*collective*)."""
     from ..world import World
 
-    parallel = config.parallel
+    parallel, notes = config.parallel, meeting.notes or NoNotes()
     if topology.size == 1:
-        yield World(topology, device, pulse=pulse)
+        yield World(topology, device, pulse=pulse, notes=notes)
         return
     try:
         with pulse.during("forming the process group"):  # where a store may be waited for that answers no more
@@ -154,7 +154,7 @@ def _world(
                 timeout_s=_PATIENCE_S,
                 form_s=parallel.timeout / _DIALS,
                 pulse=pulse,
-                notes=meeting.notes or NoNotes(),
+                notes=notes,
                 collectives=parallel.collectives,
             )
     except RuntimeError as error:
