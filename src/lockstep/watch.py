@@ -119,12 +119,16 @@ class Watch:
         self._beats.let_others_hear(rank for rank, each in self.seen().items() if each.silent_s <= self._silence_s)
 
     def _exchange(self) -> None:
+        sent_s = time.monotonic()
         while not self._closed.wait(min(self.beat_s, _HURRY_S) if self._hurried else self.beat_s):
             told = self._found_lost() if self._hurried else ""  # without the store, which may have gone with the rank
-            told = told or self._beats.exchange(urgent=self._hurried or self._may_be_stuck)
-            # NCCL's collectives wait for a rank that is dead, as one does that reads a long batch.
-            waits = self._pulse.phase and self._idle_s > _DEAD_S and not _in_debugger(self._main)
-            if told := told or (self._found_lost() if waits else ""):
+            if not told and time.monotonic() - sent_s >= 0.9 * self.beat_s:
+                sent_s = time.monotonic()
+                told = self._beats.exchange(urgent=self._hurried or self._may_be_stuck)
+                # NCCL's collectives wait for a rank that is dead, as one does that reads a long batch.
+                waits = self._pulse.phase and self._idle_s > _DEAD_S and not _in_debugger(self._main)
+                told = told or (self._found_lost() if waits else "")
+            if told:
                 self._told = told
                 self._end(told)
                 return
