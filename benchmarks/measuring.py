@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lockstep import RunConfig, World, override, train
 from lockstep.compare import measured
-from lockstep.compare.clock import Clock
 from lockstep.loop import Loop
 from lockstep.options import recipe
 
@@ -26,19 +23,16 @@ DIGITS_STEPS = 40
 DIGITS_ROUNDS = 10
 
 
-class Watcher:
+class Watcher(measured.Watcher):
     """Notes when each phase of each step ends, as a trial does."""
 
-    has_phases = True
-
     def __init__(self, world: World) -> None:
-        self.clock: Any = Clock(on_gpu=False)
-        self.kept = contextlib.ExitStack()
-        self._world = world
+        super().__init__(world)
+        self._pulse = world.pulse
 
-    def after_step(self, loop: Loop) -> None:
+    def ended_step(self, loop: Loop) -> None:
         """Take note of a step."""
-        self.clock.end_step(self._world.pulse.phase)
+        self.clock.end_step(self._pulse.phase)
 
 
 def measure() -> Report:

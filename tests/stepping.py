@@ -8,17 +8,17 @@ from lockstep.engine import train_share
 from lockstep.job import Job
 from lockstep.record.base import Nothing
 from lockstep.runs import Opened
+from lockstep.scoring import Classifier
 from lockstep.sessions import Session
-from lockstep.trained import Trained
 
 
 def steps(job: Job) -> Generator[None, None, None]:
     """Train as `lockstep train` does, without its scores; yield after each optimizer step, before its metrics."""
-    trained = Trained(job, lambda loop: {})
-    run = Opened(job.config, Nothing(), None)
-    with Session(job.config, job.world, has_folder=False, run=run, trained=trained) as session:
+    run, parts = Opened(job.config, Nothing(), None), job.prepared()
+    with Session(job.config, job.world, has_folder=False, run=run, prepared=parts, precision=job.precision) as session:
+        task = Classifier(job, session, lambda count, shares: None)
         for _ in session.epochs(job.config.epochs):
-            for x, y in session.batches(trained):
-                train_share(job, session, x, y)
+            for batch in session.batches(job):
+                train_share(task, session, batch, job.config.optim.clip)
                 if session.is_last:
                     yield

@@ -67,12 +67,12 @@ class Gradients:
         for parameter, before in held:
             parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
-    def sum(self, divisor: Tensor | None = None) -> None:
+    def sum(self, divisor: Tensor | None = None, *, exchanges: bool = True) -> None:
         """Sum the gradients over the ranks, in place, and divide them by `divisor` (0-dim) (*collective*).
 
         A parameter without a gradient on some ranks has one of zeros there; where no rank has one, it stays without.
         """
-        if self._world.group is not None:
+        if self._world.group is not None and exchanges:
             for buckets in self._taking_part():
                 for bucket in buckets:
                     self._sum(bucket)

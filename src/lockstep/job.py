@@ -25,6 +25,7 @@ from .models.weights import seed_weights
 from .nn import sync_batchnorm
 from .optim import Average, Optimizers
 from .precision import Precision
+from .prepared import Prepared
 from .pulse import SETUP
 from .randomness import seed_all
 from .start import Taken, freeze
@@ -66,15 +67,13 @@ class Job:
         return len(self.data.train)
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps in one epoch."""
-        return self.plan.steps(self.samples, drop_last=self.config.batch.drop_last)
+    def stands_in(self) -> bool:
+        """A share without samples is computed as one of size 0."""
+        return False
 
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps in the whole run."""
-        whole = self.steps_per_epoch * self.config.epochs
-        return whole if self.config.max_steps is None else min(whole, self.config.max_steps)
+    def steps(self) -> int:
+        """Return the optimizer steps of an epoch."""
+        return self.plan.steps(self.samples, drop_last=self.config.batch.drop_last)
 
     @property
     def replicas(self) -> int:
@@ -92,35 +91,36 @@ class Job:
         parts = self.replicas * self.plan.accumulation
         return self.config.batch.eval_batch or -(-self.plan.global_size // parts)
 
-    def replicated(self) -> dict[str, Tensor]:
-        """Return, by name, what has to be the same bits on every rank at the end of a step.
+    def loss(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of the loss over the samples x (n, …), y (n,), and the logits; n may be 0."""
+        with self.precision.autocast():
+            logits = self.replica(x)
+            return self.loss_fn(logits, y, reduction="sum"), logits
 
-        That is no business of statistics which each rank takes over its own samples: an evaluation takes rank 0's.
-        """
-        found = dict(self.strategy.replicated(self.model, self.optimizer.each))
-        if self.average is not None:
-            found |= {f"ema/{name}": held for name, held in self.average.module.named_parameters()}
-        if self.batchnorm == "sync":
-            found |= {f"model/{name}": held for name, held in sync_batchnorm.statistics(self.model).items()}
-        if self.batchnorm == "sync" and self.average is not None:
-            found |= {f"ema/{name}": held for name, held in sync_batchnorm.statistics(self.average.module).items()}
+    def prepared(self) -> Prepared:
+        """Return the job's parts as a session takes them."""
+        found = Prepared(self.config, self.world)
+        found.add_model(self.model)
+        found.optimizers.extend(self.optimizer.each)
+        found.strategy, found.replica, found.average = self.strategy, self.replica, self.average
+        found.batchnorm, found.source = self.batchnorm, self
         return found
-
-    def local_buffers(self) -> dict[str, Tensor]:
-        """Return, by name, the model's buffers that each rank keeps for itself."""
-        synchronised = sync_batchnorm.statistics(self.model) if self.batchnorm == "sync" else {}
-        return {f"model/{name}": held for name, held in self.model.named_buffers() if name not in synchronised}
 
     def order(self, epoch: int) -> Order:
         """Return the order of the training samples in `epoch`."""
         return Order(self.samples, seed=self.config.seed, epoch=epoch)
 
     def indices(self, step: int) -> list[np.ndarray]:
-        """Return the sample indices that this rank computes at optimizer step `step`, by global micro-batch."""
-        epoch, within = divmod(step, self.steps_per_epoch)
+        """Return the samples that this rank computes at optimizer step `step`, by global micro-batch.
+
+        Of a part of a set, such as what --holdout leaves, they have the whole set's numbers.
+        """
+        epoch, within = divmod(step, self.steps())
         order = self.order(epoch)
         shares = self.plan.split(*self.plan.batch(within, self.samples), self.world.rank)
-        return [order.indices(share.start, share.stop) for share in shares]
+        parts = [order.indices(share.start, share.stop) for share in shares]
+        numbers = getattr(self.data.train, "indices", None)
+        return parts if numbers is None else [numbers[part] for part in parts]
 
     def micros(self, epoch: int, *, first: int = 0) -> Generator[Micro, None, None]:
         """Yield this rank's share, (x, y), of each global micro-batch of `epoch`, from its step `first` on."""

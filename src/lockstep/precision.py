@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class Precision:
     channels_last: bool
     context: AbstractContextManager[Any]
     """Made once and entered at each micro-batch: constructing an autocast costs more than entering one."""
-    scaler: torch.amp.GradScaler | None = None
+    scaler: Scaler | None = None
     _begins: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -61,7 +62,7 @@ class Precision:
             dtype=torch.float64 if name == "fp64" else torch.float32,
             channels_last=config.channels_last == "on" or (config.channels_last == "auto" and name != "fp64"),
             context=nullcontext() if half is None else torch.autocast(device.type, dtype=half),
-            scaler=torch.amp.GradScaler(device.type) if name == "fp16" else None,
+            scaler=Scaler(device) if name == "fp16" else None,
         )
 
     def place(self, model: nn.Module, device: torch.device) -> nn.Module:
@@ -99,21 +100,24 @@ class Precision:
             self._begins[key] = loss.new_full((), weight)
         return self._begins[key]
 
-    def step(self, optimizers: Sequence[Optimizer], *, clip: float | None, measure: bool = False) -> Tensor | None:
-        """Clip and apply the gradients; return the norm before clipping if `clip` is set, or it is to be measured.
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take the scale out of the gradients of `parameters`, in place, once they are summed over the ranks."""
+        if self.scaler is not None:
+            self.scaler.unscale([each.grad for each in parameters if each.grad is not None])
 
-        Under fp16 the gradients are unscaled first, and where one of them is not finite, nothing changes but the scale.
+    def step(self, optimizers: Sequence[Optimizer], *, clip: float | None, measure: bool = False) -> Tensor | None:
+        """Clip and apply unscaled gradients; return the norm before clipping if `clip` is set, or it is to be measured.
+
+        Under fp16, where a gradient is not finite, nothing changes but the scale.
         """
-        if self.scaler is None:
-            norm = _clipped(optimizers, clip, measure)
-            for each in optimizers:
-                _torch.step(each)
-            return norm
-        together = cast(Optimizer, _Together(optimizers))
-        self.scaler.unscale_(together)
         norm = _clipped(optimizers, clip, measure)
-        self.scaler.step(together)
-        self.scaler.update()
+        for each in optimizers:
+            if self.scaler is None:
+                _torch.step(each)
+            else:
+                self.scaler.step(each, each.step)
+        if self.scaler is not None:
+            self.scaler.update()
         return norm
 
     def state(self) -> dict[str, Any]:
@@ -126,86 +130,79 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-class Scaled:
-    """Loss scaling where gradients are unscaled as soon as they are summed, several times to a step if need be.
+class Scaler:
+    """Loss scaling as torch's GradScaler does it, of all optimizers as one; the host waits for nothing.
 
-    A step is left out where any gradient since the last `update` was not finite.
+    Gradients are unscaled as soon as they are summed, several times to a step if need be. Where any of them since the
+    last `update` was not finite, no optimizer steps.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self._scaler = scaler
-        self._unscaled: list[_Unscaled] = []
+    _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
 
-    def unscale(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Unscale the gradients of `parameters`, in place, and note on the device whether all are finite."""
-        once = _Unscaled([each for each in parameters if each.grad is not None])
-        if once.param_groups[0]["params"]:
-            self._scaler.unscale_(cast(Optimizer, once))
-            self._scaler.step(cast(Optimizer, once))
-            self._unscaled.append(once)
+    def __init__(self, device: torch.device) -> None:
+        self._scale = torch.full((), 65536.0, device=device)
+        self._clean = torch.zeros((), dtype=torch.int32, device=device)
+        """Steps without an overflow since the scale was changed."""
+        self._overflow: Tensor | None = None
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Step, unless a gradient was not finite."""
-        together = _Together([optimizer])
-        together.found_inf = torch.stack([each.found for each in self._unscaled]).amax(0)
-        together.step()
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss (0-dim) times the scale."""
+        return loss * self._scale
 
+    @torch.no_grad()
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """Unscale the gradients, in place, and note on the device whether all are finite."""
+        if gradients:
+            torch._foreach_mul_(gradients, self._scale.reciprocal())
+            found = (~nn.utils.get_total_norm(gradients, math.inf).isfinite()).float()
+            self._overflow = found if self._overflow is None else torch.maximum(self._overflow, found)
+
+    def step(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
+        """Call `step`, the optimizer's, to no effect where a gradient was not finite."""
+        if self._overflow is None:
+            step()
+        elif getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's fused ones ask for it on the device
+            vars(optimizer).update(grad_scale=None, found_inf=self._overflow)
+            step()
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            _step_unless(optimizer, step, self._overflow > 0)
+
+    @torch.no_grad()
     def update(self) -> None:
         """Adapt the scale to what was found since the last time."""
-        if self._unscaled:
-            self._scaler.update()
-            self._unscaled.clear()
+        if self._overflow is not None:
+            bad, self._overflow = self._overflow > 0, None
+            grown = self._clean + 1 >= self._INTERVAL
+            factor = torch.where(bad, self._BACKOFF, torch.where(grown, self._GROWTH, 1.0))
+            self._clean = torch.where(bad | grown, 0, self._clean + 1).int()
+            self._scale = self._scale * factor
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what GradScaler's `state_dict` does."""
+        return {
+            "scale": self._scale.item(),
+            "growth_factor": self._GROWTH,
+            "backoff_factor": self._BACKOFF,
+            "growth_interval": self._INTERVAL,
+            "_growth_tracker": int(self._clean.item()),
+        }
 
-class _Unscaled:
-    """Parameters that GradScaler takes for an optimizer (see `_Together`); its step only keeps what was found."""
-
-    _step_supports_amp_scaling = True
-    found_inf: Tensor
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.param_groups = [{"params": list(parameters)}]
-
-    def step(self) -> None:
-        """Keep whether all gradients were finite."""
-        self.found = self.found_inf
-
-
-class _Together:
-    """Several optimizers that GradScaler takes for one: if a gradient of any is not finite, none steps.
-
-    To an optimizer with the attribute below GradScaler gives `found_inf`, a number on the device that is not 0 after an
-    overflow, and leaves the rest to its `step`; for any other the host waits for that number. torch's fused optimizers
-    take it as it is. For others, such as Muon, the step is made and then, on the device, taken back.
-    """
-
-    _step_supports_amp_scaling = True
-    found_inf: Tensor
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = optimizers
-        self.param_groups = [group for each in optimizers for group in each.param_groups]
-
-    def step(self) -> None:
-        """Step all of them, or none."""
-        for each in self.optimizers:
-            if getattr(each, "_step_supports_amp_scaling", False):
-                vars(each).update(grad_scale=None, found_inf=self.found_inf)
-                each.step()
-                del each.grad_scale, each.found_inf  # type: ignore[attr-defined]
-            else:
-                _step_unless(each, self.found_inf > 0)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self._scale = torch.full_like(self._scale, state["scale"])
+        self._clean = torch.full_like(self._clean, state["_growth_tracker"])
 
 
 @torch.no_grad()
-def _step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
+def _step_unless(optimizer: Optimizer, step: Callable[[], Any], overflow: Tensor) -> None:
     """Step, and put everything back as it was where `overflow` (0-dim, bool) holds, without asking the host.
 
     That takes a copy of parameters and state for the time of the step. State made in this step becomes zeros, which is
     what Muon's momentum begins with.
     """
     before = {held: held.clone() for held in _held(optimizer)}
-    optimizer.step()
+    step()
     for held in _held(optimizer):
         held.copy_(torch.where(overflow, before.get(held, 0), held))
 

@@ -1,57 +1,57 @@
-"""All that a session was given to train with: what of it checkpoints hold, and what has to be the same on all ranks."""
+"""All that a session trains: what of it checkpoints hold, and what has to be the same on all ranks."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .batching import BatchPlan
+from .checkpoint import find
 from .config import RunConfig
-from .data.share import SharedLoader
-from .errors import RequestError, counted
+from .errors import RequestError
 from .files import shown
-from .meter import NonFiniteLossError
 from .nn import sync_batchnorm
-from .precision import Precision
-from .progress import Progress
 from .state import State, load_model, load_optimizer, model_tensors, optimizer_state
+from .verify import finite
 from .world import World
 
 if TYPE_CHECKING:
-    from .loop import Loop
+    from .loop import Source
+    from .optim import Average
+    from .strategies.base import Strategy
 
 _OWN = "own"
 """The group of the tensors in the states of schedules and of the user's own objects."""
 
 
 class Prepared:
-    """Models, optimizers, and other objects with `state_dict` and `load_state_dict`, in the order of their coming."""
+    """Models, optimizers, and other objects with `state_dict` and `load_state_dict`, in the order of their coming.
 
-    takes_sums = is_scored = False
+    Methods marked *collective* are called by every rank.
+    """
 
-    def __init__(
-        self, config: RunConfig, world: World, precision: Precision, tests: Callable[[], dict[str, Any]] = dict
-    ) -> None:
-        """`tests()` is called once the run has come to its end (*collective*), for what its result is to hold."""
-        self.batchnorm = "none"
-        self.devices = [world.device]
-        self._config, self._world, self._precision, self._tests = config, world, precision, tests
-        self._plan: BatchPlan | None = None
-        self._samples = 0
-        self._visits: dict[str, Any] = {}
-        self._made: list[list[dict[str, Any]]] = []
-        """The numbers that each optimizer's groups were made with, such as the learning rate."""
-        self._kept: list[str] = []
-        """Those that a checkpoint has replaced, in words."""
+    def __init__(self, config: RunConfig, world: World) -> None:
         self.models: dict[str, nn.Module] = {}
         """By the name of their group of tensors: model, model_2, …"""
         self.optimizers: list[Optimizer] = []
         self.others: list[Any] = []
+        self.strategy: Strategy | None = None
+        """What exchanges gradients while the backward pass runs; None where a session does so after it."""
+        self.replica: nn.Module | None = None
+        """What the strategy has made of the model."""
+        self.average: Average | None = None
+        self.batchnorm = "none"
+        self.source: Source | None = None
+        """By whose batches steps are counted."""
+        self.kept: list[str] = []
+        """The numbers of the script's optimizers that a checkpoint has replaced, in words."""
+        self._config, self._world = config, world
+        self._made: list[list[dict[str, Any]]] = []
+        """The numbers that each optimizer's groups were made with, such as the learning rate."""
 
     def add_model(self, model: nn.Module) -> None:
         """Take in `model`."""
@@ -59,18 +59,29 @@ class Prepared:
         self.models["model" if number == 1 else f"model_{number}"] = model
 
     @property
+    def devices(self) -> Sequence[torch.device]:
+        """The devices that this process computes on."""
+        return [self._world.device] if self.strategy is None else self.strategy.devices
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model that share out a micro-batch."""
+        return self._world.size * len(self.devices)
+
+    @property
     def _all(self) -> nn.Module:
         """One module of all: a single model is itself, so that its parameters have the names that the user knows."""
         return next(iter(self.models.values())) if len(self.models) == 1 else nn.ModuleDict(self.models)
 
-    def begin(self, source: SharedLoader | None) -> None:
+    @property
+    def _groups(self) -> dict[str, nn.Module]:
+        return self.models if self.average is None else self.models | {"ema": self.average.module}
+
+    def begin(self) -> None:
         """Note what was prepared, and have what optimizers hold lie beside the parameters, which may have moved since.
 
         Raises `RequestError` where an optimizer has parameters of no prepared model.
         """
-        if source is not None:
-            self._plan, self._samples = source.plan, source.samples or 0
-            self._visits = {"order": source.order, "drop-last": source.drop_last}
         self._made = [
             [{key: value for key, value in group.items() if isinstance(value, int | float)} for group in each]
             for each in (optimizer.param_groups for optimizer in self.optimizers)
@@ -87,68 +98,94 @@ class Prepared:
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
 
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, model in self._groups.items():
+            yield from ((f"{name}/{key}", held) for key, held in model.named_parameters())
+
+    def _statistics(self) -> Iterator[tuple[str, Tensor]]:
+        for name, model in self._groups.items():
+            yield from ((f"{name}/{key}", held) for key, held in sync_batchnorm.statistics(model).items())
+
     def replicated(self) -> dict[str, Tensor]:
-        """Return, by name, what has to be the same bits on every rank at the end of a step."""
-        found = dict(optimizer_state(self._all, self.optimizers).tensors)
-        for name, model in self.models.items():
-            found |= {f"{name}/{key}": held for key, held in model.named_parameters()}
-            found |= {f"{name}/{key}": held for key, held in _synchronised(model).items()}
-        return found
+        """Return, by name, what has to be the same bits on every rank at the end of a step.
+
+        That is no business of statistics which each rank takes over its own samples: an evaluation takes rank 0's.
+        """
+        found = dict(self._weights()) | optimizer_state(self._all, self.optimizers).tensors
+        return found | dict(self._statistics()) if self.batchnorm == "sync" else found
 
     def local_buffers(self) -> dict[str, Tensor]:
         """Return, by name, the models' buffers that each rank keeps for itself."""
+        shared = dict(self._statistics()) if self.batchnorm == "sync" else {}
         return {
             f"{name}/{key}": held
             for name, model in self.models.items()
             for key, held in model.named_buffers()
-            if key not in _synchronised(model)
+            if f"{name}/{key}" not in shared
         }
 
-    def copies(self) -> list[Mapping[str, Tensor]]:
-        """A session computes on one device."""
-        return []
+    def copies(self) -> Sequence[Mapping[str, Tensor]]:
+        """Return the weights as further devices of this process have them."""
+        return [] if self.strategy is None else self.strategy.copies(self._all)
 
-    def state(self, progress: Progress) -> State:
-        """Return this rank's own state: every rank's, but for buffers and what the user's own objects hold."""
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint says of how batches were shared out."""
+        source = self.source
+        return {
+            "batchnorm": self.batchnorm,
+            "replicas": self.replicas,
+            "accumulation": 1 if source is None else source.plan.accumulation,
+            "batch": 0 if source is None else source.plan.global_size,
+            "samples": 0 if source is None else source.samples or 0,
+        }
+
+    def state(self, step: int) -> State:
+        """Return all that a checkpoint holds: rank 0's, and every rank's but for local buffers (*collective*).
+
+        Raises `RunError`, on every rank, where weights or statistics are not finite on any of them: of the buffers,
+        others, such as a mask, may be infinite by intent.
+        """
+        if names := finite.found(self._world, dict(self._weights()) | dict(self._statistics())):
+            raise finite.error(step, names, self.remedy())
         held = optimizer_state(self._all, self.optimizers)
         tensors = dict(held.tensors)
-        for name, model in self.models.items():
+        for name, model in self._groups.items():
             tensors |= model_tensors(model, under=name)
-        groups = [
-            [{key: _packed(value, tensors) for key, value in group.items() if key != "params"} for group in each]
-            for each in (optimizer.param_groups for optimizer in self.optimizers)
-        ]
-        others = [_packed(each.state_dict(), tensors) for each in self.others]
-        facts = {
-            "batchnorm": self.batchnorm,
-            "replicas": self._world.size,
-            "accumulation": 1 if self._plan is None else self._plan.accumulation,
-            "batch": self._batch,
-            "samples": self._samples,
-        }
-        facts["kinds"] = [type(each).__name__ for each in self.optimizers]
-        return State(tensors, held.meta | facts | {"groups": groups, "others": others, "made": self._made})
-
-    @property
-    def _batch(self) -> int:
-        return 0 if self._plan is None else self._plan.global_size
+        meta = held.meta | self.facts()
+        if self.strategy is None:  # else settings follow from the config and the step
+            meta["groups"] = [
+                [{key: _packed(value, tensors) for key, value in group.items() if key != "params"} for group in each]
+                for each in (optimizer.param_groups for optimizer in self.optimizers)
+            ]
+            meta["others"] = [_packed(each.state_dict(), tensors) for each in self.others]
+            meta |= {"made": self._made, "kinds": [type(each).__name__ for each in self.optimizers]}
+        return State(tensors, meta)
 
     def load(self, state: State) -> None:
         """Continue from `state`, in place.
 
         Raises `RequestError` where it is of other models, optimizers or objects, or of other data.
         """
-        if "groups" not in state.meta:
-            raise RequestError(f"{shown(state.origin)} is no checkpoint of a session's loop, but of lockstep train.")
-        for what, before, now in (
-            ("samples in the training set", state.meta["samples"], self._samples),
-            ("samples in a global batch", state.meta["batch"], self._batch),
-        ):
-            if before != now:
+        meta, now = state.meta, self.facts()
+        if ("groups" in meta) != (self.strategy is None):
+            whose = "lockstep train" if self.strategy is None else "a loop or a step of your own"
+            raise RequestError(f"{shown(state.origin)} is a checkpoint of {whose}, which this run cannot go on from.")
+        for what, key in (("samples in the training set", "samples"), ("samples in a global batch", "batch")):
+            if meta.get(key, now[key]) != now[key]:
                 raise RequestError(
-                    f"{shown(state.origin)} was trained with {before} {what}, and here are {now}: its order would be "
-                    "another; give it the same data, or start a new run in another output."
+                    f"{shown(state.origin)} was trained with {meta[key]} {what}, and here are {now[key]}: its order "
+                    "would be another; give it the same data, or start a new run in another --output."
                 )
+        _check_batchnorm(meta, now)
+        for name, model in self._groups.items():
+            load_model(model, state.part(name))
+        if self.strategy is None:
+            self._check_kinds(state)
+        load_optimizer(self._all, self.optimizers, state)
+        if self.strategy is None:
+            self._load_settings(state)
+
+    def _check_kinds(self, state: State) -> None:
         for what, ours, theirs in (
             ("optimizers", len(self.optimizers), len(state.meta["groups"])),
             ("schedules and objects of your own", len(self.others), len(state.meta["others"])),
@@ -163,9 +200,8 @@ class Prepared:
                 f"{shown(state.origin)} was trained with {', '.join(map(str, saved))}, and session.prepare was given "
                 f"{', '.join(kinds)}; give it the same, or start a new run in another output."
             )
-        for name, model in self.models.items():
-            load_model(model, state.part(name))
-        load_optimizer(self._all, self.optimizers, state)
+
+    def _load_settings(self, state: State) -> None:
         own = state.part(_OWN)
         for optimizer, groups in zip(self.optimizers, state.meta["groups"], strict=True):
             if len(groups) != len(optimizer.param_groups):
@@ -176,68 +212,29 @@ class Prepared:
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update({key: _unpacked(value, own) for key, value in saved.items()})
         made = state.meta.get("made", self._made)
-        self._kept, self._made = _other_numbers(made, self._made), made
+        self.kept, self._made = _other_numbers(made, self._made), made
         for each, saved in zip(self.others, state.meta["others"], strict=True):
             each.load_state_dict(_unpacked(saved, own))
 
-    def told(self, progress: Progress) -> dict[str, Any]:
-        """Return what the record says of the session when its loop begins."""
-        parallel, world = self._config.parallel, self._world
-        lines = [counted(world.size, "rank") if self._plan is None else str(self._plan)]
-        if self.batchnorm == "local" and world.size > 1:
-            lines.append("batch statistics are each rank's own (batchnorm local): the model depends on their number")
-        if progress.origin is not None:
-            lines.append(f"continuing at step {progress.step:,}, from {shown(progress.origin)}")
-        if self._config.record.output is None:
-            lines.append(
-                "nothing is recorded or saved: lockstep.session(output=…), or lockstep run, has a folder for it"
-            )
-        if self._kept:
-            lines.append(
-                f"the optimizer goes on as it was saved: {'; '.join(self._kept)}; start a new run to change it"
-            )
-        chosen = {
-            "loop": "own",
-            "launcher": parallel.launcher,
-            "accelerator": world.device.type,
-            "devices": world.size,
-            "precision": self._precision.name,
-            "collectives": "none" if world.size == 1 else "gloo" if world.memory is None else "shared-memory",
-            "batchnorm": self.batchnorm,
-            "accumulate": 1 if self._plan is None else self._plan.accumulation,
-            "ledger": self._config.proof.ledger,
-            "optimizer": ", ".join(
-                f"{type(each).__name__} lr {each.param_groups[0]['lr']:g}" for each in self.optimizers
-            ),
-            **self._visits,
-        }
-        return {"lines": lines, "chosen": chosen}
-
-    def result(self, loop: Loop) -> dict[str, Any]:
-        """Return what the loop has come to."""
-        meter, progress = loop.meter, loop.progress
-        return {
-            "steps": progress.step,
-            "epoch_s": list(progress.epoch_s),
-            "samples_per_s": meter.images / meter.train_s if meter.images else None,
-            "data_wait_s": meter.wait_s,
-            "output": shown(self._config.record.output),
-            "exit": 0,
-            **self._tests(),
-        }
-
     def remedy(self) -> str:
-        """Return what to do about numbers that are not finite."""
-        return "Lower the learning rate, clip the gradients, or compute in fp32."
+        """Return what to do about numbers that are not finite, and where the run can be taken up again."""
+        folder = self._config.record.output
+        is_kept = folder is not None and find(folder) is not None
+        kept = f"; the last checkpoint in {shown(folder)} is from before" if is_kept else ""
+        return (
+            f"Lower the learning rate (--lr), clip the gradients (--clip), warm up (--warmup) or compute in fp32{kept}."
+        )
 
-    def note_bad(self, bad: NonFiniteLossError) -> str:
-        """Which samples they are, the loop's own data know."""
-        return ""
 
-
-def _synchronised(model: nn.Module) -> dict[str, Tensor]:
-    is_sync = any(isinstance(each, sync_batchnorm.SyncBatchNorm) for each in model.modules())
-    return sync_batchnorm.statistics(model) if is_sync else {}
+def _check_batchnorm(meta: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise `RequestError` if batch statistics would be taken over other samples than before: another model."""
+    kinds = [(each["batchnorm"], each["replicas"] if each["batchnorm"] == "local" else 0) for each in (meta, now)]
+    if kinds[0] != kinds[1]:
+        words = [f"{kind} of {count} replicas" if count else kind for kind, count in kinds]
+        raise RequestError(
+            f"The checkpoint was trained with batch statistics {words[0]}, and this run would take {words[1]}, which "
+            "is another model; continue with --strategy, --batchnorm and --devices as they were."
+        )
 
 
 def _other_numbers(saved: Any, asked: list[list[dict[str, Any]]]) -> list[str]:
@@ -277,17 +274,10 @@ def _unpacked(value: Any, own: dict[str, Tensor]) -> Any:
     ((kind, held),) = value.items()
     if kind == "tensor":
         return own[held].clone()
-    items: Iterable[Any] = [[_unpacked(part, own) for part in each] for each in held] if kind in _PAIRS else ()
-    if kind in _PAIRS:
-        return _PAIRS[kind]((key, item) for key, item in items)
-    return (list if kind == "list" else tuple)(_unpacked(item, own) for item in held)
-
-
-def _counter(pairs: Iterable[tuple[Any, Any]]) -> Counter[Any]:
-    return Counter(dict(pairs))
-
-
-_PAIRS: dict[str, Any] = {"dict": dict, "counter": _counter}
+    if kind in ("list", "tuple"):
+        return (list if kind == "list" else tuple)(_unpacked(item, own) for item in held)
+    found = {_unpacked(key, own): _unpacked(item, own) for key, item in held}
+    return Counter(found) if kind == "counter" else found
 
 
 def as_float32(value: Any) -> Any:

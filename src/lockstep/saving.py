@@ -119,9 +119,7 @@ class Saver:
             if self._checkpoints is not None:
                 self._checkpoints.wait()
 
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Wait for what is being written."""
         if self._checkpoints is not None:
             self._checkpoints.close()

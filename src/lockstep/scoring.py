@@ -4,38 +4,169 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from . import losses, resume
+from . import announce, losses, resume, start
 from .config import RunConfig
 from .errors import RequestError
 from .evaluation import Predictions, evaluate
-from .files import check_own, own_folder, shown, write_json, write_whole
+from .files import check_own, own_folder, shown, understanding, write_json, write_whole
 from .folders import unwritable
 from .job import Job, assemble
-from .loop import Loop
+from .models.modes import evaluating
 from .progress import Progress
-from .record.base import Recorder
-from .result import Scores
-from .state import State
-from .trained import restore_model
+from .result import RunResult, Scores
+from .sessions import Session
+from .state import State, load_model
 from .world import World
 
 if TYPE_CHECKING:
-    from .data.source import Source, Splits
+    from .data.source import Source as Data
+    from .data.source import Splits
 
 SCORES = "scores.json"
-Tests = dict[str, dict[str, Any] | None]
-"""What a result has under `test` and `test_best`."""
+_PROBED = 8
+"""Samples by which a loss of the user's is judged."""
+Shares = Iterable[tuple[Tensor, Tensor]]
+
+
+class Classifier:
+    """A job's task: a loss of scores and labels, and exact top-1 and top-5 (see `engine.Task`)."""
+
+    def __init__(self, job: Job, session: Session, step: Callable[[int, Shares], None]) -> None:
+        """`step` computes and exchanges the gradients of one global batch of so many samples."""
+        self.source, self.optimizer, self.lr, self.average = job, job.optimizer, job.lr, job.average
+        self.result: RunResult | None = None
+        """What the run has come to, once it has ended."""
+        self._job, self._session, self._step = job, session, step
+
+    def begin(self) -> None:
+        """Begin the session's run, judge the user's loss, and rehearse a step (*collective*)."""
+        job = self._job
+        taken = [] if job.taken is None else job.taken.lines()
+        facts = {
+            "lines": [*announce.lines(job), *taken, *start.reached(job.model, job.config)],
+            "chosen": announce.chosen(job),
+            "eval_every": job.config.eval_every,
+            "best_on": job.data.best_on,
+            "shape": list(job.data.train.shape),
+            "classes": job.config.model.classes or job.data.train.classes,
+            **({} if job.taken is None else {"init": dataclasses.asdict(job.taken)}),
+        }
+        self._session.begin(job.config.epochs, facts, self._come_to, is_scored=True)
+        if ":" in job.config.optim.loss:
+            job.world.together(self._check_loss)
+        job.strategy.settle(job.model, self._rehearse)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
+        """Return the sum of the loss over the samples x (n, …), y (n,), and what it is of; n may be 0."""
+        x, y = batch
+        loss, logits = self._job.loss(x, y)
+        return loss, None, (logits.detach(), y)
+
+    def evaluate(self) -> None:
+        """Score the weights on the set that `best` is chosen by (*collective*).
+
+        What a stop cuts short is done again on resuming.
+        """
+        job, loop = self._job, self._session.loop
+        judged, progress = job.data.judged, loop.progress
+        loop.recorder.record("evaluate", step=progress.step, epoch=progress.epochs, samples=len(judged))
+        loop.take(self._scored(judged), on=job.data.best_on)
+
+    def _scored(self, source: Data) -> Scores:
+        loop = self._session.loop
+        scores = scored(self._job, source, stop=self._session.asked_to_stop, note=loop.proofs.note_evaluated)
+        if scores is None:
+            raise loop.stopped()
+        return scores
+
+    def _rehearse(self) -> None:
+        """Run the first micro-batch of the run forward and backward, as training does."""
+        with contextlib.closing(self._job.micros(0)) as micros:
+            first = next(micros)
+            self._step(first.total, [first.batch])
+
+    def _check_loss(self) -> None:
+        """Raise `RequestError` where the user's own loss is no sum over the first samples of the run."""
+        job = self._job
+        with contextlib.closing(job.micros(0)) as micros:
+            x, y = next(micros).batch
+            with evaluating(job.model), torch.no_grad(), job.precision.autocast():
+                losses.check_sum(job.config.optim.loss, job.loss_fn, job.model(x[:_PROBED]), y[:_PROBED])
+
+    def _come_to(self) -> dict[str, Any]:
+        """Return what the run has come to, with the scores on the test set (*collective*). Raises `Stopped`."""
+        job, loop = self._job, self._session.loop
+        tests, progress, meter = self._tested(), loop.progress, loop.meter
+        assert progress.scores is not None
+        peak = meter.telemetry.peak_memory_bytes()
+        own = torch.tensor([peak["host"] or 0, peak["device"] or 0], device=job.world.device)
+        host, device = job.world.sum(own).tolist()
+        result = RunResult(
+            **dataclasses.asdict(progress.scores),
+            best_top1=max(progress.best_top1, progress.scores.top1),
+            best_on=job.data.best_on,
+            test=tests["test"],
+            test_best=tests.get("test_best"),
+            stopped="" if loop.is_done else progress.stalled(job.config.patience),
+            steps=progress.step,
+            epoch_s=tuple(progress.epoch_s),
+            proof=loop.checks(),
+            output=shown(job.config.record.output),
+        )
+        if meter.images:
+            p50_s, p95_s = meter.clock.percentiles(50, 95)
+            result = dataclasses.replace(
+                result,
+                images_per_s=meter.images / meter.train_s,
+                step_p50_s=p50_s,
+                step_p95_s=p95_s,
+                data_wait_s=meter.wait_s,
+                peak_memory_bytes={"host": host, "device": device},
+            )
+        self.result = result
+        return result.as_json()
+
+    def _tested(self) -> dict[str, dict[str, Any] | None]:
+        """Return the scores of the last weights on the test set, and those of the best if others (*collective*).
+
+        The best ones are in the run's folder; the job's model has those afterwards.
+        """
+        job, progress = self._job, self._session.loop.progress
+        if job.data.validation is None:
+            assert progress.scores is not None
+            return {"test": {"step": progress.step} | dataclasses.asdict(progress.scores)}
+        last = best = self._test("last", progress.step)
+        if progress.stale:
+            best_state = best_of(job.config, job.world, progress)
+            best = None
+            if best_state is not None:
+                restore_model(job, best_state)
+                best = self._test("best", best_state.meta["step"])
+        return {"test": last, "test_best": best}
+
+    def _test(self, weights: str, step: int) -> dict[str, Any] | None:
+        job, loop = self._job, self._session.loop
+        now, data = loop.progress.step, job.data.test
+        epoch = (now - 1) // job.steps()
+        loop.recorder.record("evaluate", step=now, epoch=epoch, samples=len(data), of=weights)
+        scores = self._scored(data)
+        loop.proofs.end_evaluation(epoch, now, len(data))
+        found = {"step": step} | dataclasses.asdict(scores)
+        loop.recorder.record("test", of=weights, **found | {"step": now, "of_step": step})
+        return found
 
 
 def scored(
     job: Job,
-    source: Source,
+    source: Data,
     *,
     stop: Callable[[], bool] = lambda: False,
     note: Callable[[np.ndarray], None] = lambda indices: None,
@@ -58,34 +189,12 @@ def scored(
     )
 
 
-def tested(job: Job, loop: Loop, recorder: Recorder, *, stop: Callable[[], bool]) -> Tests | None:
-    """Return the scores of the last weights on the test set, beside a validation set of the best too (*collective*).
-
-    The best ones are in the run's folder; the job's model has those afterwards. None once `stop()` holds.
-    """
-    progress, proofs = loop.progress, loop.proofs
-    assert progress.scores is not None
-    if job.data.validation is None:
-        return {"test": {"step": progress.step} | dataclasses.asdict(progress.scores)}
-    epoch, samples = (progress.step - 1) // job.steps_per_epoch, len(job.data.test)
-
-    def test(weights: str, step: int) -> dict[str, Any] | None:
-        recorder.record("evaluate", step=progress.step, epoch=epoch, samples=samples, of=weights)
-        scores = scored(job, job.data.test, stop=stop, note=proofs.note_evaluated)
-        if scores is None:
-            return None
-        proofs.end_evaluation(epoch, progress.step, samples)
-        found = {"step": step} | dataclasses.asdict(scores)
-        recorder.record("test", of=weights, **found | {"step": progress.step, "of_step": step})
-        return found
-
-    last = best = test("last", progress.step)
-    if last is not None and progress.stale:
-        best = None
-        if (state := best_of(job.config, job.world, progress)) is not None:
-            restore_model(job, state)
-            last = last if (best := test("best", state.meta["step"])) else None
-    return None if last is None else {"test": last, "test_best": best}
+def restore_model(job: Job, loaded: State) -> None:
+    """Put a loaded state's weights into the job's model, and into the averaged one, for evaluation alone."""
+    with understanding(loaded.origin or Path("the checkpoint")):
+        load_model(job.model, loaded.part("model"))
+        if job.average is not None:
+            load_model(job.average.module, loaded.part("ema"))
 
 
 def best_of(config: RunConfig, world: World, progress: Progress) -> State | None:
@@ -147,8 +256,8 @@ def evaluate_checkpoint(
         job.data.close()
 
 
-def _source(data: Splits, split: str, name: str) -> Source:
-    found: Source | None = getattr(data, split)
+def _source(data: Splits, split: str, name: str) -> Data:
+    found: Data | None = getattr(data, split)
     if found is None:
         raise RequestError(
             f"--split validation: --data {name} has no validation set, and the run held none out (--holdout); give "

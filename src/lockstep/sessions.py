@@ -21,8 +21,8 @@ import dataclasses
 import functools
 import time
 import types
-from collections.abc import Callable, Collection, Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Generator, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +36,13 @@ from .data.share import Micro, SharedLoader, moved
 from .errors import RequestError
 from .gradients import Gradients, Held, check_loss
 from .interrupts import StopRequest
-from .loop import Loop
+from .loop import Loop, Source
 from .models.modes import evaluating
 from .models.weights import seed_weights
 from .nn import sync_batchnorm
 from .nn.sync_batchnorm import SyncBatchNorm
 from .options import apply, flatten, leaves
-from .precision import Precision, Scaled
+from .precision import Precision
 from .prepared import Prepared, as_float32
 from .record.base import Nothing, Recorder
 from .record.console import Notices
@@ -50,9 +50,6 @@ from .record.telemetry import SAMPLED
 from .resume import accumulation
 from .runs import Opened, opened
 from .world import World
-
-if TYPE_CHECKING:
-    from .trained import Trained
 
 OPTIONS = (
     *("output", "resume", "checkpoint-every", "log-every", "verify-every", "ledger", "seed", "max-steps"),
@@ -120,26 +117,22 @@ class Session:
         console: Recorder | None = None,
         keys: Collection[str] = _IDENTITY,
         run: Opened | None = None,
-        trained: Trained | None = None,
         again: str = "",
         only: Collection[str] | None = None,
-        tests: Callable[[], dict[str, Any]] = dict,
+        prepared: Prepared | None = None,
+        precision: Precision | None = None,
     ) -> None:
         """Join in (*collective*). Where the session `has_folder`, the run is recorded and saved there.
 
         `console` shows the run to a person; by default only what the script does not say itself. `keys` are the options
-        that a run which is continued has to share with the one before. `run` is one whose folder is held already, and
-        `trained` what `lockstep train` has made ready, in place of what `prepare` is given; `again` is as in `Saver`,
-        `only` as in `opened`. `tests()` is called once a run has come to its end (*collective*), and what it returns
-        stands in summary.json.
+        that a run which is continued has to share with the one before. `run` is one whose folder is held already;
+        `again` is as in `Saver`, `only` as in `opened`. `prepared` and its `precision` are there where something else
+        than `prepare` has made ready what is trained, and a strategy exchanges its gradients.
         """
         self.world = world
         self.device = world.device
+        self.precision = precision or Precision.of(config.precision, world.device)
         self._config = config
-        self._precision = Precision.of(config.precision, world.device) if trained is None else trained.job.precision
-        self._scaled = None
-        if trained is None and self._precision.scaler is not None:
-            self._scaled = Scaled(self._precision.scaler)
         self._held = contextlib.ExitStack()
         ours = run or Opened(config, (console or Notices()) if world.is_main else Nothing(), None)
         if has_folder and run is None:
@@ -148,23 +141,16 @@ class Session:
         self._stop = StopRequest(quiet=not world.is_main)
         self._heeding = self._held.enter_context(contextlib.ExitStack())
         """Heeds what asks to stop, from the loop's beginning to its end."""
-        self._prepared = Prepared(ours.config, world, self._precision, tests)
+        self.prepared = prepared or Prepared(ours.config, world)
         self._gradients = Gradients(world)
-        self.loop = Loop(
-            *(ours.config, world, trained or self._prepared, self._precision, ours.recorder, self._stop),
-            state=ours.state,
-            folder=has_folder,
-            again=again,
-        )
+        parts = (ours.config, world, self.prepared, self.precision, ours.recorder, self._stop)
+        self.loop = Loop(*parts, state=ours.state, folder=has_folder, again=again)
         self._held.callback(self.loop.close)
-        self._loaders: list[SharedLoader | Trained] = [] if trained is None else [trained]
-        self._strategy = None if trained is None else trained.job.strategy
+        self._loaders: list[SharedLoader] = []
         self._evaluated: dict[DataLoader[Any], SharedLoader] = {}
         self._micro: Micro | None = None
         """The share under way; None outside of a loader's loop."""
-        self._replica: Any = None if trained is None else trained.job.replica
         self._in_epochs = self._has_stepped = self._has_gradients = False
-        self._is_stepping = False
         self._losses: list[Tensor] = []
         """This rank's parts of the losses of the batch under way, one for each `backward` of a micro-batch."""
         self._weights: dict[int, Any] = {}
@@ -177,10 +163,10 @@ class Session:
         """Of the whole batches since the last step, likewise."""
         self._is_apart = False
         """Whether the share under way is of a loader by which no steps are counted."""
-        self._is_alone = world.group is None and self._scaled is None
+        self._is_alone = world.group is None and self.precision.scaler is None
         self._lr = 0.0
         self._norm: Tensor | None = None
-        if trained is None:
+        if prepared is None:
             seed_weights(config.seed)
 
     @property
@@ -219,7 +205,7 @@ class Session:
 
     def moved(self, batch: Any) -> Any:
         """Return tensors, at any depth of lists, tuples and dicts, on this rank's device and in its precision."""
-        dtype = torch.float64 if self._precision.dtype == torch.float64 else None
+        dtype = torch.float64 if self.precision.dtype == torch.float64 else None
         return moved(batch, self.device, dtype, False)
 
     def prepare(self, *parts: Any) -> Any:
@@ -239,7 +225,7 @@ class Session:
         if isinstance(part, nn.Module):
             return self._model(part)
         if isinstance(part, Optimizer):
-            self._prepared.optimizers.append(part)
+            self.prepared.optimizers.append(part)
             own = part.step
             before = own if "step" in vars(part) else functools.partial(_torch.step_with_hooks, part)
 
@@ -252,6 +238,7 @@ class Session:
         if isinstance(part, DataLoader):
             shared = self._shared(part)
             self._loaders.append(shared)
+            self.prepared.source = self.prepared.source or shared
             return Loader(self, shared)
         if isinstance(part, Loader):
             raise RequestError("session.prepare was given a loader that it had returned; give it each one once.")
@@ -260,7 +247,7 @@ class Session:
                 f"session.prepare takes models, optimizers, DataLoaders, schedules, and objects with state_dict and "
                 f"load_state_dict; found a {type(part).__name__}."
             )
-        self._prepared.others.append(part)
+        self.prepared.others.append(part)
         if isinstance(part, LRScheduler):
             self._refine(part, "step", lambda step, *given, **named: step(*given, **named) if self.is_last else None)
         return part
@@ -268,20 +255,20 @@ class Session:
     def _model(self, model: nn.Module) -> nn.Module:
         if sync_batchnorm.has_batchnorm(model):
             local = self._config.parallel.batchnorm == "local"
-            self._prepared.batchnorm = "local" if local else "sync"
+            self.prepared.batchnorm = "local" if local else "sync"
             model = model if local else sync_batchnorm.convert(model, self.world)
-        dtype = torch.float64 if self._precision.dtype == torch.float64 else None
+        dtype = torch.float64 if self.precision.dtype == torch.float64 else None
         model = model.to(self.device, dtype)
         with torch.no_grad():
             self.world.broadcast([*model.parameters(), *model.buffers()])
-        if self._precision.name in ("bf16", "fp16"):
+        if self.precision.name in ("bf16", "fp16"):
             self._refine(model, "forward", self._in_half_precision)
-        self._prepared.add_model(model)
+        self.prepared.add_model(model)
         self._gradients.add(model)
         return model
 
     def _in_half_precision(self, forward: Any, *given: Any, **named: Any) -> Any:
-        with self._precision.autocast():
+        with self.precision.autocast():
             found = forward(*given, **named)
         return found if torch.is_autocast_enabled(self.device.type) else as_float32(found)
 
@@ -298,7 +285,7 @@ class Session:
     def _shared(self, loader: DataLoader[Any], *, evaluates: bool = False) -> SharedLoader:
         batch = self._config.batch
         kept = None if self._state is None else accumulation(self._state.meta, self._config)
-        dtype = torch.float64 if self._precision.dtype == torch.float64 else None
+        dtype = torch.float64 if self.precision.dtype == torch.float64 else None
         return SharedLoader(
             *(loader, self.world),
             seed=self._config.seed,
@@ -325,26 +312,25 @@ class Session:
         self._in_epochs = False
         self._finish()
 
-    def begin(self, epochs: int | None) -> None:
-        """Go on from the checkpoint that there is, and record the start, unless that was done (*collective*)."""
+    def begin(self, epochs: int | None, *how: Any, **more: Any) -> None:
+        """Do what `Loop.begin` does, unless that was done (*collective*)."""
         if self.loop.has_begun:
             return
         self._heeding.enter_context(self._stop)
-        self.loop.begin(epochs, self._loaders[0] if self._loaders else None)
+        self.loop.begin(epochs, *how, **more)
         if epochs is None and self.step:
             raise RequestError(
                 "A run can be continued where its loop goes over session.epochs(…), and this one does not."
             )
 
-    def batches(self, loader: SharedLoader | Trained) -> Generator[Any, None, None]:
-        """Yield this rank's shares of an epoch's batches; count a step after each whole batch of the first loader."""
-        loop, pulse, counts = self.loop, self.world.pulse, loader is self._loaders[0]
-        progress = loop.progress
+    def batches(self, source: Source) -> Generator[Any, None, None]:
+        """Yield this rank's shares of an epoch's batches; count a step after each whole batch of the first source."""
+        loop, pulse, counts = self.loop, self.world.pulse, source is self.prepared.source
+        progress, strategy, replica = loop.progress, self.prepared.strategy, self.prepared.replica
         # Others begin where the first one does only where a resumed run takes them up together, as in a zip.
-        micros = loader.micros(progress.epochs, first=progress.within if counts else loop.resumed_at)
-        strategy = self._strategy
+        micros = source.micros(progress.epochs, first=progress.within if counts else loop.resumed_at)
         if counts and loop.has_begun:
-            loop.meter.start()
+            loop.start_clock()
         micro: Micro | None = None
         try:
             while not (counts and loop.is_done):  # --max-steps
@@ -362,15 +348,15 @@ class Session:
                     continue
                 self._micro = micro
                 self._calls = 0
-                stands_in = micro.size == 0 and loader.stands_in
+                stands_in = micro.size == 0 and source.stands_in
                 if SyncBatchNorm.stand_in != stands_in:  # a class that changes loses what Python remembers of it
                     SyncBatchNorm.stand_in = stands_in
                 if loop.has_begun:
                     loop.note_samples(micro.indices)
-                if strategy is None:
+                if strategy is None or replica is None:
                     yield micro.batch
                 else:
-                    with strategy.sync_on(self._replica, last=micro.last):
+                    with strategy.sync_on(replica, last=micro.last and self._exchanges):
                         yield micro.batch
                 if micro.last and loop.has_begun:
                     loop.count_batch()
@@ -392,6 +378,11 @@ class Session:
                 self._micro, SyncBatchNorm.stand_in = None, False
             self._is_apart = False
 
+    @property
+    def _exchanges(self) -> bool:
+        listener = self.world.pulse.listener
+        return listener is None or listener.exchanges
+
     def _count_step(self, samples: int) -> bool:
         """Count the step of a batch that is over, if an optimizer made one, and return whether it did."""
         self._calls = 0
@@ -403,8 +394,8 @@ class Session:
         self._samples += samples
         if not self._has_stepped:  # a loop may step but once in several batches: what they come to is the step's
             return False
-        if self._scaled is not None:
-            self._scaled.update()
+        if self.precision.scaler is not None:
+            self.precision.scaler.update()
         loss = torch.zeros((), device=self.device) if self._loss is None else self._loss
         samples, self._samples, self._loss = self._samples, 0, None
         self._has_stepped = self._has_gradients = False
@@ -417,7 +408,7 @@ class Session:
                 self._has_compared = True
                 self._compare_data()
             self.loop.end_step()
-        elif self._has_gradients and not self._prepared.optimizers:
+        elif self._has_gradients and not self.prepared.optimizers:
             raise RequestError(
                 "A batch is over, and session.prepare was given no optimizer that could step; give it yours."
             )
@@ -425,8 +416,8 @@ class Session:
     def _compare_data(self) -> None:
         """Compare what the ranks have read of each loader so far (*collective*)."""
         for loader in (*self._loaders, *self._evaluated.values()):
-            if isinstance(loader, SharedLoader) and not loader.is_compared and (doubt := loader.compare()):
-                self.loop.warn(doubt)
+            if not loader.is_compared and (doubt := loader.compare()):
+                self.loop.recorder.record("warning", text=doubt)
 
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, reduction: str = "mean") -> None:
         """Add the gradients of `loss` (0-dim), this rank's, to those of the global batch (*collective*).
@@ -441,13 +432,6 @@ class Session:
         micro, pulse = self._micro, self.world.pulse
         if not self.loop.has_begun:
             self._begin_within(micro)
-        if self._strategy is not None and micro is not None:
-            pulse.enter("backward")
-            # Normalised once, by the global count: the sum over micro-batches and ranks is then the mean's gradient.
-            self._precision.backward(loss, self._strategy.averages_over / micro.total)
-            pulse.enter("")
-            self._losses.append(loss.detach())
-            return
         last = micro is None or micro.last
         self._has_gradients = True
         factor: float | Tensor = 1.0
@@ -485,6 +469,23 @@ class Session:
         self._calls += 1
         pulse.enter("")
 
+    def backward_sum(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        """Do what `backward` does for the sum of a loss over this rank's samples, or over `weight` things."""
+        strategy, micro, pulse = self.prepared.strategy, self._micro, self.world.pulse
+        if strategy is None or micro is None:
+            if weight is None:
+                self.backward(loss / max(1, self.samples))
+            else:
+                self.backward(loss, weight=weight, reduction="sum")
+            return
+        pulse.enter("backward")
+        # Normalised once, by the global count: the sum over micro-batches and ranks is then the mean's gradient.
+        self.precision.backward(loss, strategy.averages_over / micro.total)
+        if micro.last and self.precision.scaler is not None:
+            self.precision.unscale(each for group in self.prepared.optimizers for each in _parameters(group))
+        pulse.enter("")
+        self._losses.append(loss.detach())
+
     def _begin_within(self, micro: Micro | None) -> None:
         """Begin a loop that does not go over `epochs`, with its first gradients."""
         self.begin(None)
@@ -496,8 +497,8 @@ class Session:
         gradients, number, divisor = self._gradients, self._calls, None
         there = gradients.set_aside()
         # Nothing is asked of a share that does not count, but that it takes part in BatchNorm's exchanges.
-        if isinstance(factor, Tensor) or factor or self._prepared.batchnorm == "sync":
-            self._precision.backward(loss, factor)
+        if isinstance(factor, Tensor) or factor or self.prepared.batchnorm == "sync":
+            self.precision.backward(loss, factor)
             if weighed:
                 gradients.void(factor)
         # The same loss of the batch's earlier micro-batches: by its number, since gradients may be dropped in between.
@@ -506,9 +507,8 @@ class Session:
             self._partial[number] = []
         if last:
             divisor = self._total_weight() if weighed else None
-            gradients.sum(divisor)
-            if self._scaled is not None:
-                self._scaled.unscale(gradients.parameters)
+            gradients.sum(divisor, exchanges=self._exchanges)
+            self.precision.unscale(gradients.parameters)
         else:
             self._partial += [[] for _ in range(number + 1 - len(self._partial))]
             self._partial[number] = gradients.set_aside()
@@ -532,8 +532,6 @@ class Session:
         return total
 
     def _step(self, optimizer: Optimizer, step: Any, closure: Any = None) -> Any:
-        if self._is_stepping:
-            return step()
         if closure is not None:
             raise RequestError("optimizer.step(closure) computes gradients that no rank could sum; give it none.")
         if not self.is_last:
@@ -545,22 +543,18 @@ class Session:
             )
         self.world.pulse.enter("step")
         self._lr = float(optimizer.param_groups[0]["lr"])
-        self._is_stepping = True
-        try:
-            found = None
-            if self._scaled is None:
-                found = step()
-            else:
-                self._scaled.step(optimizer)
-        finally:
-            self._is_stepping = False
+        found = None
+        if self.precision.scaler is None:
+            found = step()
+        else:
+            self.precision.scaler.step(optimizer, step)
         self._has_stepped = True
         self.world.pulse.enter("")
-        if not self._loaders and optimizer is self._prepared.optimizers[-1]:
+        if self.prepared.source is None and optimizer is self.prepared.optimizers[-1]:
             self._end_step(0)
         return found
 
-    def stepped(self, lr: float, norm: Tensor | None, *, last: tuple[Tensor, Tensor]) -> None:
+    def stepped(self, lr: float, norm: Tensor | None, *, last: tuple[Tensor, Tensor] | None) -> None:
         """Take note of an optimizer step that the caller has made.
 
         It was at this learning rate and this `norm` of the gradients; `last` is the last micro-batch's (logits, labels)
@@ -583,9 +577,9 @@ class Session:
             self.loop.settle()
             self.loop.confirm()
         with contextlib.ExitStack() as modes, self.world.pulse.during("eval"):
-            for model in self._prepared.models.values():
+            for model in self.prepared.models.values():
                 modes.enter_context(evaluating(model))
-                if self._prepared.batchnorm == "local":
+                if self.prepared.batchnorm == "local":
                     self.world.broadcast(list(model.buffers()))
             modes.enter_context(torch.no_grad())
             try:
@@ -655,11 +649,13 @@ class Session:
             )
         micro = self._micro
         if micro is None:
-            self.loop.tell(**{name: float(value) for name, value in values.items()})
+            told = {name: float(value) for name, value in values.items()}
+            self.loop.recorder.record("values", step=self.step, epoch=self.loop.progress.epochs, **told)
             return
-        for name, value in values.items():
+        for name, value in values.items() if self.loop.has_begun else ():
             held = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
-            self.loop.note(name, held * (micro.size / micro.total) if micro.size else torch.zeros_like(held))
+            part = held * (micro.size / micro.total) if micro.size else torch.zeros_like(held)
+            self.loop.meter.note(name, part)
 
     def score(self, value: float) -> None:
         """Tell how good the weights are as they are now, the same on every rank: more is better.
@@ -704,6 +700,10 @@ class Session:
             script.closed()
 
 
+def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
 def _times(loss: Tensor, factor: float | Tensor) -> Tensor:
     """Return the loss (0-dim) times its factor; where that is 0, zero: a mean over nothing is no number."""
     if not isinstance(factor, Tensor):
@@ -716,15 +716,15 @@ class Loader:
 
     def __init__(self, session: Session, shared: SharedLoader) -> None:
         self.loader: DataLoader[Any] = shared.loader
+        self.shared = shared
         self._session = session
-        self._shared = shared
 
     def __iter__(self) -> Iterator[Any]:
-        return self._session.batches(self._shared)
+        return self._session.batches(self.shared)
 
     def __len__(self) -> int:
         """Return the number of optimizer steps in an epoch, which is what a schedule counts."""
-        steps = self._shared.steps()
+        steps = self.shared.steps()
         if steps is None:
             raise TypeError("the length of this loader's data set is not known")
         return steps

@@ -20,7 +20,7 @@ LAYERS = [
         "_torch shared_memory world state randomness gradients",
         "data models nn precision optim losses strategies launchers record",
         "checkpoint resume meter evaluation doctor progress",
-        "job parts prepared saving start announce scoring trained engine folders runs script loop sessions task verify",
+        "job prepared saving start announce scoring engine folders runs script loop sessions task verify",
         "compare",
         "cli",
         "__main__ __init__",

@@ -85,6 +85,7 @@ def test_the_norm_is_the_whole_models_unscaled(name: str) -> None:
     optimizers = [torch.optim.SGD([each], lr=1.0) for each in (weight, other)]  # several, as under muon
     # Gradients of 3 in four places and 8 in one: a norm of 10.
     precision.backward(3 * weight.sum() + 8 * other.sum())
+    precision.unscale([weight, other])
     norm = precision.step(optimizers, clip=5.0)
     assert norm is not None
     assert norm.item() == pytest.approx(10.0, rel=1e-6)
@@ -108,6 +109,7 @@ class _Training:
         pairs = zip(self.optimizers.parameters, gradients, strict=True)
         self.precision.backward(torch.stack([(item * each).sum() for item, each in pairs]).sum())
         with NoReading():
+            self.precision.unscale(self.optimizers.parameters)
             self.precision.step(self.optimizers.each, clip=1e9)
         self.optimizers.zero_grad()
 

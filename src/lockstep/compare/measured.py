@@ -16,17 +16,14 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from ..config import RunConfig
 from ..errors import RunError
 from ..files import write_json
-from ..kinds import KINDS
-from ..pulse import Pulse
 from . import energy, matrix
 from .clock import Clock
 
@@ -79,12 +76,7 @@ class Share:
         alone = dataclasses.replace(
             world, topology=dataclasses.replace(world.topology, size=self.ranks), group=None, memory=None
         )
-        from ..loop import Loop
-
-        end: Any = Loop.end_evaluation
-        # The samples of an evaluation are those of this rank alone.
-        with _patched(Loop, "end_evaluation", lambda loop, evaluated, _: end(loop, evaluated, None)):
-            Measured(self.entry, is_profiled=True)(config, alone)
+        Measured(self.entry, is_profiled=True)(config, alone)
 
 
 @dataclass(frozen=True)
@@ -101,48 +93,39 @@ class Raced:
                 raise _too_short(racer.made)
 
 
-class Watcher(Protocol):
-    """Is told when a job's step is over, and has its clock."""
+class Watcher:
+    """Hears of a job's course (a `pulse.Listener`), and has its clock."""
 
-    clock: Any
-    has_phases: bool
-    """Whether its clock notes the phases, too."""
-    kept: contextlib.ExitStack
+    exchanges = True
+    is_endless = False
 
-    def after_step(self, loop: Loop) -> None:
-        """Take note of it (*collective*)."""
+    def __init__(self, world: World) -> None:
+        self.clock: Any = Clock(on_gpu=world.device.type == "cuda")
+
+    def ended_phase(self, phase: str) -> None:
+        """Take note that a phase is over."""
+        self.clock.note(phase)
+
+    def ended_step(self, loop: Loop) -> None:
+        """Take note that a step is over (*collective*)."""
+
+    def resumed(self) -> None:
+        """Take note that steps begin again."""
+        self.clock.go_on()
 
 
 def watched(entry: Callable[[RunConfig, World], Any], config: RunConfig, world: World, watcher: Watcher) -> bool:
     """Run the entry until the watcher has seen enough; return whether it has."""
-    from ..loop import Loop
-    from ..meter import Meter
-
-    end_step: Any = Loop.end_step
-    start: Any = Meter.start
-
-    def ended(loop: Loop) -> None:
-        end_step(loop)
-        watcher.after_step(loop)
-
-    def started(meter: Meter) -> None:
-        start(meter)
-        watcher.clock.go_on()
-
-    with contextlib.ExitStack() as kept:
-        if watcher.has_phases:
-            kept.enter_context(_timed(world.pulse, watcher.clock))
-        kept.enter_context(_patched(Loop, "end_step", ended))
-        kept.enter_context(_patched(Meter, "start", started))
-        # A thread would write, while another variant has its turn.
-        kept.enter_context(_patched(Loop, "save", lambda loop: loop.meter.start()))
-        kept.enter_context(watcher.kept)
-        try:
+    world.pulse.listener = watcher
+    try:
+        with _schedules_without_end():
             entry(config, world)
-        except _EnoughError as enough:
-            if world.is_main and enough.folder is not None and enough.told:
-                write_json(enough.folder / FILE, enough.told)
-            return True
+    except _EnoughError as enough:
+        if world.is_main and enough.folder is not None and enough.told:
+            write_json(enough.folder / FILE, enough.told)
+        return True
+    finally:
+        world.pulse.listener = None
     return False
 
 
@@ -161,24 +144,6 @@ class _EnoughError(BaseException):
 
 
 @contextlib.contextmanager
-def _timed(pulse: Pulse, clock: Clock) -> Iterator[None]:
-    """Have the pulse note how long each phase lasts; it stays the object that the watch looks at."""
-
-    class Timed(Pulse):
-        __slots__ = ()
-
-        def enter(self, phase: str) -> None:
-            clock.note(self.phase)
-            super().enter(phase)
-
-    pulse.__class__ = Timed
-    try:
-        yield
-    finally:
-        pulse.__class__ = Pulse
-
-
-@contextlib.contextmanager
 def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     own = vars(owner).get(name)
     getattr(owner, name)  # what is no more there would change nothing, without a word
@@ -192,34 +157,27 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, own)
 
 
-def _endless() -> contextlib.ExitStack:
-    """Have the job's loop go on whatever its epochs, until enough is measured."""
+def _schedules_without_end() -> contextlib.AbstractContextManager[None]:
+    """Have a OneCycleLR keep its last rate past its last step, which it alone of torch's schedules refuses."""
     from torch.optim.lr_scheduler import OneCycleLR
-
-    from ..loop import Loop
 
     get_lr: Any = OneCycleLR.get_lr
 
-    def last_lr(schedule: OneCycleLR) -> Any:  # it alone of torch's refuses steps past its last
+    def last_lr(schedule: OneCycleLR) -> Any:
         schedule.last_epoch = min(schedule.last_epoch, schedule.total_steps)
         return get_lr(schedule)
 
-    kept = contextlib.ExitStack()
-    kept.enter_context(_patched(OneCycleLR, "get_lr", last_lr))
-    kept.enter_context(_patched(Loop, "goes_on", lambda *_: True))
-    kept.enter_context(_patched(Loop, "is_done", False))
-    return kept
+    return _patched(OneCycleLR, "get_lr", last_lr)
 
 
-class Probe:
+class Probe(Watcher):
+>>>>>>> 3151d3c (One loop for every task, one kind of prepared parts; what measures a job listens to it instead of patching it)
     """Counts a job's steps as they end, and times those that are to be timed."""
 
-    has_phases = True
+    is_endless = True
 
     def __init__(self, world: World, steps: int, *, is_profiled: bool = False) -> None:
-        self.clock: Any = Clock(on_gpu=world.device.type == "cuda")
-        self.kept = _endless()
-        """What has to be put back in the end."""
+        super().__init__(world)
         self.made = 0
         self._world, self._steps, self._is_profiled = world, steps, is_profiled
         self._warm_to, self._timed_to, self._last = WARM_UP, 0, 0
@@ -229,7 +187,7 @@ class Probe:
         self._cpu_s = self._joules = 0.0
         self._told: dict[str, Any] = {}
 
-    def after_step(self, loop: Loop) -> None:
+    def ended_step(self, loop: Loop) -> None:
         """Take note of a step that is over (*collective*)."""
         self.made += 1
         if self.made == 1:
@@ -251,7 +209,7 @@ class Probe:
             if self._is_profiled:
                 self._profile(loop)
             else:
-                self._stop_synchronising()
+                self.exchanges = False
                 self._begin(loop)
         if self.made == self._last:
             if self._is_profiled:
@@ -312,7 +270,7 @@ class Probe:
         gpus_busy = len(telemetry.handles) * telemetry.sample().get("device_percent", 0) / 100
         peak = telemetry.peak_memory_bytes()
         # Replicas in threads are not counted: the counter belongs to this one.
-        flops = self._counter.get_total_flops() if len(loop.parts.devices) == 1 else 0
+        flops = self._counter.get_total_flops() if len(loop.prepared.devices) == 1 else 0
         rate = matrix.flops_per_s(self._world.device, loop.precision.name)  # by all ranks at the same time
         numbers = [cpu_s, joules, gpus_busy, peak["host"] or 0, peak["device"] or 0, flops, rate]
         own = torch.tensor(numbers, dtype=torch.float64, device=self._world.device)
@@ -339,36 +297,23 @@ class Probe:
         """Have the points of each step noted from now on."""
         from .profiler import Stamps
 
-        job = getattr(loop.parts, "job", None)
-        models = [job.model] if job is not None else loop.parts.models.values()  # type: ignore[attr-defined]
-        self._told["overlaps"] = job is not None  # a loop of one's own exchanges its gradients after the backward pass
-        self.clock = Stamps(models, self._world.device)
-
-    def _stop_synchronising(self) -> None:
-        """Have gradients exchanged no more, and the replicas, which part then, compared no more."""
-        from ..gradients import Gradients
-        from ..verify.proofs import Proofs
-
-        for name in ("after_step", "before_save"):
-            self.kept.enter_context(_patched(Proofs, name, lambda *_: None))
-        self.kept.enter_context(_patched(Gradients, "_sum", lambda *_: None))
-        for kind in KINDS.values():
-            if kind.has_ranks:
-                strategy = getattr(import_module(f"..strategies.{kind.module}", __package__), kind.type)
-                self.kept.enter_context(_patched(strategy, "sync_on", _without_sync(strategy.sync_on)))
+        # A loop of one's own exchanges its gradients after the backward pass.
+        self._told["overlaps"] = loop.prepared.strategy is not None
+        self.clock = Stamps(loop.prepared.models.values(), self._world.device)
 
 
-class Racer:
+class Racer(Watcher):
     """Runs as many steps as it is told to, and waits at their end; all ranks do at the same one.
 
     Its data workers are stopped while it waits: they would fill their queue meanwhile, at the cost of others' turns.
     """
 
-    has_phases = False
+    is_endless = True
 
     def __init__(self, world: World, address: str) -> None:
         """Connect to the socket at `address`, and say which rank comes."""
-        self.clock, self.kept, self.made = Clock(on_gpu=world.device.type == "cuda"), _endless(), 0
+        super().__init__(world)
+        self.made = 0
         self._world, self._left = world, 0
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(address)
@@ -382,7 +327,10 @@ class Racer:
         self._signal_workers(signal.SIGCONT)
         self._socket.close()
 
-    def after_step(self, loop: Loop) -> None:
+    def ended_phase(self, phase: str) -> None:
+        """Take no note of phases."""
+
+    def ended_step(self, loop: Loop) -> None:
         """Wait for the next turn once this one is over; raise where there is none any more."""
         self.made += 1
         if self.made < WARM_UP:
@@ -427,11 +375,8 @@ def _cpu_s() -> float:
 
 def _of_gradients(loop: Loop, world: World) -> int:
     """Return the bytes that DistributedDataParallel exchanges by itself, past the world's own collectives."""
-    job = getattr(loop.parts, "job", None)
-    if job is None or world.size == 1 or (world.memory is not None and world.device.type == "cpu"):
+    prepared = loop.prepared
+    if prepared.strategy is None or world.size == 1 or (world.memory is not None and world.device.type == "cpu"):
         return 0
-    return sum(each.nbytes for each in job.model.parameters() if each.requires_grad)
-
-
-def _without_sync(sync_on: Any) -> Any:
-    return lambda strategy, replica, *, last: sync_on(strategy, replica, last=False)
+    models = prepared.models.values()
+    return sum(each.nbytes for model in models for each in model.parameters() if each.requires_grad)

@@ -45,6 +45,9 @@ class Stamps:
 
     go_on = restart
 
+    def note(self, phase: str) -> None:
+        """Take no note of phases."""
+
     def end_step(self, _: str = "") -> None:
         """End a step, and begin the next one."""
         self._now.append((None, self._time()))

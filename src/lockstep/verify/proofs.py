@@ -13,7 +13,7 @@ from typing import Any
 from .. import folders, proof, resume
 from ..config import RunConfig
 from ..errors import ProofError, RequestError, counted
-from ..parts import Parts
+from ..prepared import Prepared
 from ..proof import Check
 from ..world import World
 from . import pages
@@ -29,7 +29,7 @@ class Proofs:
         self,
         config: RunConfig,
         world: World,
-        parts: Parts,
+        parts: Prepared,
         remedy: Callable[[], str],
         *,
         step: int,
