@@ -1,10 +1,15 @@
-"""The folder of a run: which one it is, and that it is this run's alone for as long as the run lasts."""
+"""The folder of a run: which one it is, and that it is this run's alone for as long as the run lasts.
+
+`.lock` in it is locked by rank 0's process. The system gives a lock back however its process ends: a killed run never
+blocks the next one. Locks are a process's: of two runs in one process neither is refused.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import fnmatch
 import os
 import platform
@@ -14,16 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from . import locks
 from .config import RunConfig
 from .errors import RequestError, Stopped
-from .files import REFUSED, check_own, lines_of, shown
+from .files import REFUSED, check_own, lines_of, ours, shown
 
 RUNS = Path("runs")
-_LATE_S = 120.0  # for the lock of a node that is no more: NFS gives it back when its lease has run out, after 90 s
+LOCK = ".lock"
 _WRITTEN = (
     *("config.toml", "manifest.json", "steps.jsonl", "ledger.bin", "summary.json", "proof.md"),
-    *("events.out.tfevents.*", locks.LOCK),
+    *("events.out.tfevents.*", LOCK),
 )
 """What a run may have written before its first step."""
 _FOLDERS = ("checkpoints", "failures", "output")
@@ -74,32 +78,26 @@ class RunFolder:
             return os.path.lexists(steps)
 
 
-def claim(config: RunConfig, *, before: Path | None = None, holder: str = "") -> RunFolder:
+def claim(config: RunConfig, *, before: Path | None = None) -> RunFolder:
     """Return the folder of the run that `config` asks for, made if it is new, and hold it.
 
-    `before` is the folder of an earlier start of this very run, which may lie in it. That one's rank 0, in words
-    `holder`, may still hold it, on a node that the others have lost: it is waited for, since it may be writing.
-    Raises `RequestError` where the folder holds another run, is in use by one, cannot be made, or is not here, though
-    an earlier start has made it; `RunError` where that start does not end.
+    `before` is the folder of an earlier start of this very run, which may lie in it. Raises `RequestError` where the
+    folder holds another run, is in use by one, cannot be made, or is not here, though an earlier start has made it.
     """
     path = _asked(config)
     if path is None:
         path = fresh(default_name(config))
         return RunFolder(path, True, True, _hold(path))
-    if path == before and not (path / locks.LOCK).exists():
+    if path == before and not (path / LOCK).exists():
         # Ranks of other nodes than rank 0's have written what they said to a folder of that name at most.
         raise RequestError(
             f"{shown(path)} on {platform.node()} is not the folder in which this run was begun, on another node: what "
             "it has done would be lost; put --output where all nodes see it."
         )
     is_new, was_free = not path.exists(), not _holds_anything_of_ours(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
+    _make(path)
     _check_own(path)
-    patience_s = min(_LATE_S, config.parallel.stall_timeout / 2) if path == before else 0.0
-    claimed = RunFolder(path, is_new, was_free, _hold(path, patience_s, holder))
+    claimed = RunFolder(path, is_new, was_free, _hold(path))
     try:
         if path != before:
             _check_no_other_run(path, config.checkpoint.resume)
@@ -109,9 +107,52 @@ def claim(config: RunConfig, *, before: Path | None = None, holder: str = "") ->
     return claimed
 
 
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
+
+
+def _hold(folder: Path) -> IO[bytes]:
+    """Return what `_locked` does, with this process's name in it; raise `RequestError` where it cannot be written."""
+    try:
+        lock = _locked(folder)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    with contextlib.suppress(OSError):  # a full disk is told of by what has to be written next
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}".encode())
+    return lock
+
+
+def _locked(folder: Path) -> IO[bytes]:
+    """Return the lock file, locked; closing it gives it back. Raises `RequestError` where another run has it."""
+    lock = open(folder / LOCK, "a+b", buffering=0, opener=ours)
+    try:
+        # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        lock.seek(0)
+        holder = lock.read(200).decode(errors="replace") or "another process"
+        lock.close()
+        raise RequestError(
+            f"{folder} is in use by another run ({holder}): wait until it has ended, or give another --output."
+        ) from None
+    except OSError:
+        pass  # a file system without locks, as on some clusters: runs go on there without this guard
+    return lock
+
+
+def check_free(folder: Path) -> None:
+    """Raise `RequestError` where another run has the folder, OSError where its lock file cannot be written."""
+    if os.path.lexists(folder / LOCK):
+        _locked(folder).close()
+
+
 def _holds_anything_of_ours(path: Path) -> bool:
     """Whether a file lies there that a run writes: one without a manifest may be a person's copy of a run."""
-    return any(next(path.glob(pattern), None) for pattern in (*_WRITTEN, *_FOLDERS) if pattern != locks.LOCK)
+    return any(next(path.glob(pattern), None) for pattern in (*_WRITTEN, *_FOLDERS) if pattern != LOCK)
 
 
 def check(config: RunConfig) -> None:
@@ -130,7 +171,7 @@ def check(config: RunConfig) -> None:
         raise RequestError(f"--output {path} is a file; give a folder.")
     _check_own(path)
     try:
-        locks.check_free(path)
+        check_free(path)
     except OSError as error:
         raise unwritable(path, error) from error
     _check_no_other_run(path, config.checkpoint.resume)
@@ -182,10 +223,7 @@ def reserve(config: RunConfig, *, make: bool) -> tuple[Path, bool]:
         return (fresh(default_name(config)) if make else _next(default_name(config))).absolute(), make
     is_new = make and not path.exists()
     if make:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RequestError(f"--output {path} cannot be made: {error.strerror}; give another folder.") from error
+        _make(path)
     return path.absolute(), is_new
 
 
@@ -238,14 +276,6 @@ def _check_no_other_run(path: Path, resume: str) -> None:
             f"--output {path} holds another run than the one to continue, {resume}; leave --output out to continue "
             "that one in its own folder, or give a new one."
         )
-
-
-def _hold(path: Path, patience_s: float = 0.0, before: str = "") -> IO[bytes]:
-    """Return what `locks.acquire` does, and raise what it does; `RequestError` where the folder cannot be written."""
-    try:
-        return locks.acquire(path, patience_s, before)
-    except OSError as error:
-        raise unwritable(path, error) from error
 
 
 def default_name(config: RunConfig) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import failures, folders, hardware, locks, resume, said
+from . import failures, folders, hardware, resume, said
 from .checkpoint import find
 from .config import RunConfig
 from .errors import RequestError
@@ -26,9 +26,8 @@ from .record.table import build as build_recorder
 from .state import State
 from .world import World
 
-# Notes in which the starts of one run tell one another who held its folder, and the last checkpoint that the first one
-# came upon there.
-_HOLDER, _CAME_UPON = "holder", "came upon"
+_CAME_UPON = "came upon"
+"""The note in which the first start of a run tells the next the last checkpoint that it came upon in its folder."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,10 @@ def opened(
     asked = config
     config, before = _after(config, world)
     state = resume.load(config, world, keys=keys)  # what cannot be continued is refused before a folder is made
-    with _claimed(config, world, before) as folder, _kept_output(folder, world):
+    with (
+        _claimed(config, world, before) as folder,
+        said.kept(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main),
+    ):
         config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=folder))
         world.pulse.folder = folder
         state = state or resume.load(config, world, keys=keys)  # of the folder that --resume auto has found
@@ -87,10 +89,6 @@ def opened(
             raise
         finally:
             recorder.close()
-
-
-def _kept_output(folder: Path, world: World) -> contextlib.AbstractContextManager[None]:
-    return said.kept(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main)
 
 
 def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
@@ -146,13 +144,12 @@ def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[P
     def attempt() -> str:
         if not world.is_main:
             return ""
-        claimed = folders.claim(config, before=before, holder=world.notes.read(_HOLDER) if before else "")
+        claimed = folders.claim(config, before=before)
         # From here on by its whole name: a data set of the user's may change the working folder.
         path = claimed.path.absolute()
         held.append(dataclasses.replace(claimed, path=path))
         if before is None:
             world.notes.write(_CAME_UPON, _last(path))
-        world.notes.write(_HOLDER, locks.this_process())
         world.notes.write(FOLDER, str(path))
         return str(path)
 

@@ -1,4 +1,4 @@
-"""The folder of a run, which an earlier start of the same run may still hold."""
+"""The folder of a run: one run's alone, and the same one when it starts again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import platform
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from lockstep import folders, runs
 from lockstep.config import RunConfig
-from lockstep.errors import RequestError, RunError
+from lockstep.errors import RequestError
 from lockstep.options import override
 
 from ..command import refusal
@@ -24,17 +23,17 @@ from ..starting import config
 _HOLDER = """
 import sys
 from pathlib import Path
-from lockstep import locks
-held = getattr(locks, sys.argv[2])(Path(sys.argv[1]))
+from lockstep import RunConfig, folders, override
+held = folders.claim(override(RunConfig(), output=sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
-def _held(folder: Path, how: str = "acquire") -> Iterator[subprocess.Popen[str]]:
+def _held(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Have another process lock the folder, until its input ends."""
-    words = [sys.executable, "-c", _HOLDER, str(folder), how]
+    words = [sys.executable, "-c", _HOLDER, str(folder)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -49,31 +48,18 @@ def test_a_run_that_starts_again_where_its_folder_is_not_is_refused(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
-def test_a_rank_0_of_the_start_before_is_waited_for_and_keeps_the_next_from_writing(tmp_path: Path) -> None:
+def test_a_folder_is_one_runs_until_its_process_ends_however_that_is(tmp_path: Path) -> None:
     with _held(tmp_path) as process:
         named = f"process {process.pid} on {platform.node()}"
-        with pytest.raises(RunError, match=f"held by rank 0 of the start before this one .{named}"):
-            folders.claim(config(output=tmp_path, stall_timeout=1), before=tmp_path, holder=named)
-        for again in ({"before": tmp_path, "holder": "process 1 on another host"}, {}):
-            begun_s = time.monotonic()
-            with pytest.raises(RequestError, match=f"is in use by another run .{named}"):
-                folders.claim(config(output=tmp_path, stall_timeout=60), **again)  # type: ignore[arg-type]
-            assert time.monotonic() - begun_s < 5  # another run is told at once
-        with subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {process.pid}"]):
-            folders.claim(config(output=tmp_path, stall_timeout=60), before=tmp_path, holder=named).release()
-
-
-def test_a_folder_is_its_runs_also_while_no_rank_holds_it(tmp_path: Path) -> None:
-    asked = config(output=tmp_path)
-    folders.claim(asked).release()
-    with _held(tmp_path, "acquire_for_agent"):
         for use in (folders.claim, folders.check):
-            with pytest.raises(RequestError, match=r"is in use by another run .*its ranks are started again"):
-                use(asked)
-        folders.claim(asked, before=tmp_path, holder="process 1 on a host").release()
-        with _held(tmp_path, "acquire_for_agent"):  # another one of the same run
-            pass
-    folders.check(asked)
+            with pytest.raises(RequestError, match=f"is in use by another run .{named}"):
+                use(config(output=tmp_path))
+        with pytest.raises(RequestError, match=f"is in use by another run .{named}"):
+            folders.claim(config(output=tmp_path), before=tmp_path)
+        process.kill()
+        process.wait()
+        folders.claim(config(output=tmp_path), before=tmp_path).release()
+    folders.check(config(output=tmp_path))
 
 
 def test_a_restart_goes_on_in_no_folder_but_one_of_the_commands_own(

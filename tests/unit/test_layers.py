@@ -15,7 +15,7 @@ SOURCE = Path(lockstep.__file__).parent
 LAYERS = [
     rooms.split()
     for rooms in (
-        "bounded beats keys errors printable screen files validity config options topology kinds locks batching "
+        "bounded beats keys errors printable screen files validity config options topology kinds batching "
         "synonyms result proof failures hardware versions interrupts own pulse said stacks notes watch submit",
         "_torch shared_memory world state randomness gradients",
         "data models nn precision optim losses strategies launchers record",

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lockstep import failures, locks, said
+from lockstep import failures, folders, said
 from lockstep.checkpoint import Checkpoints
 from lockstep.cli.main import main
 from lockstep.config import RunConfig
@@ -178,7 +178,7 @@ def _output(folder: Path) -> None:
 
 
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "the lock": (".lock", lambda folder: locks.acquire(folder).close()),
+    "the lock": (".lock", lambda folder: folders._locked(folder).close()),
     "output": ("output/rank_0.txt", _output),
     "a failure": (
         "failures/rank_0.txt",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .. import locks
+from .. import folders
 from ..errors import RequestError
 from ..files import parse_json, read, shown, understanding
 from ..options import read_named
@@ -51,7 +51,7 @@ class Run:
         if code is not None:
             return _STATES.get(code, f"exit {code}")
         try:
-            locks.check_free(self.folder)
+            folders.check_free(self.folder)
         except RequestError:
             return "running"
         except OSError:  # of somebody else's

@@ -48,7 +48,6 @@ from ..config import RunConfig
 from ..errors import RequestError, RunError, Stopped
 from ..failures import Failure
 from ..keys import Keys, Unanswered
-from ..notes import FOLDER
 from ..options import flatten_common
 from ..topology import Topology
 from . import hosts, stores
@@ -192,8 +191,6 @@ class _Agent:
                             self._await([f"done/{node}" for node in range(places[0].nodes)], shared, _OTHERS_S)
                         return value_of(ended)
                     cause = ended
-                    with contextlib.suppress(RuntimeError):
-                        supervisor.notes[FOLDER] = self._keys.read(f"lasting/{FOLDER}")
                     if not supervisor.starts_again(cause):
                         raise cause.error()
         except Stopped:

@@ -30,12 +30,12 @@ from typing import IO, Any
 
 import psutil
 
-from .. import bounded, failures, locks
+from .. import bounded, failures
 from ..config import RunConfig
 from ..errors import ProofError, RequestError, RunError, Stopped, ranks_in_short
 from ..failures import Failure, first_cause, one_line
 from ..interrupts import KILLED, OUTSIDE, Heard, Interrupts, heeded
-from ..notes import FOLDER, Notes
+from ..notes import Notes
 from ..printable import told
 from ..screen import Screen
 from ..topology import Topology
@@ -152,15 +152,13 @@ class Supervisor:
         """What ranks have left for the next start."""
         self._interrupts = Interrupts()
         self._waits = self._has_begun = False
-        self._heeding, self._locks = contextlib.ExitStack(), list[IO[bytes]]()
+        self._heeding = contextlib.ExitStack()
 
     def __enter__(self) -> Supervisor:
         self._heeding.enter_context(heeded(self._on_signal))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for lock in self._locks:
-            lock.close()
         self._heeding.close()
 
     def run(
@@ -198,8 +196,6 @@ class Supervisor:
             say(f"{what}; the ranks start again (restart {self._restarts} of {self._most_restarts}).")
         else:
             return False
-        if folder := self.notes.get(FOLDER):  # from other jobs, also while no rank is there to hold it
-            self._locks += filter(None, [locks.acquire_for_agent(Path(folder))])
         return True
 
     def ask_to_stop(self) -> None:
