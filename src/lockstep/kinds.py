@@ -35,30 +35,18 @@ class Kind(NamedTuple):
         return self.has_ranks and self.drives_all
 
 
+_UNUSED = ("find-unused",)
 KINDS = {
-    "single": Kind("single", "Single", "one device", has_ranks=False, drives_all=False),
-    "dp": Kind(
-        "data_parallel",
-        "DataParallel",
-        "one process drives several devices (threads on a CPU)",
-        has_ranks=False,
-        drives_all=True,
-    ),
-    "ddp": Kind(
-        "ddp",
-        "DDP",
-        "one process a device, gradients all-reduced while backward runs",
-        has_ranks=True,
-        drives_all=False,
-        options=("find-unused",),
-    ),
+    "single": Kind("single", "Single", "one device", False, False),
+    "dp": Kind("data_parallel", "DataParallel", "one process drives several devices (threads on a CPU)", False, True),
+    "ddp": Kind("ddp", "DDP", "one process a device, gradients all-reduced while backward runs", True, False, _UNUSED),
     "hybrid": Kind(
         "hybrid",
         "Hybrid",
         "one process a node drives several devices (threads on a CPU), gradients all-reduced between processes",
-        has_ranks=True,
-        drives_all=True,
-        options=("find-unused",),
+        True,
+        True,
+        _UNUSED,
     ),
 }
 

@@ -145,26 +145,3 @@ def accumulation(meta: dict[str, Any], config: RunConfig) -> int | None:
     if meta["batchnorm"] == "none" and config.batch.micro_batch is not None:
         return None
     return int(meta["accumulation"])
-
-
-def check_samples(meta: dict[str, Any], samples: int, config: RunConfig) -> None:
-    """Raise `RequestError` if the training set has another size than the one the checkpoint was trained on."""
-    if meta["samples"] != samples:
-        raise RequestError(
-            f"The checkpoint was trained on {meta['samples']} samples, and {config.data.name} has {samples} here: "
-            "its order would be another; give it the same data, or start a new run in another --output."
-        )
-
-
-def check_batchnorm(meta: dict[str, Any], batchnorm: str, replicas: int) -> None:
-    """Raise `RequestError` if batch statistics would be taken over other samples than before: another model."""
-    before, now = (
-        (kind, count if kind == "local" else 0)
-        for kind, count in ((meta["batchnorm"], meta["replicas"]), (batchnorm, replicas))
-    )
-    if before != now:
-        words = [f"{kind} of {count} replicas" if count else kind for kind, count in (before, now)]
-        raise RequestError(
-            f"The checkpoint was trained with batch statistics {words[0]}, and this run would take {words[1]}, which "
-            "is another model; continue with --strategy, --batchnorm and --devices as they were."
-        )

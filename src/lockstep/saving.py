@@ -114,7 +114,6 @@ class Saver:
         return f"The weights of the last step, {step}, are not on the disk: {newest}; {_MEND} and {again}."
 
     def _wait(self) -> None:
-        """Wait until what was saved is on the disk, or could not be written; the others wait for rank 0."""
         with self._world.pulse.during("save"):  # on every rank, since all enter the same phases
             if self._checkpoints is not None:
                 self._checkpoints.wait()
