@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("model", "code", "words"),
     [
-        ("Exploding", 1, r"^The loss at step 3 is not a finite number on rank 0 and rank 1; .*--lr .*--clip"),
+        ("Exploding", 1, r"^The loss at step 3 is not a finite number on rank 0 and rank 1; .*--lr.*--clip"),
         (
             "Flipping",
             3,
