@@ -279,9 +279,9 @@ checksums are not looked at: checkpoint/read.py
 - if hashlib.sha256(data).hexdigest() != expected:
 + if False:
 = ranks/test_runs.py::test_every_option_either_makes_the_run_or_may_change
-a run may go on with another seed: resume.py
-- "drop-last", "seed"),
-+ "drop-last"),
+a run may go on with another seed: options.py
+- *("batch", "drop-last", "seed"),
++ *("batch", "drop-last"),
 = unit/test_folders.py::test_a_folder_is_one_runs_until_its_process_ends_however_that_is
 two runs have one folder: folders.py
 - fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
