@@ -100,6 +100,7 @@ def stepper(job: Job, batches: Iterator[Batch], *, steps: int) -> Callable[[], f
         begin_s = time.perf_counter()
         for _ in range(steps):
             train_step(job, size, next(batches))
+            job.precision.unscale(job.optimizer.parameters)
             job.precision.step(job.optimizer.each, clip=None)
             job.optimizer.zero_grad()
         return time.perf_counter() - begin_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from lockstep.engine import train_share
+from lockstep.engine import train_share, train_step
 from lockstep.job import Job
 from lockstep.record.base import Nothing
 from lockstep.runs import Opened
@@ -16,7 +16,7 @@ def steps(job: Job) -> Generator[None, None, None]:
     """Train as `lockstep train` does, without its scores; yield after each optimizer step, before its metrics."""
     run, parts = Opened(job.config, Nothing(), None), job.prepared()
     with Session(job.config, job.world, has_folder=False, run=run, prepared=parts, precision=job.precision) as session:
-        task = Classifier(job, session, lambda count, shares: None)
+        task = Classifier(job, session, train_step)
         for _ in session.epochs(job.config.epochs):
             for batch in session.batches(job):
                 train_share(task, session, batch, job.config.optim.clip)

@@ -81,7 +81,7 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     try:
         parts = job.prepared()
         with Session(config, world, has_folder=has_folder, run=run, prepared=parts, precision=job.precision) as session:
-            task = Classifier(job, session, lambda count, shares: train_step(job, count, shares))
+            task = Classifier(job, session, train_step)
             learn(task, session, config)
         world.pulse.enter("")  # not after an error: where it came is told
         assert task.result is not None

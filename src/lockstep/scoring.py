@@ -39,8 +39,8 @@ Shares = Iterable[tuple[Tensor, Tensor]]
 class Classifier:
     """A job's task: a loss of scores and labels, and exact top-1 and top-5 (see `engine.Task`)."""
 
-    def __init__(self, job: Job, session: Session, step: Callable[[int, Shares], None]) -> None:
-        """`step` computes and exchanges the gradients of one global batch of so many samples."""
+    def __init__(self, job: Job, session: Session, step: Callable[[Job, int, Shares], None]) -> None:
+        """`step` is `engine.train_step`."""
         self.source, self.optimizer, self.lr, self.average = job, job.optimizer, job.lr, job.average
         self.result: RunResult | None = None
         """What the run has come to, once it has ended."""
@@ -91,7 +91,7 @@ class Classifier:
         """Run the first micro-batch of the run forward and backward, as training does."""
         with contextlib.closing(self._job.micros(0)) as micros:
             first = next(micros)
-            self._step(first.total, [first.batch])
+            self._step(self._job, first.total, [first.batch])
 
     def _check_loss(self) -> None:
         """Raise `RequestError` where the user's own loss is no sum over the first samples of the run."""

@@ -127,6 +127,7 @@ def test_a_first_step_whose_fp16_gradients_overflow_changes_nothing(cuda: World,
 
     def step(factor: float) -> None:
         precision.backward((model.weight * factor).sum())
+        precision.unscale(optimizers.parameters)
         precision.step(optimizers.each, clip=1.0)
         optimizers.zero_grad()
 

@@ -8,15 +8,12 @@ line in `kinds.py`; the law tests run over those lines, so its tests come for fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from ..state import State, load_model, load_optimizer, model_tensors, optimizer_state
 
 
 class Strategy(Protocol):
@@ -50,19 +47,10 @@ class Strategy(Protocol):
     def agree_on_buffers(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers, so that all evaluate the same model (*collective*)."""
 
-    def full_state(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
-        """Return the whole state of model and optimizers, the same whatever the strategy (*collective*)."""
-
-    def load_state(self, model: nn.Module, optimizers: Iterable[Optimizer], state: State) -> None:
-        """Continue from `state`, in place (*collective*). Raises `RequestError` if it is of another model."""
-
-    def replicated(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterable[tuple[str, Tensor]]:
-        """Return (name, tensor) for all but buffers that must be the same bits on every rank, named as in a `State`."""
-
     def copies(self, model: nn.Module) -> list[Mapping[str, Tensor]]:
         """Return the weights as the further devices of this process get them, by name: one mapping for each device.
 
-        They are named as in `replicated`, and the same bits as the process's own; there are none where the process
+        They are named as in a `State`, and the same bits as the process's own; there are none where the process
         computes with one set of weights.
         """
 
@@ -79,24 +67,6 @@ class Replicated:
 
     def agree_on_buffers(self, model: nn.Module) -> None:
         """One process has one set of buffers."""
-
-    def full_state(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
-        """Return this rank's own state: every rank's, but for buffers, which differ under local BatchNorm.
-
-        After `agree_on_buffers` they are rank 0's on all.
-        """
-        optimizer = optimizer_state(model, optimizers)
-        return State(model_tensors(model) | optimizer.tensors, optimizer.meta)
-
-    def load_state(self, model: nn.Module, optimizers: Iterable[Optimizer], state: State) -> None:
-        """Load the whole state on each rank."""
-        load_model(model, state.part("model"))
-        load_optimizer(model, optimizers, state)
-
-    def replicated(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterable[tuple[str, Tensor]]:
-        """Return every parameter, and every tensor of the optimizers."""
-        parameters = [(f"model/{name}", held) for name, held in model.named_parameters()]
-        return [*parameters, *optimizer_state(model, optimizers).tensors.items()]
 
     def copies(self, model: nn.Module) -> list[Mapping[str, Tensor]]:
         """One process has one set of weights."""
