@@ -231,8 +231,8 @@ a resumed run's ledger keeps steps that are forgotten: verify/pages.py
 a run is taken up a step too far: progress.py
 - step=meta["step"],
 + step=meta["step"] + 1,
-the optimizer's state is lost: strategies/base.py
-- load_optimizer(model, optimizers, state)
+the optimizer's state is lost: prepared.py
+- load_optimizer(self._all, self.optimizers, state)
 + pass
 = ranks/test_laws.py::test_a_continued_run_ends_with_the_same_bits[7-2-values1]
 the model's randomness begins anew: loop.py

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import locks
+from .. import folders
 from ..errors import LockstepError, RequestError, Stopped
 from ..files import own_folder, parse_json, read, understanding, write_json
 from ..verify import commands
@@ -109,7 +109,7 @@ def _probed(folder: Path) -> dict[str, Any]:
 def make_anew(folder: Path) -> None:
     """Make an empty folder: what was begun there and came to no end has left runs, which are not continued."""
     if (run_folder := folder / RUN).is_dir():
-        locks.check_free(run_folder)  # a comparison that was killed may have left one that trains on
+        folders.check_free(run_folder)  # a comparison that was killed may have left one that trains on
     if folder.exists():
         shutil.rmtree(folder)
     own_folder(folder)
