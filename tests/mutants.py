@@ -197,16 +197,16 @@ the order is the same in each epoch: data/order.py
 + counter.keys(ROUNDS, seed, 0, samples)
 = ranks/test_data.py::test_any_number_of_ranks_computes_the_same_samples_once[digits]
 images are varied otherwise on each rank: data/resident.py
-- Augment(variations, wish.seed, kind.height, kind.width)
-+ Augment(variations, wish.seed + wish.world.rank, kind.height, kind.width)
+- Augment(variations, wish.seed, height, width)
++ Augment(variations, wish.seed + wish.world.rank, height, width)
 = unit/test_resident.py::test_seed_and_epoch_change_the_augmentation
 images are varied alike in each epoch: data/augment.py
 - counter.keys(_DRAWS, self.seed, epoch)
 + counter.keys(_DRAWS, self.seed, 0)
 = unit/test_sets.py::test_own_random_transforms_do_not_depend_on_batch_or_worker
-a transform of one's own goes on from the sample before: data/mapped.py
-- seed_generators(own_seeds[place])
-+ pass
+a transform of one's own goes on from the sample before: data/feed.py
+-                 _seed(own)
++                 pass
 = ranks/test_data.py::test_what_is_wrong_or_differs_on_one_rank_is_told_by_all
 ranks train on different data: data/alike.py
 - if found := world.unlike(facts):

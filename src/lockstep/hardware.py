@@ -180,6 +180,15 @@ def nvml_handle(uuid: str) -> Any | None:
     return asked(pynvml.nvmlDeviceGetHandleByUUID, uuid)
 
 
+def in_use(handle: Any) -> tuple[int, int] | None:
+    """Return (percent of the time in use, bytes used) of a GPU; None where the driver does not tell (a part, MIG)."""
+    import pynvml
+
+    times = asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    return None if times is None or memory is None else (times.gpu, int(memory.used))
+
+
 def asked(question: Callable[..., Answer], *about: Any) -> Answer | None:
     """Return the driver's answer; None where the GPU is lost, forbidden to this process, or has none (parts, MIG)."""
     import pynvml

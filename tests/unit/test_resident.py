@@ -14,7 +14,6 @@ from torchvision.transforms.v2 import functional as reference
 from lockstep.config import DataConfig
 from lockstep.data import digits, resident
 from lockstep.data.augment import Augment
-from lockstep.data.resident import ImageSet
 from lockstep.data.sets import build
 from lockstep.data.source import Source, Wish
 from lockstep.topology import Topology
@@ -31,11 +30,11 @@ def images(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def source(name: str, augment: Sequence[str], *, seed: int = 0) -> Source:
     pixels, labels = images(name)
-    _, height, width, channels = pixels.shape
-    kind = ImageSet(classes=10, height=height, width=width, mean=(3.0,) * channels, std=(5.0,) * channels)
+    about = {"classes": 10, "mean": (3.0,) * pixels.shape[3], "std": (5.0,) * pixels.shape[3]}
     config = DataConfig(augment=tuple(augment))
     wish = Wish(config=config, seed=seed, world=World.alone(), dtype=torch.float64, channels_last=True)
-    return resident.build(wish, kind, lambda: {"train": (pixels, labels), "test": (pixels[:5], labels[:5])}).train
+    read = lambda: {"train": (pixels, labels), "test": (pixels[:5], labels[:5])}  # noqa: E731
+    return resident.build(wish, read, **about).train  # type: ignore[arg-type]
 
 
 def fetch(made: Source, count: int, epoch: int = 0) -> tuple[Tensor, Tensor]:
@@ -81,13 +80,7 @@ def test_images_are_normalised_and_crop_and_flip_are_torchvisions(name: str) -> 
 def test_every_crop_is_equally_likely_and_half_are_mirrored() -> None:
     augment = Augment(ALL, 1, 32, 32)
     draws = augment.draw(augment.keys(0), np.arange(40_000))
-    for drawn, least, most in (
-        (draws.row, -4, 4),
-        (draws.column, -4, 4),
-        (draws.flip, 0, 1),
-        (draws.cut_row, 0, 31),
-        (draws.cut_column, 0, 31),
-    ):
+    for drawn, (least, most) in zip(draws, ((-4, 4), (-4, 4), (0, 1), (0, 31), (0, 31)), strict=True):
         counts = torch.bincount(drawn - least)
         assert len(counts) == most - least + 1
         expected = 40_000 / len(counts)

@@ -22,71 +22,17 @@ _DRAWS = 5
 
 
 @dataclass(frozen=True)
-class Draws:
-    """What was drawn for n samples; each attribute is (n,) int64."""
-
-    table: Tensor
-    """All of them, (5, n)."""
-
-    def to(self, device: torch.device) -> Draws:
-        """Return the draws on `device`."""
-        return Draws(to_device(self.table, device))
-
-    @property
-    def row(self) -> Tensor:
-        """First row of the crop, in pixels from the top of the unpadded image: -pad to pad; 0 without crop."""
-        return self.table[0]
-
-    @property
-    def column(self) -> Tensor:
-        """First column of the crop, likewise."""
-        return self.table[1]
-
-    @property
-    def flip(self) -> Tensor:
-        """1 where the crop is mirrored, else 0."""
-        return self.table[2]
-
-    @property
-    def cut_row(self) -> Tensor:
-        """Row of the pixel at the centre of the cut-out square."""
-        return self.table[3]
-
-    @property
-    def cut_column(self) -> Tensor:
-        """Column of that pixel."""
-        return self.table[4]
-
-
-@dataclass(frozen=True)
 class Augment:
-    """The variations `names` (of crop, flip, cutout) of images of `height` × `width` pixels, drawn from `seed`."""
+    """The variations `names` (of crop, flip, cutout) of images of `height` × `width` pixels, drawn from `seed`.
+
+    Draws are (5, n) int64: first row and column of the crop, in pixels from the corner of the unpadded image (-pad to
+    pad), 1 where it is mirrored, and row and column of the pixel at the centre of the cut-out square.
+    """
 
     names: tuple[str, ...]
     seed: int
     height: int
     width: int
-
-    def keys(self, epoch: int) -> counter.UInt64:
-        """Return the keys that `draw` needs for the samples of one epoch."""
-        return counter.keys(_DRAWS, self.seed, epoch)
-
-    def draw(self, keys: counter.UInt64, indices: Indices) -> Draws:
-        """Return what samples `indices` (n,) get in the epoch of `keys`, in host memory."""
-        drawn = np.zeros((_DRAWS, len(indices)), np.int64)
-        if not self.names:
-            return Draws(torch.from_numpy(drawn))
-        random = counter.bits(keys, indices)
-        if "crop" in self.names:
-            for row, side in enumerate((self.height, self.width)):
-                pad = side // 8
-                drawn[row] = counter.below(2 * pad + 1, random[row]) - pad
-        if "flip" in self.names:
-            drawn[2] = counter.below(2, random[2])
-        if "cutout" in self.names:
-            drawn[3] = counter.below(self.height, random[3])
-            drawn[4] = counter.below(self.width, random[4])
-        return Draws(torch.from_numpy(drawn))
 
     def __post_init__(self) -> None:
         for name, least in (("crop", 8), ("cutout", 2)):
@@ -96,33 +42,49 @@ class Augment:
                     f"{self.height} × {self.width}; take {name} out; --augment with no words varies nothing."
                 )
 
+    def keys(self, epoch: int) -> counter.UInt64:
+        """Return the keys that `draw` needs for the samples of one epoch."""
+        return counter.keys(_DRAWS, self.seed, epoch)
+
+    def draw(self, keys: counter.UInt64, indices: Indices) -> Tensor:
+        """Return the draws (5, n) of samples `indices` (n,) in the epoch of `keys`, in host memory."""
+        drawn = np.zeros((_DRAWS, len(indices)), np.int64)
+        if self.names:
+            random = counter.bits(keys, indices)
+            if "crop" in self.names:
+                for row, side in enumerate((self.height, self.width)):
+                    pad = side // 8
+                    drawn[row] = counter.below(2 * pad + 1, random[row]) - pad
+            if "flip" in self.names:
+                drawn[2] = counter.below(2, random[2])
+            if "cutout" in self.names:
+                drawn[3] = counter.below(self.height, random[3])
+                drawn[4] = counter.below(self.width, random[4])
+        return torch.from_numpy(drawn)
+
     @property
     def moves(self) -> bool:
         """Whether pixels move: crop or flip."""
         return "crop" in self.names or "flip" in self.names
 
-    def apply(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return normalised images x (n, H, W, C) varied."""
-        return self.cut(self.move(x, draws), draws)
-
-    def move(self, x: Tensor, draws: Draws) -> Tensor:
+    def move(self, x: Tensor, draws: Tensor) -> Tensor:
         """Return images x (n, H, W, C) cropped and flipped."""
         if not self.moves:
             return x
         pixels = torch.cat([x.flatten(0, 2), x.new_zeros(1, x.shape[3])])
         return self.gather(pixels, torch.arange(len(x), device=x.device), draws)
 
-    def gather(self, pixels: Tensor, images: Tensor, draws: Draws) -> Tensor:
+    def gather(self, pixels: Tensor, images: Tensor, draws: Tensor) -> Tensor:
         """Return crops and flips (n, H, W, C) of images number `images` (n,) in the table `pixels`.
 
         `pixels` is (images × H × W + 1, C); the last row is the pixel of the padding.
         """
-        draws = draws.to(pixels.device)
+        row, column, flip, _, _ = to_device(draws, pixels.device)[..., None]
         padding = len(pixels) - 1
         height, width = self.height, self.width
         across = torch.arange(width, device=pixels.device)
-        columns = draws.column[:, None] + torch.where(draws.flip[:, None] == 1, width - 1 - across, across)
-        rows = draws.row[:, None] + torch.arange(height, device=pixels.device)
+        columns = column + torch.where(flip == 1, width - 1 - across, across)
+        rows = row + torch.arange(height, device=pixels.device)
         starts = (images[:, None] * height + rows) * width
         # Whatever lies outside gets an index beyond the table, which the clamp turns into the padding's.
         starts.masked_fill_((rows < 0) | (rows >= height), padding + width)
@@ -130,15 +92,15 @@ class Augment:
         index = (starts[:, :, None] + columns[:, None, :]).clamp_(max=padding)
         return pixels.index_select(0, index.flatten()).view(len(images), height, width, pixels.shape[1])
 
-    def cut(self, x: Tensor, draws: Draws) -> Tensor:
+    def cut(self, x: Tensor, draws: Tensor) -> Tensor:
         """Return normalised images x (n, H, W, C), a square of each zeroed in place where cutout is asked for."""
         if "cutout" not in self.names:
             return x
-        draws = draws.to(x.device)
-        rows = _inside(draws.cut_row, self.height)
+        row, column = to_device(draws[3:], x.device)
         # Whole rows of W × C values: a mask that is broadcast over the channels alone was twice as slow on a CPU.
-        columns = _inside(draws.cut_column, self.width).repeat_interleave(x.shape[3], dim=1)
-        x.view(len(x), self.height, self.width * x.shape[3]).masked_fill_(rows[:, :, None] & columns[:, None, :], 0)
+        columns = _inside(column, self.width).repeat_interleave(x.shape[3], dim=1)
+        within = _inside(row, self.height)[:, :, None] & columns[:, None, :]
+        x.view(len(x), self.height, self.width * x.shape[3]).masked_fill_(within, 0)
         return x
 
 

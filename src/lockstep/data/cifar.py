@@ -87,14 +87,13 @@ def check(kind: Cifar, config: DataConfig) -> None:
     folder = config.dir / kind.folder
     if config.dir.exists() and not config.dir.is_dir():
         raise RequestError(f"--data-dir {config.dir} is a file; give the folder that holds {kind.folder}.")
-    if not folder.is_dir():
-        if not config.download:
-            raise RequestError(
-                f"--data {kind.name} needs {folder}, which does not exist; "
-                f"give --data-dir the folder that holds {kind.folder}, or allow --download."
-            )
-        return
-    if missing := [name for name in (*kind.train, *kind.test) if not (folder / name).is_file()]:
+    if not folder.is_dir() and not config.download:
+        raise RequestError(
+            f"--data {kind.name} needs {folder}, which does not exist; "
+            f"give --data-dir the folder that holds {kind.folder}, or allow --download."
+        )
+    missing = [name for name in (*kind.train, *kind.test) if not (folder / name).is_file()]
+    if missing and folder.is_dir():
         raise RequestError(
             f"{folder} is incomplete: {', '.join(missing)} missing; remove the folder and allow --download, "
             f"or unpack {kind.url} in {config.dir}."
@@ -112,13 +111,12 @@ def read(kind: Cifar, config: DataConfig) -> dict[str, tuple[Array, Array]]:
         _download(kind, config.dir)
     splits = {}
     for split, files in (("train", kind.train), ("test", kind.test)):
-        parts = [read_batch(folder / name, md5, kind.label_key) for name, md5 in files.items()]
-        splits[split] = (np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
+        images, labels = zip(*(_read(folder / name, md5, kind.label_key) for name, md5 in files.items()), strict=True)
+        splits[split] = (np.concatenate(images), np.concatenate(labels))
     return splits
 
 
-def read_batch(path: Path, md5: str, label_key: str) -> tuple[Array, Array]:
-    """Return one official file's images (N, 32, 32, 3) and labels (N,), both uint8."""
+def _read(path: Path, md5: str, label_key: str) -> tuple[Array, Array]:
     data = path.read_bytes()
     found = hashlib.md5(data, usedforsecurity=False).hexdigest()
     if found != md5:
@@ -140,42 +138,29 @@ def read_batch(path: Path, md5: str, label_key: str) -> tuple[Array, Array]:
             labels.append(argument)
         if 0 < len(images) == len(labels):
             break  # what follows is the files' names, two thirds of the opcodes
-    if not 0 < len(images) == len(labels):
-        raise RequestError(f"{path} holds {len(images)} images and {len(labels)} labels, which no CIFAR file does.")
-    planes = images.reshape(-1, 3, SIDE, SIDE)
-    return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), np.array(labels, np.uint8)
+    return np.ascontiguousarray(images.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)), np.array(labels, np.uint8)
 
 
 def _download(kind: Cifar, target: Path) -> None:
+    """Put the set's folder into `target` whole, or leave what was there as it was."""
+    from torchvision.datasets.utils import download_url
+
     is_new = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RequestError(f"--data-dir {target} cannot be made: {error.strerror}; give another folder.") from error
-    try:
-        _download_into(kind, target)
-    except RequestError:
+        with tempfile.TemporaryDirectory(prefix=f".{kind.folder}-", dir=target) as fresh:
+            download_url(kind.url, fresh, "archive.tar.gz", kind.archive_md5)
+            with tarfile.open(Path(fresh) / "archive.tar.gz") as archive:
+                archive.extractall(fresh, filter="data")
+            try:
+                (Path(fresh) / kind.folder).rename(target / kind.folder)
+            except OSError:  # another node on the same file system may have been faster; its copy is as good
+                if not (target / kind.folder).is_dir():
+                    raise
+    except (OSError, RuntimeError) as error:  # no network, no room; another md5
         if is_new:
             with contextlib.suppress(OSError):  # another node on the same file system has put something there
                 target.rmdir()
-        raise
-
-
-def _download_into(kind: Cifar, target: Path) -> None:
-    from torchvision.datasets.utils import download_url
-
-    with tempfile.TemporaryDirectory(prefix=f".{kind.folder}-", dir=target) as fresh:
-        try:
-            download_url(kind.url, fresh, "archive.tar.gz", kind.archive_md5)
-        except (OSError, RuntimeError) as error:  # no network; another md5
-            raise RequestError(
-                f"{kind.url} cannot be downloaded ({error}); fetch it by hand and unpack it in {target}."
-            ) from error
-        with tarfile.open(Path(fresh) / "archive.tar.gz") as archive:
-            archive.extractall(fresh, filter="data")
-        try:
-            (Path(fresh) / kind.folder).rename(target / kind.folder)
-        except OSError:
-            # Another node on the same file system may have been faster; its copy is as good.
-            if not (target / kind.folder).is_dir():
-                raise
+        raise RequestError(
+            f"{kind.url} cannot be downloaded into {target} ({error}); fetch it by hand and unpack it there."
+        ) from error

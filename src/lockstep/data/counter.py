@@ -11,6 +11,8 @@ every machine, and only the few numbers that an augmentation needs travel to a G
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -40,9 +42,12 @@ def key(*words: int) -> int:
     return state
 
 
+@lru_cache(maxsize=64)
 def keys(count: int, *words: int) -> UInt64:
-    """Return `count` different 64-bit keys (count,) for a tuple of integers."""
-    return bits(np.array([key(*words)], np.uint64), np.arange(count)).reshape(count)
+    """Return `count` different 64-bit keys (count,) for a tuple of integers, to be read only."""
+    found = bits(np.array([key(*words)], np.uint64), np.arange(count)).reshape(count)
+    found.flags.writeable = False
+    return found
 
 
 def bits(keys: UInt64, indices: npt.NDArray[np.int64]) -> UInt64:

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 
 import numpy as np
-import psutil
 import torch
 
-from ..errors import RequestError
 from . import counter
 from .augment import Augment, to_device
 from .resident import channels_first
@@ -30,11 +28,11 @@ _PURPOSE = 2
 class Synthetic:
     """`samples` images (3, size, size) of mean 0; `split` keeps the held-out ones apart."""
 
+    classes = CLASSES
     skipped: tuple[str, ...] = ()
 
     def __init__(self, wish: Wish, *, samples: int, split: int, variations: tuple[str, ...]) -> None:
         size = wish.config.image_size
-        self.classes = CLASSES
         self.shape = (3, size, size)
         self.dtype = wish.dtype
         self._samples = samples
@@ -53,19 +51,17 @@ class Synthetic:
         """Yield x (n, 3, size, size) and y (n,) for each share."""
         hashes = counter.keys(3, _PURPOSE, self._split)
         keys = self._augment.keys(epoch)
+        device, dtype = self._wish.world.device, self._wish.dtype
         for share in shares:
-            yield self._make(share, hashes, keys)
-
-    def _make(self, share: Indices, hashes: counter.UInt64, keys: counter.UInt64) -> Fetched:
-        device = self._wish.world.device
-        random = counter.bits(hashes, share)
-        labels = to_device(torch.from_numpy(counter.below(CLASSES, random[0])), device)
-        noises = to_device(torch.from_numpy(counter.below(NOISES, random[1])), device)
-        strengths = to_device(torch.from_numpy(0.5 + counter.uniform(random[2])).to(self._wish.dtype), device)
-        x = self._patterns.index_select(0, labels)
-        x.addcmul_(self._noises.index_select(0, noises), strengths[:, None, None, None])
-        x = self._augment.apply(x, self._augment.draw(keys, share))
-        return Fetched(channels_first(x, channels_last=self._wish.channels_last), labels, share)
+            random = counter.bits(hashes, share)
+            labels = to_device(torch.from_numpy(counter.below(CLASSES, random[0])), device)
+            noises = to_device(torch.from_numpy(counter.below(NOISES, random[1])), device)
+            strengths = to_device(torch.from_numpy(0.5 + counter.uniform(random[2])).to(dtype), device)
+            x = self._patterns.index_select(0, labels)
+            x.addcmul_(self._noises.index_select(0, noises), strengths[:, None, None, None])
+            draws = self._augment.draw(keys, share)
+            x = self._augment.cut(self._augment.move(x, draws), draws)
+            yield Fetched(channels_first(x, channels_last=self._wish.channels_last), labels, share)
 
     def close(self) -> None:
         """Nothing runs."""
@@ -80,13 +76,7 @@ def _noise(images: int, side: int, purpose: int) -> np.ndarray[tuple[int, ...], 
 
 def build(wish: Wish) -> Splits:
     """Return --samples training images, and a quarter as many held out."""
-    samples, size = wish.config.samples, wish.config.image_size
-    patterns_bytes, memory = (CLASSES + NOISES) * 3 * size**2 * 8, psutil.virtual_memory().total
-    if patterns_bytes > memory / 4:
-        raise RequestError(
-            f"--image-size {size}: what the fake images are made of takes {patterns_bytes / 2**30:.3g} GiB, and this "
-            f"host has {memory / 2**30:.3g}; give a smaller one."
-        )
+    samples = wish.config.samples
 
     def make(split: str, variations: tuple[str, ...]) -> Synthetic:
         count, number = (samples, 0) if split == "train" else (samples // 4, 1)

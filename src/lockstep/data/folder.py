@@ -1,23 +1,21 @@
 """Folders of photographs, decoded while training goes on.
 
 With --augment crop, training images are cropped at random (8–100% of the area, sides 3:4 to 4:3) and resized, with
-flip mirrored in half of the cases: together the "Inception" augmentation (Szegedy et al., 2015), with torchvision's
-RandomResizedCrop as the model for the details. What a sample gets is drawn by `counter` from (seed, epoch, sample
-index). Held-out images, and training images without crop, are resized so that the shorter side is 256/224 of the
-asked one, and their centre is taken. Workers decode and resize with Pillow, as torchvision's data sets do, and hand
-on bytes; the device turns those into normalised numbers.
+flip mirrored in half of the cases: together the "Inception" augmentation (Szegedy et al., 2015), by torchvision.
+Held-out images, and training images without crop, are resized so that the shorter side is 256/224 of the asked one,
+and their centre is taken. To the rest it is a data set of bytes like one of the user's own (see `users.py`).
 """
 
 from __future__ import annotations
 
 import io
 import itertools
-import math
+import os
 import re
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +24,11 @@ from torch import Tensor
 
 from ..errors import RequestError
 from ..files import read
-from . import counter, tree
-from .alike import check_alike
-from .augment import Augment
-from .loader import Streamed, worker_count
-from .resident import Normalise, channels_first
-from .shared import shared
-from .source import Indices, Pair, Splits, Wish
+from . import tree
+from .alike import check_alike, digest
+from .shared import Array, shared
+from .source import Splits, Wish
+from .users import Streamed, worker_count
 
 MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
 STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
@@ -48,29 +44,27 @@ _MOST_PIXELS = 80_000_000
 """Below which Pillow does not warn. A file of 34 bytes can have as many."""
 _LONGEST = 16
 """Times its shorter side that an image is long where only its centre is taken: more would be resized to be cut off."""
-ATTEMPTS = 10
-_DRAWS = 2 * ATTEMPTS + 3
-_PURPOSE = 1
-"""Keeps these draws apart from those of `augment`."""
 
 
 @dataclass(frozen=True)
 class Photographs:
-    """Makes batches (n, size, size, 3) uint8 of the files in `table`, with `variations` (crop, flip) from `seed`."""
+    """A data set of the images at `paths` (N,) below `root`: (bytes (3, size, size), label)."""
 
-    table: tree.FileTable
-    size: int
-    seed: int
-    variations: tuple[str, ...]
+    root: Path
+    paths: Array
+    labels: Array
+    varied: Callable[[Image.Image], Image.Image]
 
-    def __call__(self, epoch: int, share: Indices) -> Pair:
-        """Return x and y of a share. Raises `RequestError` for a file that cannot be decoded."""
-        x = np.empty((len(share), self.size, self.size, 3), np.uint8)
-        random = counter.bits(counter.keys(_DRAWS, self.seed, epoch, _PURPOSE), share)
-        for place, index in enumerate(share):
-            image = decode(self.table.path(index))
-            x[place] = np.asarray(vary(image, self.size, self.variations, random[:, place]))
-        return torch.from_numpy(x), torch.from_numpy(self.table.labels[share])
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def path(self, index: int) -> Path:
+        """Return the path of sample `index`."""
+        return self.root / os.fsdecode(self.paths[index])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = self.varied(decode(self.path(index)))
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1), int(self.labels[index])
 
 
 def decode(path: Path) -> Image.Image:
@@ -96,116 +90,72 @@ def decode(path: Path) -> Image.Image:
         ) from error
 
 
-def centre(image: Image.Image, size: int) -> Image.Image:
-    """Return the central size × size pixels of `image` with its shorter side resized to 256/224 of `size`."""
-    short = size * 256 // 224
+def transform(size: int, variations: Iterable[str]) -> Callable[[Image.Image], Image.Image]:
+    """Return what makes an image size × size, varied by "crop" and "flip" where those are among the `variations`."""
+    from torchvision.transforms import v2
+
+    crop = v2.RandomResizedCrop(size) if "crop" in variations else None
+    centre = v2.Compose([_short_enough, v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
+    return v2.Compose([crop or centre, *([v2.RandomHorizontalFlip()] if "flip" in variations else [])])
+
+
+def _short_enough(image: Image.Image) -> Image.Image:
+    """Return the image without the ends of one that is much longer than wide."""
     longest = _LONGEST * min(image.size)
-    if max(image.size) > longest:
-        left, top = (max(0, (side - longest) // 2) for side in image.size)
-        image = image.crop((left, top, min(image.width, left + longest), min(image.height, top + longest)))
-    width, height = image.size
-    if width <= height:
-        resized = image.resize((short, short * height // width), Image.Resampling.BILINEAR)
-    else:
-        resized = image.resize((short * width // height, short), Image.Resampling.BILINEAR)
-    left, top = round((resized.width - size) / 2), round((resized.height - size) / 2)
-    return resized.crop((left, top, left + size, top + size))
-
-
-def vary(image: Image.Image, size: int, variations: tuple[str, ...], random: counter.UInt64) -> Image.Image:
-    """Return size × size pixels: with "crop" of a random part of `image`, with "flip" mirrored in half of the cases.
-
-    `random` (23,) holds the bits that decide.
-    """
-    if "crop" in variations:
-        box = crop_box(image.width, image.height, random)
-        image = image.crop(box).resize((size, size), Image.Resampling.BILINEAR)
-    else:
-        image = centre(image, size)
-    mirrored = "flip" in variations and counter.below(2, random[-1:])[0]
-    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else image
-
-
-def crop_box(width: int, height: int, random: counter.UInt64) -> tuple[int, int, int, int]:
-    """Return (left, top, right, bottom) of the part to take: torchvision's RandomResizedCrop.get_params.
-
-    Of ten tries at an area and a ratio of the sides the first that fits is placed at random; if none does, the
-    largest central part of an allowed ratio is taken.
-    """
-    least, most = 3 / 4, 4 / 3
-    fractions = counter.uniform(random[: 2 * ATTEMPTS])
-    for area_fraction, ratio_fraction in zip(fractions[::2], fractions[1::2], strict=True):
-        area = width * height * (0.08 + (1 - 0.08) * area_fraction)
-        ratio = math.exp(math.log(least) + (math.log(most) - math.log(least)) * ratio_fraction)
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            left = int(counter.below(width - w + 1, random[-3:-2])[0])
-            top = int(counter.below(height - h + 1, random[-2:-1])[0])
-            return left, top, left + w, top + h
-    w, h = width, height
-    if width / height < least:
-        h = round(width / least)
-    elif width / height > most:
-        w = round(height * most)
-    left, top = (width - w) // 2, (height - h) // 2
-    return left, top, left + w, top + h
-
-
-@dataclass(frozen=True)
-class _Finish:
-    """Turns bytes (n, H, W, 3) on the device into what the engine wants."""
-
-    augment: Augment
-    normalise: Normalise
-    channels_last: bool
-
-    def __call__(self, stored: Tensor, share: Indices, epoch: int) -> Tensor:
-        draws = self.augment.draw(self.augment.keys(epoch), share)
-        x = self.augment.cut(self.normalise(stored), draws)
-        return channels_first(x, channels_last=self.channels_last)
+    if max(image.size) <= longest:
+        return image
+    left, top = (max(0, (side - longest) // 2) for side in image.size)
+    return image.crop((left, top, min(image.width, left + longest), min(image.height, top + longest)))
 
 
 def build(wish: Wish) -> Splits:
     """Return the sources of the image folder at --data-dir (*collective*)."""
     config, size = wish.config, wish.config.image_size
     arrays = shared(wish.world, lambda: tree.scan(config))
-    tables = tree.tables(arrays, config)
-    facts: dict[str, Any] = {"folders": " ".join(table.root.name for table in tables.values())}
+    folders = tree.folders(config)
+    check_alike(wish.world, f"The image folder {config.dir}", {"folders": " ".join(folders.values())})
+    facts: dict[str, int | str] = {}
+    skipped: dict[str, tuple[str, ...]] = {}
+    for split in folders:
+        paths, labels = arrays[f"{split} paths"], arrays[f"{split} labels"]
+        facts |= {f"{split} images": len(paths), f"{split} names of digest": digest(paths, labels)}
     check_alike(wish.world, f"The image folder {config.dir}", facts)
-    facts = {f"{split} {what}": fact for split, table in tables.items() for what, fact in table.facts().items()}
-    check_alike(wish.world, f"The image folder {config.dir}", facts)
-    skipped: dict[str, tuple[str, ...]] = dict.fromkeys(tables, ())
+
+    def photographs(split: str, variations: Iterable[str] = ()) -> Photographs:
+        root = config.dir / folders[split]
+        return Photographs(root, arrays[f"{split} paths"], arrays[f"{split} labels"], transform(size, variations))
+
     if config.skip_corrupt:
-        for split, files in tables.items():
-            corrupt = _corrupt(wish, files)
-            skipped[split] = tuple(str(files.path(index)) for index in corrupt)
-            tables[split] = files.without(corrupt) if corrupt else files
-            _check_classes(files, tables[split], split)
-    names = tree.class_names(arrays)
-    normalise = Normalise(MEAN, STD, pixels=size * size, dtype=wish.dtype, device=wish.world.device)
+        for split in folders:
+            whole = photographs(split)
+            corrupt = _corrupt(wish, whole)
+            skipped[split] = tuple(str(whole.path(index)) for index in corrupt)
+            for name in (f"{split} paths", f"{split} labels"):
+                arrays[name] = np.delete(arrays[name], corrupt)
+            _check_classes(whole, arrays[f"{split} labels"])
 
     def source(split: str, variations: tuple[str, ...]) -> Streamed:
-        # Crop and flip are done by the workers, before an image is small; cutout is left to the device.
-        cutout = tuple(name for name in variations if name == "cutout")
         return Streamed(
-            Photographs(tables[split], size, wish.seed, variations),
-            _Finish(Augment(cutout, wish.seed, size, size), normalise, wish.channels_last),
-            samples=len(tables[split]),
-            classes=len(names),
-            shape=(3, size, size),
-            dtype=wish.dtype,
-            workers=worker_count(wish),
-            stay=split == "train" and variations == config.augment,
-            device=wish.world.device,
-            skipped=skipped[split],
+            wish,
+            photographs(split, variations),
+            split,
+            classes=len(arrays["classes"]),
+            # Crop and flip are done by the workers, before an image is small; cutout is left to the device.
+            variations=tuple(name for name in variations if name == "cutout"),
+            stays=split == "train" and variations == config.augment,
+            like=torch.empty(3, size, size, dtype=torch.uint8),
+            mean=MEAN,
+            std=STD,
+            skipped=skipped.get(split, ()),
         )
 
-    return Splits.of(wish, source, validation="validation" in tables, names=names)
+    names = tuple(map(os.fsdecode, arrays["classes"].tolist()))
+    return Splits.of(wish, source, validation="validation" in folders, names=names)
 
 
-def _check_classes(before: tree.FileTable, after: tree.FileTable, split: str) -> None:
+def _check_classes(before: Photographs, labels: Array) -> None:
     """Raise `RequestError` where a class has no image left, as for one that has none to begin with."""
-    for label in np.setdiff1d(before.labels, after.labels):
+    for label in np.setdiff1d(before.labels, labels):
         first, *others = (before.path(index) for index in np.flatnonzero(before.labels == label).tolist())
         raise RequestError(
             f"--skip-corrupt leaves class folder {before.root / first.relative_to(before.root).parts[0]} without an "
@@ -214,17 +164,17 @@ def _check_classes(before: tree.FileTable, after: tree.FileTable, split: str) ->
         )
 
 
-def _corrupt(wish: Wish, table: tree.FileTable) -> list[int]:
+def _corrupt(wish: Wish, images: Photographs) -> list[int]:
     """Return the samples that cannot be decoded; each rank tries its part of them (*collective*)."""
 
     def is_corrupt(index: int) -> bool:
         try:
-            decode(table.path(index))
+            decode(images.path(index))
         except RequestError:
             return True
         return False
 
-    mine = range(wish.world.rank, len(table), wish.world.size)
+    mine = range(wish.world.rank, len(images), wish.world.size)
     # Threads are enough: Pillow decodes without the interpreter's lock.
     with ThreadPoolExecutor(max(1, worker_count(wish))) as threads:
         found = [index for index, bad in zip(mine, threads.map(is_corrupt, mine), strict=True) if bad]

@@ -9,7 +9,6 @@ form is small, and that is not augmented, is normalised once: a step then pays f
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,71 +16,54 @@ from torch import Tensor
 
 from ..errors import RequestError
 from .augment import Augment, to_device
-from .counter import UInt64
 from .shared import Array, Arrays, shared
 from .source import Fetched, Indices, Source, Splits, Wish
 
 READY_BYTES = 64 * 2**20
 """Largest normalised set that is kept instead of the bytes it came from."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class ImageSet:
-    """What is known of a set of small images before its files are read."""
-
-    classes: int
-    height: int
-    width: int
-    mean: tuple[float, ...]
-    """Mean of each channel over the training images, in the units of the stored bytes."""
-    std: tuple[float, ...]
-    """Standard deviation of each channel, likewise."""
-
-
 Read = Callable[[], dict[str, tuple[Array, Array]]]
 """Returns {"train" and "test": (images (N, H, W, C) uint8, labels (N,))}."""
 
 
-def build(wish: Wish, kind: ImageSet, read: Read) -> Splits:
-    """Return the sources of a set that `read` reads, on one rank of each host (*collective*)."""
+def build(wish: Wish, read: Read, *, classes: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Splits:
+    """Return the sources of small images that `read` reads, on one rank of each host (*collective*).
+
+    `mean` and `std` are those of each channel over the training images, in the units of the stored bytes.
+    """
 
     def tables() -> Arrays:
         arrays: Arrays = {}
         for split, (images, labels) in read().items():
             pixels = images.reshape(-1, images.shape[-1])
+            arrays["sides"] = np.array(images.shape[1:3])
             arrays[f"{split} pixels"] = np.concatenate([pixels, np.zeros_like(pixels[:1])])
             arrays[f"{split} labels"] = labels.astype(np.int64)
         return arrays
 
     arrays = {name: torch.from_numpy(array) for name, array in shared(wish.world, tables).items()}
+    height, width = arrays["sides"].tolist()
+    device = wish.world.device
 
     def make(split: str, variations: tuple[str, ...]) -> Source:
-        return _source(wish, kind, arrays[f"{split} pixels"], arrays[f"{split} labels"], variations)
+        pixels, labels = arrays[f"{split} pixels"], arrays[f"{split} labels"].to(device)
+        ready_bytes = pixels.numel() * wish.dtype.itemsize
+        if not variations and ready_bytes <= READY_BYTES:
+            home = device if belongs_on_device(wish, ready_bytes) else pixels.device
+            images = pixels[:-1].view(-1, height, width, pixels.shape[1]).to(home)
+            normalise = Normalise(mean, std, pixels=height * width, dtype=wish.dtype, device=home)
+            ready = channels_first(normalise(images), channels_last=wish.channels_last)
+            return ResidentTensors(ready, labels, classes=classes, channels_last=wish.channels_last)
+        return ResidentImages(
+            pixels.to(device) if belongs_on_device(wish, pixels.nbytes) else pixels,
+            labels,
+            classes=classes,
+            augment=Augment(variations, wish.seed, height, width),
+            normalise=Normalise(mean, std, pixels=height * width, dtype=wish.dtype, device=device),
+            channels_last=wish.channels_last,
+        )
 
     return Splits.of(wish, make)
-
-
-def _source(wish: Wish, kind: ImageSet, pixels: Tensor, labels: Tensor, variations: tuple[str, ...]) -> Source:
-    device = wish.world.device
-    labels = labels.to(device)
-
-    def normalise_on(device: torch.device) -> Normalise:
-        return Normalise(kind.mean, kind.std, pixels=kind.height * kind.width, dtype=wish.dtype, device=device)
-
-    ready_bytes = pixels.numel() * wish.dtype.itemsize
-    if not variations and ready_bytes <= READY_BYTES:
-        home = device if belongs_on_device(wish, ready_bytes) else pixels.device
-        images = pixels[:-1].view(-1, kind.height, kind.width, pixels.shape[1]).to(home)
-        ready = channels_first(normalise_on(home)(images), channels_last=wish.channels_last)
-        return ResidentTensors(ready, labels, classes=kind.classes, channels_last=wish.channels_last)
-    return ResidentImages(
-        pixels.to(device) if belongs_on_device(wish, pixels.nbytes) else pixels,
-        labels,
-        classes=kind.classes,
-        augment=Augment(variations, wish.seed, kind.height, kind.width),
-        normalise=normalise_on(device),
-        channels_last=wish.channels_last,
-    )
 
 
 def belongs_on_device(wish: Wish, size_bytes: int) -> bool:
@@ -124,61 +106,6 @@ def channels_first(x: Tensor, *, channels_last: bool) -> Tensor:
     return view if channels_last else view.contiguous()
 
 
-class ResidentImages:
-    """Images (N, H, W, C) of bytes, augmented and normalised batch by batch.
-
-    `pixels` (N × H × W + 1, C) uint8 holds the images and last the pixel of the padding, in host memory or on the
-    device; `labels` (N,) int64 lies on the device.
-    """
-
-    skipped: tuple[str, ...] = ()
-
-    def __init__(
-        self,
-        pixels: Tensor,
-        labels: Tensor,
-        *,
-        classes: int,
-        augment: Augment,
-        normalise: Normalise,
-        channels_last: bool,
-    ) -> None:
-        self.classes = classes
-        self.shape = (pixels.shape[1], augment.height, augment.width)
-        self.dtype = normalise.dtype
-        self._pixels = pixels
-        self._images = pixels[:-1].view(-1, augment.height, augment.width, pixels.shape[1])
-        self._labels = labels
-        self._augment = augment
-        self._normalise = normalise
-        self._channels_last = channels_last
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
-        """Yield x (n, C, H, W) and y (n,) for each share."""
-        keys = self._augment.keys(epoch)
-        for share in shares:
-            yield self._fetch(share, keys)
-
-    def _fetch(self, share: Indices, keys: UInt64) -> Fetched:
-        device = self._labels.device
-        index = to_device(torch.from_numpy(share), device)
-        at = index if self._pixels.device == device else torch.from_numpy(share)
-        draws = self._augment.draw(keys, share)
-        if self._augment.moves:
-            stored = self._augment.gather(self._pixels, at, draws)
-        else:
-            stored = self._images.index_select(0, at)
-        x = self._augment.cut(self._normalise(to_device(stored, device)), draws)
-        x = channels_first(x, channels_last=self._channels_last)
-        return Fetched(x, self._labels.index_select(0, index), share)
-
-    def close(self) -> None:
-        """Nothing runs."""
-
-
 class ResidentTensors:
     """Samples (N, *shape) that need nothing done to them, in host memory or on the device.
 
@@ -200,14 +127,50 @@ class ResidentTensors:
         return len(self._labels)
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
-        """Yield x (n, *shape) and y (n,) for each share; the same in each epoch."""
+        """Yield x (n, *shape) and y (n,) for each share."""
         device = self._labels.device
         for share in shares:
             index = to_device(torch.from_numpy(share), device)
             at = index if self._samples.device == device else torch.from_numpy(share)
-            x = to_device(self._samples.index_select(0, at), device)
-            x = x.permute(0, 3, 1, 2) if self._turned else x
-            yield Fetched(x, self._labels.index_select(0, index), share)
+            yield Fetched(self._fetch(share, at, epoch), self._labels.index_select(0, index), share)
+
+    def _fetch(self, share: Indices, at: Tensor, epoch: int) -> Tensor:
+        """Return x of a share; `at` is the share beside the samples."""
+        x = to_device(self._samples.index_select(0, at), self._labels.device)
+        return x.permute(0, 3, 1, 2) if self._turned else x
 
     def close(self) -> None:
         """Nothing runs."""
+
+
+class ResidentImages(ResidentTensors):
+    """Images of bytes, augmented and normalised batch by batch.
+
+    `pixels` (N × H × W + 1, C) uint8 holds the images and last the pixel of the padding, in host memory or on the
+    device; `labels` (N,) int64 lies on the device.
+    """
+
+    def __init__(
+        self,
+        pixels: Tensor,
+        labels: Tensor,
+        *,
+        classes: int,
+        augment: Augment,
+        normalise: Normalise,
+        channels_last: bool,
+    ) -> None:
+        super().__init__(pixels[:-1].view(-1, augment.height, augment.width, pixels.shape[1]), labels, classes=classes)
+        self.shape = (pixels.shape[1], augment.height, augment.width)
+        self.dtype = normalise.dtype
+        self._pixels, self._augment, self._normalise = pixels, augment, normalise
+        self._channels_last = channels_last
+
+    def _fetch(self, share: Indices, at: Tensor, epoch: int) -> Tensor:
+        draws = self._augment.draw(self._augment.keys(epoch), share)
+        if self._augment.moves:
+            stored = self._augment.gather(self._pixels, at, draws)
+        else:
+            stored = self._samples.index_select(0, at)
+        x = self._augment.cut(self._normalise(to_device(stored, self._labels.device)), draws)
+        return channels_first(x, channels_last=self._channels_last)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,53 +30,25 @@ if TYPE_CHECKING:
     from .source import Splits, Wish
 
 
-def _no_check(config: DataConfig) -> None:
-    """Nothing can be missing."""
-
-
 def _digits(wish: Wish) -> Splits:
     from . import digits, resident
 
-    kind = resident.ImageSet(
-        classes=digits.CLASSES, height=digits.SIDE, width=digits.SIDE, mean=(digits.MEAN,), std=(digits.STD,)
-    )
-    return resident.build(wish, kind, digits.read)
+    return resident.build(wish, digits.read, classes=digits.CLASSES, mean=(digits.MEAN,), std=(digits.STD,))
 
 
-def _cifar(name: str) -> _Entry:
-    official = {"cifar10": cifar.CIFAR10, "cifar100": cifar.CIFAR100}[name]
-
+def _cifar(official: cifar.Cifar) -> _Entry:
     def build(wish: Wish) -> Splits:
         from . import resident
 
-        kind = resident.ImageSet(
-            classes=official.classes, height=cifar.SIDE, width=cifar.SIDE, mean=official.mean, std=official.std
-        )
-        return resident.build(wish, kind, lambda: cifar.read(official, wish.config))
+        read = lambda: cifar.read(official, wish.config)  # noqa: E731
+        return resident.build(wish, read, classes=official.classes, mean=official.mean, std=official.std)
 
     return _Entry(build, lambda config: cifar.check(official, config), ("data-dir", "download", "on-device"))
 
 
-def _imagefolder(wish: Wish) -> Splits:
-    from . import folder
-
-    return folder.build(wish)
-
-
-def _fake(wish: Wish) -> Splits:
-    from . import fake
-
-    return fake.build(wish)
-
-
-def _find_own(config: DataConfig) -> None:
-    own.check("--data", config.name)
-
-
-def _own(wish: Wish) -> Splits:
-    from . import users
-
-    return users.build(wish)
+def _by(module: str) -> Callable[[Wish], Splits]:
+    """Return what builds a data set by `build` of a module of this package, which is imported only then."""
+    return lambda wish: import_module(f".{module}", __package__).build(wish)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -83,19 +56,19 @@ class _Entry:
     """How a data set is built, and what is checked before any process starts."""
 
     build: Callable[[Wish], Splits]
-    check: Callable[[DataConfig], None] = _no_check
+    check: Callable[[DataConfig], object] = bool
     options: tuple[str, ...] = ()
     """Flags that it reads and not every data set does."""
 
 
-def _table() -> dict[str, _Entry]:
-    return {
-        "digits": _Entry(_digits, options=("on-device",)),
-        "cifar10": _cifar("cifar10"),
-        "cifar100": _cifar("cifar100"),
-        "imagefolder": _Entry(_imagefolder, tree.check, ("data-dir", "workers", "image-size", "skip-corrupt")),
-        "fake": _Entry(_fake, options=("image-size", "samples")),
-    }
+_OWN = _Entry(_by("users"), lambda config: own.check("--data", config.name))
+_TABLE = {
+    "digits": _Entry(_digits, options=("on-device",)),
+    "cifar10": _cifar(cifar.CIFAR10),
+    "cifar100": _cifar(cifar.CIFAR100),
+    "imagefolder": _Entry(_by("folder"), tree.check, ("data-dir", "workers", "image-size", "skip-corrupt")),
+    "fake": _Entry(_by("fake"), options=("image-size", "samples")),
+}
 
 
 def readers() -> dict[str, tuple[str, ...]]:
@@ -103,35 +76,30 @@ def readers() -> dict[str, tuple[str, ...]]:
 
     One of the user's own may read them all: its function is handed the `DataConfig`.
     """
-    table = _table()
-    flags = sorted({flag for entry in table.values() for flag in entry.options})
-    return {flag: tuple(name for name, entry in table.items() if flag in entry.options) for flag in flags}
+    flags = sorted({flag for entry in _TABLE.values() for flag in entry.options})
+    return {flag: tuple(name for name, entry in _TABLE.items() if flag in entry.options) for flag in flags}
 
 
 def names() -> tuple[str, ...]:
     """Return the names of the data sets."""
-    return tuple(_table())
+    return tuple(_TABLE)
 
 
-def _entry(config: DataConfig) -> _Entry:
-    if ":" in config.name:
-        return _Entry(_own, _find_own)
-    table = _table()
-    if config.name not in table:
-        own.check_no_module("--data", config.name, "splits")
-        raise unknown("data set", config.name, table, _advice(config.name))
-    return table[config.name]
-
-
-def _advice(name: str) -> str:
-    if name and Path(name).is_dir():
-        return f"A folder of photographs goes with --data imagefolder --data-dir {name}."
-    return "Your own goes with module:attribute."
+def _entry(name: str) -> _Entry:
+    if ":" in name:
+        return _OWN
+    if name not in _TABLE:
+        own.check_no_module("--data", name, "splits")
+        advice = "Your own goes with module:attribute."
+        if name and Path(name).is_dir():
+            advice = f"A folder of photographs goes with --data imagefolder --data-dir {name}."
+        raise unknown("data set", name, _TABLE, advice)
+    return _TABLE[name]
 
 
 def preflight(config: DataConfig) -> None:
     """Raise `RequestError` for what can be seen to be impossible before any process starts; imports no torch."""
-    _entry(config).check(config)
+    _entry(config.name).check(config)
 
 
 def build(config: DataConfig, *, seed: int, world: World, dtype: torch.dtype, channels_last: bool) -> Splits:
@@ -142,7 +110,7 @@ def build(config: DataConfig, *, seed: int, world: World, dtype: torch.dtype, ch
     """
     from .source import Wish
 
-    entry = _entry(config)
+    entry = _entry(config.name)
     if config.on_device == "on" and world.device.type == "cpu":
         raise RequestError(
             "--on-device on asks for an accelerator's memory, and this run computes on the CPU; use auto."

@@ -25,10 +25,9 @@ from ..errors import RequestError
 from ..randomness import kept
 from ..world import World
 from . import counter
-from .alike import check_alike, digest
-from .content import COMPARED, Signature, compare, signature, stable
+from .alike import COMPARED, Signature, check_alike, compare, digest, signature, stable
+from .feed import GENERATORS, Part, Reader, even, seed
 from .order import ASCENDING, OF_A_SAMPLER, SHUFFLED, Order
-from .reader import Part, Reader, even, seed
 from .source import Indices
 
 _TRAINING, _EVALUATION, _SAMPLER = 6, 7, 8
@@ -204,7 +203,7 @@ class SharedLoader:
             if isinstance(own, torch.Generator)
         ]
         with kept():
-            seed(counter.keys(3, self._seed, epoch, _SAMPLER), 0)
+            seed(counter.keys(GENERATORS, self._seed, epoch, _SAMPLER), 0)
             for number, (own, _) in enumerate(held):
                 own.manual_seed(counter.key(self._seed, epoch, _SAMPLER, number))
             yielded = list(sampler)
@@ -229,7 +228,7 @@ class SharedLoader:
                 yield each[0]
 
         moves, readings = self._moves, list[Signature]()
-        for batch in self._told(self._reader.shares(shares(), counter.keys(3, self._seed, epoch, purpose))):
+        for batch in self._told(self._reader.shares(shares(), counter.keys(GENERATORS, self._seed, epoch, purpose))):
             if len(readings) < len(compared):
                 readings.append(signature(batch))
                 if len(readings) == len(compared):
@@ -256,7 +255,7 @@ class SharedLoader:
             raise
 
     def _stream(self, purpose: int, epoch: int, first: int) -> Generator[Micro, None, None]:
-        keys, position = counter.keys(3, self._seed, epoch, purpose), first * self.plan.global_size
+        keys, position = counter.keys(GENERATORS, self._seed, epoch, purpose), first * self.plan.global_size
         parts = (Part(keys, epoch, step, step == first, purpose == _EVALUATION) for step in count(first))
         for answer in self._reader.answers(parts, keys):
             if answer is None:

@@ -11,59 +11,15 @@ they are two arrays, which all ranks of a host share.
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..config import DataConfig
 from ..errors import RequestError
-from .alike import digest
-from .shared import Array, Arrays
+from .shared import Arrays
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
-_MOST_PATHS = 100
-"""To one folder of images, by links: more of them are a trap."""
-
-
-@dataclass(frozen=True)
-class FileTable:
-    """The files of one split: `names` is their paths below `root`, end to end, `ends` (N,) where each ends."""
-
-    root: Path
-    names: Array
-    ends: Array
-    labels: Array
-
-    @classmethod
-    def of(cls, root: Path, paths: Iterable[bytes], labels: Iterable[int]) -> FileTable:
-        """Return the table of `paths` below `root` with their labels."""
-        listed = list(paths)
-        ends = np.cumsum([len(path) for path in listed], dtype=np.int64)
-        return cls(root, np.frombuffer(b"".join(listed), np.uint8), ends, np.array(list(labels), np.int64))
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def path(self, index: int) -> Path:
-        """Return the path of sample `index`."""
-        return self.root / os.fsdecode(self._name(index))
-
-    def _name(self, index: int) -> bytes:
-        start = self.ends[index - 1] if index else 0
-        return self.names[start : self.ends[index]].tobytes()
-
-    def without(self, excluded: Iterable[int]) -> FileTable:
-        """Return the table without the samples `excluded`; those after them are renumbered."""
-        gone = set(excluded)
-        kept = [index for index in range(len(self)) if index not in gone]
-        return FileTable.of(self.root, (self._name(index) for index in kept), self.labels[kept])
-
-    def facts(self) -> dict[str, int | str]:
-        """Return what has to be the same on every host: the number of images, and a hash of their names and labels."""
-        return {"images": len(self), "names of digest": digest(self.names, self.ends, self.labels)}
 
 
 def folders(config: DataConfig) -> dict[str, str]:
@@ -85,7 +41,7 @@ def check(config: DataConfig) -> None:
 
 
 def scan(config: DataConfig) -> Arrays:
-    """Return the arrays of all splits' tables, and the classes' names.
+    """Return the paths of each split's images, below its folder, and their labels; and the classes' names.
 
     Raises `RequestError` for a missing folder, a class without images, or splits whose classes differ.
     """
@@ -112,53 +68,26 @@ def scan(config: DataConfig) -> Arrays:
                 f"{' …' if len(different) > 5 else ''} ({len(different)} in all); {different[0]} is in {where} "
                 "only. Give both the same folders of classes."
             )
-        labels = [label for label, files in enumerate(listed) for _ in files]
-        table = FileTable.of(root, (path for files in listed for path in files), labels)
-        arrays |= {f"{split} names": table.names, f"{split} ends": table.ends, f"{split} labels": table.labels}
-    arrays["classes"] = np.frombuffer(os.fsencode("/".join(classes)), np.uint8)
-    return arrays
-
-
-def tables(arrays: Arrays, config: DataConfig) -> dict[str, FileTable]:
-    """Return the splits' tables from the arrays of `scan`."""
-    return {
-        split: FileTable(
-            config.dir / folder, arrays[f"{split} names"], arrays[f"{split} ends"], arrays[f"{split} labels"]
-        )
-        for split, folder in folders(config).items()
-    }
-
-
-def class_names(arrays: Arrays) -> tuple[str, ...]:
-    """Return the classes' names, in the order of their numbers, from the arrays of `scan`."""
-    return tuple(os.fsdecode(arrays["classes"].tobytes()).split("/"))
+        arrays[f"{split} paths"] = np.array([path for files in listed for path in files], np.bytes_)
+        arrays[f"{split} labels"] = np.repeat(np.arange(len(own)), [len(files) for files in listed])
+    return arrays | {"classes": np.array([os.fsencode(name) for name in classes], np.bytes_)}
 
 
 def _classes(root: Path) -> list[str]:
-    return sorted(item.name for item in root.iterdir() if item.is_dir() and not _hidden(item.name))
-
-
-def _hidden(name: str) -> bool:
-    return name.startswith(".")
+    return sorted(item.name for item in root.iterdir() if item.is_dir() and not item.name.startswith("."))
 
 
 def _images(root: Path, name: str) -> list[bytes]:
-    """Return the paths of a class's images below `root`, sorted."""
+    """Return the paths of a class's images below `root`, sorted; a folder that links lead to again is read once."""
     found: list[str] = []
-    above: dict[str, frozenset[tuple[int, int]]] = {}  # the folders of each path: links may lead round in a circle
-    visits: Counter[tuple[int, int]] = Counter()  # or from each folder to the next on two ways: 2 ** depth paths
+    seen: set[tuple[int, int]] = set()
     for folder, inner, files in os.walk(root / name, followlinks=True):
         about = Path(folder).stat()
-        own, others = (about.st_dev, about.st_ino), above.get(str(Path(folder).parent), frozenset())
-        known, above[folder] = own in others, others | {own}
-        inner[:] = [] if known else sorted(each for each in inner if not _hidden(each))
-        if known:
+        if (about.st_dev, about.st_ino) in seen:
+            inner.clear()
             continue
-        visits[own] += 1
-        if visits[own] > _MOST_PATHS:
-            raise RequestError(
-                f"Links in {root / name} lead to {folder} on more than {_MOST_PATHS} paths; remove some."
-            )
+        seen.add((about.st_dev, about.st_ino))
+        inner[:] = sorted(each for each in inner if not each.startswith("."))
         below = os.path.relpath(folder, root)
-        found += [f"{below}/{file}" for file in files if file.lower().endswith(ENDINGS) and not _hidden(file)]
+        found += [f"{below}/{file}" for file in files if file.lower().endswith(ENDINGS) and not file.startswith(".")]
     return sorted(os.fsencode(path) for path in found)

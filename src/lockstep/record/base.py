@@ -1,7 +1,7 @@
 """What a run tells the world: events, and whoever records them.
 
 The engine knows one verb, `record(event, **fields)`, and calls it on rank 0; where the events go is decided once,
-by whoever builds the recorder. Fields are plain numbers, strings and lists; `epochs` adds `time`, in seconds since
+by whoever builds the recorder. Fields are plain numbers, strings and lists; `table` adds `time`, in seconds since
 1970 (UTC), to each event but `steps`. The events:
 
     start       lines (printed once: batch plan, what auto chose), plan, chosen (by option), first_step, epoch_s (of the
@@ -16,7 +16,7 @@ by whoever builds the recorder. Fields are plain numbers, strings and lists; `ep
     test        step, of (which weights: last or best), of_step, top1, top5, loss, samples: at the end, where the best
                 weights are chosen on a validation set
     checkpoint  step, path: of one that is safely on the disk
-    epoch       step, epoch, epoch_s; and, as `epochs` adds them, epoch_loss (the mean over samples), samples and
+    epoch       step, epoch, epoch_s; and, as `table` adds them, epoch_loss (the mean over samples), samples and
                 epoch_samples_per_s
     values      step, epoch, and values by names of the user's own
     warning     text
@@ -31,7 +31,7 @@ over the world; telemetry is rank 0's own. Accuracies are fractions, 0 to 1; epo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 
@@ -43,24 +43,6 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """Write what is still held back, and let go of files. Nothing is recorded afterwards."""
-
-
-class FromStart:
-    """Opens its recorder at the `start` event: a run that is refused before that leaves what was there untouched."""
-
-    def __init__(self, opens: Callable[[], Recorder]) -> None:
-        self._opens = opens
-        self._recorder: Recorder = Nothing()
-
-    def record(self, event: str, **fields: Any) -> None:
-        """Pass the event on; drop it before `start`."""
-        if event == "start":
-            self._recorder = self._opens()
-        self._recorder.record(event, **fields)
-
-    def close(self) -> None:
-        """Close what was opened."""
-        self._recorder.close()
 
 
 class Nothing:

@@ -11,13 +11,14 @@ JSON has no NaN and no infinities: `files.legal` says how they are written.
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..files import append_whole, legal, lines_of, ours, parse_json, understanding, write_whole
 from ..printable import visible_json
-from .epochs import Sums
 
 # JSON escapes control characters inside strings, so this separator can be told from all that a value may hold. One
 # encoder call for a whole interval takes half the time of a call for each line.
@@ -68,13 +69,39 @@ class JsonLines:
         self._waiting = b""
 
 
+class Sums:
+    """What the steps of the epoch under way have come to, in the run's order."""
+
+    def __init__(self, before: int = 0) -> None:
+        """`before` are the run's steps before this epoch."""
+        self._before, self._steps, self._loss, self._samples = before, 0, 0.0, 0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take a step."""
+        loss, samples = row.get("loss"), row.get("samples")
+        self._steps += 1
+        if isinstance(loss, float) and isinstance(samples, int):
+            self._loss += loss * samples
+            self._samples += samples
+        else:  # in a damaged file
+            self._loss = math.nan
+
+    def means(self, step: int, epoch_s: float) -> dict[str, float]:
+        """Return `epoch_loss`, the mean over `samples`, and `epoch_samples_per_s` of the epoch that ends with `step`.
+
+        Empty where some of its steps are in another folder, from which the run went on.
+        """
+        if self._steps != step - self._before or not self._samples or not math.isfinite(self._loss) or not epoch_s > 0:
+            return {}
+        mean, rate = self._loss / self._samples, self._samples / epoch_s
+        return {"epoch_loss": mean, "samples": self._samples, "epoch_samples_per_s": rate}
+
+
 def rewind(path: Path, *, step: int) -> Sums:
     """Cut the file back to what had happened by `step`, atomically, so that a resumed run goes on from there.
 
-    Returns what the steps of the epoch under way have come to.
-
-    Events of a later step go, and those without a step that came after one; so does a last line that a kill cut
-    short. A file that is not there is left so.
+    Returns what the steps of the epoch under way have come to. Events of a later step go, and those without a step
+    that came after one; so does a last line that a kill cut short. A file that is not there is left so.
     """
     sums = Sums()
     if not path.exists():
@@ -93,6 +120,9 @@ def rewind(path: Path, *, step: int) -> Sums:
             beyond = beyond or later
             if not later:
                 kept.append(line)
-                sums.add(str(row.get("event")), row)
+                if row.get("event") == "epoch":
+                    sums = Sums(row["step"])
+                elif row.get("event") == "step":
+                    sums.add(row)
     write_whole(path, b"".join(kept))
     return sums

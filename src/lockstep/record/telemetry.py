@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import psutil
 import torch
 
@@ -53,20 +54,7 @@ class _Times:
 
     def percentiles(self, *percents: float) -> list[float]:
         """Return percentiles of all steps, by linear interpolation; NaN where there are none."""
-        return percentiles(self._all_s, percents)
-
-
-def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[float]:
-    """Return the percentiles of `values`, interpolated linearly between neighbours; NaN where there are no values."""
-    if not values:
-        return [float("nan")] * len(percents)
-    ranked = sorted(values)
-    found = []
-    for percent in percents:
-        below, part = divmod(percent / 100 * (len(ranked) - 1), 1)
-        low, high = ranked[int(below)], ranked[min(int(below) + 1, len(ranked) - 1)]
-        found.append(low + part * (high - low))
-    return found
+        return np.percentile(self._all_s or [np.nan], percents).tolist()
 
 
 class HostClock(_Times):
@@ -74,8 +62,8 @@ class HostClock(_Times):
 
     def __init__(self) -> None:
         super().__init__()
-        self._begin_s = time.perf_counter()
         self._new_s: list[float] = []
+        self.start()
 
     def start(self) -> None:
         """Mark the begin of a step."""
@@ -94,41 +82,31 @@ class HostClock(_Times):
 
 
 class CudaClock(_Times):
-    """Times steps by the GPU's own clock, with events in its stream; read events are used again."""
+    """Times steps by the GPU's own clock, with events in its stream."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._free: list[torch.cuda.Event] = []
-        self._begin = self._mark()
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.start()
 
     def start(self) -> None:
         """Mark the begin of a step."""
-        if not self._spans or self._spans[-1][1] is not self._begin:
-            self._free.append(self._begin)
-        self._begin = self._mark()
+        self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._begin.record(torch.cuda.current_stream(self._device))
 
     def tick(self) -> None:
         """Mark the end of a step."""
-        end = self._mark()
-        self._spans.append((self._begin, end))
-        self._begin = end
+        begin = self._begin
+        self.start()
+        self._spans.append((begin, self._begin))
 
     def flush(self) -> list[float]:
         """Return the seconds of each step since the last call. Waits for the GPU to finish them."""
         spans, self._spans = self._spans, []
         if spans:
             spans[-1][1].synchronize()
-        times_s = [begin.elapsed_time(end) / 1000 for begin, end in spans]
-        events = {id(event): event for span in spans for event in span if event is not self._begin}
-        self._free.extend(events.values())
-        return self._keep(times_s)
-
-    def _mark(self) -> torch.cuda.Event:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._keep([begin.elapsed_time(end) / 1000 for begin, end in spans])
 
 
 def step_clock(device: torch.device) -> StepClock:
@@ -163,10 +141,9 @@ class Telemetry:
         }
         if self._gpus:
             found["device_memory_bytes"] = sum(torch.cuda.memory_allocated(device) for device in self._gpus)
-            told = [sample for handle in self.handles if (sample := _used(handle))]
-            if told:
-                percents, used_bytes = zip(*told, strict=True)
-                found |= {"device_percent": sum(percents) / len(told), "device_used_bytes": sum(used_bytes)}
+            if used := [each for handle in self.handles if (each := hardware.in_use(handle)) is not None]:
+                percents, used_bytes = zip(*used, strict=True)
+                found |= {"device_percent": sum(percents) / len(used), "device_used_bytes": sum(used_bytes)}
         return found
 
     def peak_memory_bytes(self) -> dict[str, int | None]:
@@ -174,26 +151,12 @@ class Telemetry:
         its GPUs (None without one).
         """
         on_device = sum(torch.cuda.max_memory_allocated(device) for device in self._gpus) if self._gpus else None
-        return {"host": _peak_host_bytes(self._process), "device": on_device}
+        return {"host": self._peak_host_bytes(), "device": on_device}
 
-
-def _peak_host_bytes(process: psutil.Process) -> int:
-    """Return the peak resident memory. Linux's ru_maxrss is not it: a child starts with its parent's."""
-    now: int = process.memory_info().rss
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return max(int(line.split()[1]) * 1024, now)
-    import resource
-
-    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return max(peak, now)  # elsewhere than on Linux, ru_maxrss is in bytes (macOS)
-
-
-def _used(handle: Any) -> tuple[int, int] | None:
-    """Return (percent of the time in use, bytes used) of a GPU; None where the driver does not tell (a part, MIG)."""
-    import pynvml
-
-    times = hardware.asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    memory = hardware.asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    return None if times is None or memory is None else (times.gpu, memory.used)
+    def _peak_host_bytes(self) -> int:
+        now: int = self._process.memory_info().rss
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):  # Linux's ru_maxrss is not it: a child starts with its parent's
+                    return max(int(line.split()[1]) * 1024, now)
+        return now
