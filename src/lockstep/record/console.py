@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from ..errors import counted
@@ -35,14 +35,10 @@ DRAW_EVERY_S = 0.1
 """Least seconds between two drawings of the bar: one takes about a millisecond."""
 LEAST_BAR = 12
 """Columns that are kept for the bar itself; on a narrow terminal numbers make room for it."""
-
-
 _FILES = (
     *("summary.json", "proof.md", "steps.jsonl", "ledger.bin"),
     *("checkpoints/last", "checkpoints/best", "manifest.json", "config.toml"),
 )
-
-
 _WEIGHTS = {"test": "last weights", "test_best": "best weights"}
 
 
@@ -82,34 +78,14 @@ class Terminal:
     """
 
     def __init__(self, out: Screen, err: Screen, *, live: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._out = out
-        self._err = err
-        self._live = live
-        self._clock = clock
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        self._epochs = 0
-        self._steps_per_epoch = 0
-        self._step_width = 0
+        self._out, self._err, self._live, self._clock = out, err, live, clock
+        self._start_of_run: dict[str, Any] = {}
         self._unit = "sample"
-        self._has_top5 = True
-        self._devices = 0
+        self._bar: Progress | None = None
         self._shown_s = -float("inf")
         self._held: dict[str, Any] | None = None
-        self._reader_gone = False
-        self._told = False  # that results cannot be written
         self._numbers = ""  # what stands right of the bar
-        self._evaluating_since_s = 0.0
-        self._evaluation_s = float("inf")  # the last one's; nobody knows how long the first takes
-        self._acts: dict[str, Callable[[dict[str, Any]], None]] = {
-            "start": self._start,
-            "log": self._log,
-            "evaluate": self._evaluate,
-            "eval": self._eval,
-            "epoch": lambda fields: self._release(),
-            "warning": lambda fields: self._err.say((f"warning: {fields['text']}", "yellow")),
-            "finish": self._finish,
-        }
+        self._lost = ""  # why results cannot be written any more
 
     @classmethod
     def detect(cls) -> Terminal:
@@ -123,41 +99,40 @@ class Terminal:
 
     def record(self, event: str, **fields: Any) -> None:
         """Show the event, if it is one that people look at."""
-        act = self._acts.get(event)
-        if act is None or self._reader_gone:
+        acts = {"start": self._start, "log": self._log, "evaluate": self._evaluate, "eval": self._eval}
+        acts |= {"epoch": self._release, "warning": self._warning, "finish": self._finish}
+        if event not in acts or self._lost == "its reader has gone":
             return
         try:
-            act(fields)
+            acts[event](fields)
         except BrokenPipeError:
-            self._reader_gone = True
+            self._lost = "its reader has gone"
             raise
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if not self._lost:
+                self._lost = str(error.strerror)
                 text = f"warning: results cannot be written to the output ({error.strerror}); training goes on"
                 self._err.say((text, "yellow"))
             raise
 
     def close(self) -> None:
         """Show the last line that was held back, and leave the bar where it is."""
-        if self._reader_gone:
-            return
-        self._release()
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        if not self._lost:
+            self._release()
+            if self._bar is not None:
+                self._bar.stop()
+                self._bar = None
 
     def _print(self, *lines: Text) -> None:
         for each in lines:
             self._out.print(each, soft_wrap=True)
 
+    def _warning(self, fields: dict[str, Any]) -> None:
+        self._err.say((f"warning: {fields['text']}", "yellow"))
+
     def _start(self, fields: dict[str, Any]) -> None:
-        self._epochs = fields.get("epochs", 0)
-        self._steps_per_epoch = fields.get("steps_per_epoch", 0)
-        self._step_width = len(f"{fields['total_steps']:,}")
+        self._start_of_run = {"epochs": 0, "steps_per_epoch": 0, "first_step": 0} | fields
         self._unit = "image" if len(fields.get("shape", ())) == 3 else "sample"
-        self._has_top5 = fields.get("classes", 6) > 5  # else it is 100 % whatever the model does
-        self._devices = fields["chosen"]["devices"] if "classes" in fields else 0
         self._print(*(line((text, "" if index else "bold")) for index, text in enumerate(fields.get("lines", ()))))
         if self._live and self._bar is None:
             self._bar = Progress(
@@ -169,66 +144,69 @@ class Terminal:
                 expand=True,
                 redirect_stdout=self._out is self._err,
             )
-            self._task = self._bar.add_task(
-                "starting", total=fields["total_steps"], completed=fields.get("first_step", 0), numbers="first steps …"
-            )
+            begun = {"total": fields["total_steps"], "completed": self._start_of_run["first_step"]}
+            self._bar.add_task("starting", **begun, numbers="first steps …")
             self._bar.start()
             self._bar.refresh()
 
     def _log(self, fields: dict[str, Any]) -> None:
-        now_s = self._clock()
-        ends_epoch = bool(self._steps_per_epoch) and fields["step"] % self._steps_per_epoch == 0
+        now_s, steps = self._clock(), self._start_of_run["steps_per_epoch"]
         due = now_s - self._shown_s >= (DRAW_EVERY_S if self._bar else PLAIN_EVERY_S)
         self._held = fields
-        if due or ends_epoch:
+        if due or (steps and fields["step"] % steps == 0):
             self._release()
             self._shown_s = now_s
 
-    def _release(self) -> None:
+    def _release(self, _: object = None) -> None:
         """Show the newest `log` event, if it was not shown yet."""
         fields, self._held = self._held, None
         if fields is None:
             return
-        epoch = f"epoch {fields['epoch'] + 1:>{len(str(self._epochs))}}/{self._epochs}"
+        parts = [f"loss {fields['loss']:.4f}"]
+        if fields.get("top1") is not None:
+            parts.append(f"train {fields['top1']:.1%}")
+        parts.append(f"{fields['samples_per_s']:,.0f} {self._unit}s/s")
+        if fields.get("eta_s"):  # nothing at the last step
+            parts.append(f"{duration(fields['eta_s'])} left")
+        epoch = self._epoch(fields)
         if self._bar is None:
-            parts = self._parts(fields)
-            parts.insert(0, f"{epoch}  step {fields['step']:>{self._step_width},}")
-            parts.append(f"lr {fields['lr']:.4g}")
-            self._print(Text("  ".join(parts)))
+            self._print(Text("  ".join([f"{epoch}  {self._step(fields)}", *parts, f"lr {fields['lr']:.4g}"])))
         else:
-            total = self._bar.tasks[0].total or 0
-            count = f"{fields['step']:>{self._step_width},}/{total:,.0f}"
-            numbers = _fit(count, self._parts(fields), self._err.width - len(epoch) - LEAST_BAR)
-            self._numbers = numbers
-            self._bar.update(self._task, completed=fields["step"], description=epoch, numbers=numbers)
+            count = f"{self._step(fields).removeprefix('step ')}/{self._start_of_run['total_steps']:,}"
+            self._numbers = _fit(count, parts, self._err.width - len(epoch) - LEAST_BAR)
+            task = self._bar.task_ids[0]
+            self._bar.update(task, completed=fields["step"], description=epoch, numbers=self._numbers)
             self._bar.refresh()
+
+    def _epoch(self, fields: dict[str, Any]) -> str:
+        epochs = self._start_of_run["epochs"]
+        return f"epoch {fields['epoch'] + 1:>{len(str(epochs))}}/{epochs}"
+
+    def _step(self, fields: dict[str, Any]) -> str:
+        width = len(f"{self._start_of_run['total_steps']:,}")
+        return f"step {fields['step']:>{width},}"
 
     def _evaluate(self, fields: dict[str, Any]) -> None:
         self._release()
-        self._evaluating_since_s = self._clock()
-        text = f"evaluating {counted(fields['samples'], self._unit)} …"
         if self._bar is not None:
-            self._bar.update(self._task, numbers=text)
+            self._bar.update(self._bar.task_ids[0], numbers=f"evaluating {counted(fields['samples'], self._unit)} …")
             self._bar.refresh()
-        elif self._evaluation_s > PLAIN_EVERY_S:
-            self._print(Text(text, "bright_black"))
 
     def _eval(self, fields: dict[str, Any]) -> None:
         self._release()
-        self._evaluation_s = self._clock() - self._evaluating_since_s
         if self._bar is not None:
-            self._bar.update(self._task, numbers=self._numbers)
-        told = Text()
-        if "epoch" in fields:
-            told.append(f"epoch {fields['epoch'] + 1:>{len(str(self._epochs))}}/{self._epochs}  ")
-        told.append(f"step {fields['step']:>{self._step_width},}  ")
+            self._bar.update(self._bar.task_ids[0], numbers=self._numbers)
+        told = Text(f"{self._epoch(fields)}  " if "epoch" in fields else "").append(f"{self._step(fields)}  ")
         told.append(f"{fields.get('on', 'test set').removesuffix(' set')} {fields['top1']:7.2%}", "bold green")
-        if self._has_top5 and fields.get("top5") is not None:
-            told.append(f"  top-5 {fields['top5']:7.2%}")
-        told.append(f"  loss {fields['loss']:.4f}")
+        told.append(self._top5(fields, width=7)).append(f"  loss {fields['loss']:.4f}")
         if "samples" in fields:
             told.append(f"  {counted(fields['samples'], self._unit)}", "bright_black")
         self._print(told)
+
+    def _top5(self, fields: dict[str, Any], *, width: int = 0) -> str:
+        """Return nothing of five classes or fewer, where it is 100 % whatever the model does."""
+        is_told = self._start_of_run.get("classes", 6) > 5 and fields.get("top5") is not None
+        return f"  top-5 {fields['top5']:{width or ''}.2%}" if is_told else ""
 
     def _finish(self, fields: dict[str, Any]) -> None:
         self.close()
@@ -247,29 +225,18 @@ class Terminal:
             score = Text(f"{on.removesuffix(' set')} accuracy ").append(f"{fields['top1']:.2%}", "bold green")
             if fields.get("best_top1") is not None:
                 score.append(f"  best {fields['best_top1']:.2%} (chosen on the {on})")
-            if self._has_top5 and fields.get("top5") is not None:
-                score.append(f"  top-5 {fields['top5']:.2%}")
-            self._print(score)
+            self._print(score.append(self._top5(fields)))
             if on != "test set":
                 told = [f"{fields[name]['top1']:.2%} ({words})" for name, words in _WEIGHTS.items() if fields.get(name)]
                 self._print(Text("test accuracy ").append("  ".join(told), "bold green"))
         if proved := _proved(fields.get("proof") or {}):
-            self._print(Text("proved ").append(proved))
+            self._print(Text(f"proved {proved}"))
         if fields.get("output"):
-            written = ", ".join(_written(Path(fields["output"])))
-            self._print(line("written to ", (str(fields["output"]), "cyan"), (f": {written}", "bright_black")))
-            if self._live and not fields.get("exit") and self._devices:
-                self._print(*_next(Path(fields["output"]), self._devices))
-
-    def _parts(self, fields: dict[str, Any]) -> list[str]:
-        """Return the measured parts of a `log` line."""
-        parts = [f"loss {fields['loss']:.4f}"]
-        if fields.get("top1") is not None:
-            parts.append(f"train {fields['top1']:.1%}")
-        parts.append(f"{fields['samples_per_s']:,.0f} {self._unit}s/s")
-        if fields.get("eta_s"):  # nothing at the last step
-            parts.append(f"{duration(fields['eta_s'])} left")
-        return parts
+            folder, start = Path(fields["output"]), self._start_of_run
+            written = ", ".join(_written(folder))
+            self._print(line("written to ", (str(folder), "cyan"), (f": {written}", "bright_black")))
+            if self._live and not fields.get("exit") and "classes" in start:
+                self._print(*_next(folder, start["chosen"]["devices"]))
 
 
 def _ended(fields: dict[str, Any]) -> str:

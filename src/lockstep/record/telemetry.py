@@ -54,7 +54,8 @@ class _Times:
 
     def percentiles(self, *percents: float) -> list[float]:
         """Return percentiles of all steps, by linear interpolation; NaN where there are none."""
-        return np.percentile(self._all_s or [np.nan], percents).tolist()
+        found: list[float] = np.percentile(self._all_s or [np.nan], percents).tolist()
+        return found
 
 
 class HostClock(_Times):
