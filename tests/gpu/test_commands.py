@@ -20,19 +20,13 @@ STALL_S = 5
 COMPARED_S = 240
 
 
-def test_the_driver_tells_of_every_gpu_and_bytes_come_back_from_each() -> None:
+def test_the_driver_tells_of_every_gpu() -> None:
     assert not hardware.driver_trouble()
     gpus = hardware.survey(None).gpus
     assert len(gpus) == torch.cuda.device_count()
     for index, gpu in enumerate(gpus):
         assert f"GPU-{torch.cuda.get_device_properties(index).uuid}" == gpu.uuid
         assert all(0 < (each.value or 0) <= gpu.memory_bytes for each in devices.judge(index, gpu))
-        name, bytes_per_s = devices.link(gpu)
-        assert name in ("NVLink", "PCIe")
-        assert bytes_per_s == 0 or bytes_per_s > 1e9
-    (found,) = devices.copies(range(len(gpus)))
-    assert found.state == "green", found
-    assert 1e8 < (found.value or 0) < 1e12
 
 
 @pytest.mark.parametrize("gpus", ["0", pytest.param("0,1", marks=several)])
@@ -44,7 +38,6 @@ def test_the_doctor_examines_gpus(tmp_path: Path, gpus: str) -> None:
     assert (done.code == 0) == (told["verdict"] != "red"), done
     assert told["accelerator"] == "cuda"
     if gpus == "0":
-        assert found["copies"]["state"] == "green"
         assert "GPU 0" in found
     else:
         assert found["bytes sent"]["state"] == "green"

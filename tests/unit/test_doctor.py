@@ -11,14 +11,13 @@ from types import SimpleNamespace
 
 import pynvml
 import pytest
-import torch
 from torch._C._distributed_c10d import HashStore
 
 from lockstep.cli.symptoms import show, verdict
 from lockstep.doctor import collectives, devices, disk, host, network
 from lockstep.doctor.board import Board
 from lockstep.doctor.finding import GREEN, RED, UNCHECKED, YELLOW, Finding, found, look, merged
-from lockstep.doctor.network import Visit, Wire
+from lockstep.doctor.network import Wire
 from lockstep.errors import RunError
 from lockstep.hardware import Gpu
 
@@ -33,20 +32,13 @@ def _torches(*versions: str) -> Finding:
 
 
 def _reached(trouble: str) -> Finding:
-    return network.judge_visits({(0, 1): Visit(trouble), (1, 0): Visit("")}, ADDRESSES, ["a", "b"])
+    return network.judge_visits({(0, 1): trouble, (1, 0): ""}, ADDRESSES, ["a", "b"])
 
 
-def _reduced(carrier: str, bytes_per_s: float, *, wrong: int = 0) -> Finding:
+def _reduced(wrong: int = 0) -> Finding:
     """Return what is told of the larger of two ranks' all-reduces."""
     rows = [(8, 1e-4, 0), (64 * MIB, 0.1, wrong)]
-    one = {
-        "way": "by gloo",
-        "held": (carrier, bytes_per_s),
-        "rows": rows,
-        "gather_s": 1e-3,
-        "beside": 0.5,
-        "changed": [],
-    }
+    one = {"way": "by gloo", "rows": rows, "gather_s": 1e-3, "beside": 0.5, "changed": []}
     told = dict.fromkeys(range(2), one)
     return list(collectives.judge(told, ["a", "b"]))[2]
 
@@ -76,7 +68,7 @@ JUDGED: list[tuple[Callable[[], Finding | Iterable[Finding]], str, str]] = [
         RED,  # Debian's habit: others reach nobody there
         "add a line to /etc/hosts: 10.0.0.1 a",
     ),
-    (lambda: network.judge_name("a", ["127.0.1.1"], Wire("eth0", "10.0.0.1", 0, True), others=True), YELLOW, ""),
+    (lambda: network.judge_name("a", ["127.0.1.1"], Wire("eth0", "10.0.0.1", True), others=True), YELLOW, ""),
     (lambda: network.judge_name("a", ["127.0.1.1"], Wire("eth0", "10.0.0.1"), others=False), GREEN, ""),
     (lambda: _reached(""), GREEN, ""),
     (
@@ -84,17 +76,13 @@ JUDGED: list[tuple[Callable[[], Finding | Iterable[Finding]], str, str]] = [
         RED,
         "rank 0 (a) does not reach rank 1 (b) at 10.0.0.2: no answer & from 10.0.0.1 into b",
     ),
-    (lambda: network.judge_clock(Visit("", -0.5, 0.01), 1), GREEN, "500 ms ahead of"),
-    (lambda: network.judge_clock(Visit("", 90.0, 0.01), 1), YELLOW, "rank 1's is 90 s behind rank 0's & time server"),
     (lambda: next(disk.judge(ROOM, 100 * GIB, 1e9)), GREEN, ""),
     (lambda: next(disk.judge(ROOM, 100 * MIB, 1e9)), YELLOW, "100 MiB free in /x"),  # enough for smaller models
     (lambda: list(disk.judge(ROOM, 100 * GIB, 1e6))[1], YELLOW, "takes 204 s"),
     (lambda: disk.shared(Path("/none/x"), 0), YELLOW, "/none is another folder"),
     (lambda: disk.data(Path("/none")), YELLOW, "/none cannot be read: No such file"),
-    (lambda: _reduced("eth0", 1e9), GREEN, "100 ms & of eth0"),
-    (lambda: _reduced("eth0", 100e9), YELLOW, "far below it"),
-    (lambda: _reduced("a copy in memory", 100e9), GREEN, "of a copy in memory"),
-    (lambda: _reduced("eth0", 1e9, wrong=3), RED, "3 on rank 0 (a), 3 on rank 1 (b)"),
+    (_reduced, GREEN, "100 ms & bus 671 MB/s"),
+    (lambda: _reduced(wrong=3), RED, "3 on rank 0 (a), 3 on rank 1 (b)"),
     (lambda: _failed(("lost another", True), ("no such device", False)), RED, "rank 1 (b): no such device"),
 ]
 
@@ -139,24 +127,6 @@ def test_a_gpus_faults_are_those_that_its_driver_tells(monkeypatch: pytest.Monke
         (YELLOW, "another program holds most of its memory"),
         (YELLOW, "its slot has 8 of 16 PCIe lanes"),
     ]
-    told(MaxPcieLinkGeneration=4, CurrPcieLinkWidth=16)
-    name, bytes_per_s = devices.link(gpu)
-    assert name == "PCIe"
-    assert bytes_per_s == pytest.approx(31.5e9, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("way", "told"), [("cpu", "host to cpu and back"), ("to", "cpu to cpu"), ("", "the same bits")]
-)
-def test_bits_that_change_on_their_way_are_red(way: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPUs here are two places in the host's memory."""
-    zeros_like = torch.zeros_like
-    monkeypatch.setattr(torch, "zeros_like", lambda tensor, device: zeros_like(tensor))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    if way:
-        monkeypatch.setattr(torch.Tensor, way, lambda tensor, *where: tensor ^ (torch.arange(len(tensor)) == 7))
-    (finding,) = devices.copies([0, 1])
-    assert (finding.state, told in finding.words) == (RED if way else GREEN, True), finding
 
 
 def test_findings_of_ranks_that_are_alike_are_one_and_the_worst_is_the_verdict() -> None:
@@ -189,14 +159,12 @@ def test_rank_0_is_not_waited_for_for_ever() -> None:
 
 def test_a_port_that_is_closed_or_silent_is_told_in_bounded_time() -> None:
     with network.listening("127.0.0.1") as port:
-        reached = network.visit("127.0.0.1", port)
-    assert reached.trouble == ""
-    assert abs(reached.ahead_s) <= reached.bound_s < 1, "one clock"
-    assert network.visit("127.0.0.1", port).trouble == "connection refused"
+        assert network.visit("127.0.0.1", port) == ""
+    assert network.visit("127.0.0.1", port) == "connection refused"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         begun_s = time.monotonic()
         shut = network.visit("127.0.0.1", silent.getsockname()[1], limit_s=0.3)
-    assert shut.trouble == "no answer within 0.3 s"
+    assert shut == "no answer within 0.3 s"
     assert time.monotonic() - begun_s < 3
 
 

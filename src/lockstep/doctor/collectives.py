@@ -1,4 +1,4 @@
-"""What comes of computing together: whether a group forms, what its sums are, and how fast beside what carries them.
+"""What comes of computing together: whether a group forms, what its sums are, and how fast.
 
 Bandwidth is that of the bus, 2 (N − 1) / N × bytes ÷ time: what each link of a ring has to carry, which does not depend
 on the number of ranks (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
@@ -6,19 +6,16 @@ on the number of ranks (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PER
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from .. import bounded, hardware
+from .. import bounded
 from ..failures import is_echo, one_line
 from ..launchers import rank
 from ..topology import Topology
-from .devices import CORRUPTS, link, random_bytes, seconds
-from .finding import KIB, MIB, RED, YELLOW, Finding, found, shown
-from .network import Wire
+from .finding import KIB, MIB, RED, Finding, found, shown
 
 if TYPE_CHECKING:
     import torch
@@ -40,22 +37,14 @@ _BESIDE_RUNS = 7
 _MOST_S = 1.0  # for one size: as often as that allows; where once would be too long, it and those above are left out
 _PATTERN, _WEIGHTS = 127, 64  # small enough that the sum over 4,000 ranks is a whole number that float32 holds
 
-_LEAST = {"a copy in memory": 0.005, "NVLink": 0.3, "PCIe": 0.15}
-_LEAST_OF_LINKS = 0.25
-"""The part of what carries it below which the largest all-reduce is yellow.
-
-Seen: 0.4 of a copy in memory between two ranks that share memory, 0.04 by gloo on two busy cores, 0.41 of 10 Gbit/s by
-gloo. Of NVLink and PCIe, copies both in and out share what is rated one way.
-"""
-_GLOO_FILLS_BYTES_PER_S = 1.25e9  # of a faster link no more, with its one connection a pair
+_CORRUPTS = "let no job run there: dmesg (Xid) and nvidia-smi -q tell more; the hardware, its seat or the IOMMU (PCIe \
+ACS) is at fault"  # which changes bytes without a word, and the model is then another one
 
 
-def compute(
-    topology: Topology, device: torch.device, store: Store, board: Board, held: tuple[str, float], collectives: str
-) -> dict[int, Any]:
+def compute(topology: Topology, device: torch.device, store: Store, board: Board, collectives: str) -> dict[int, Any]:
     """Return what each rank found when computing together, for `judge` (*collective*).
 
-    `held` is what `carrier` says, `collectives` how CPU tensors are to be exchanged.
+    `collectives` says how CPU tensors are to be exchanged.
     """
     import torch
 
@@ -70,13 +59,8 @@ def compute(
             torch.cuda.set_device(device)  # which each thread has its own of
         # torch's own limit, which on a GPU ends the process, comes after ours.
         worlds.append(world := World.join(topology, device, group, timeout_s=2 * limit_s, collectives=collectives))
-        measured = {
-            "rows": _measure(world),
-            "gather_s": _gather_s(world),
-            "beside": _beside(world),
-            "changed": _changed(world),
-        }
-        return {"way": _way(world), "held": held, **measured}
+        measured = {"rows": _measure(world), "gather_s": _gather_s(world), "beside": _beside(world)}
+        return {"way": _way(world), **measured, "changed": _changed(world)}
 
     mine: dict[str, Any]
     try:
@@ -98,27 +82,6 @@ def _way(world: World) -> str:
     return f"by gloo ({world.apart})" if world.apart else "by gloo"
 
 
-def carrier(topology: Topology, device: torch.device, wire: Wire, gpus: Sequence[hardware.Gpu]) -> tuple[str, float]:
-    """Return what this rank's all-reduces go through, and its bytes/s (0: unknown)."""
-    if topology.nodes == 1 and device.type == "cpu":  # one rank at a time
-        return "a copy in memory", 0.0 if topology.local_rank else _memory_bytes_per_s()
-    if topology.nodes == 1:
-        return link(gpus[device.index])
-    if device.type == "cpu":
-        return wire.interface, min(wire.bytes_per_s, _GLOO_FILLS_BYTES_PER_S)
-    ports = [path.read_text() for path in Path("/sys/class/infiniband").glob("*/ports/*/rate")]  # 100 Gb/sec (4X EDR)
-    fastest = max((float(text.split()[0]) * 1e9 / 8 for text in ports), default=0.0)
-    return ("InfiniBand", fastest) if fastest else (wire.interface, wire.bytes_per_s)
-
-
-def _memory_bytes_per_s() -> float:
-    import torch
-
-    source = torch.ones(64 * MIB, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return source.numel() / median(seconds(source.device, lambda: target.copy_(source)) for _ in range(5))
-
-
 def _measure(world: World) -> list[tuple[int, float, int]]:
     """Return (bytes, slowest rank's mean s, wrong elements here) by size (*collective*)."""
     import torch
@@ -134,7 +97,7 @@ def _measure(world: World) -> list[tuple[int, float, int]]:
         total = world.sum(pattern * (world.rank % _WEIGHTS + 1))
         wrong = int((total != pattern * weight).sum())
         total.zero_()
-        times = [seconds(world.device, lambda total=total: world.sum_(total)) for _ in range(runs)]  # type: ignore[misc]
+        times = [_seconds(world.device, lambda total=total: world.sum_(total)) for _ in range(runs)]  # type: ignore[misc]
         slowest_s = float(world.max(torch.tensor(fmean(times), device=world.device)))
         measured.append((size_bytes, slowest_s, wrong))
     return measured
@@ -190,11 +153,27 @@ def _changed(world: World) -> list[int]:
     import torch.distributed as dist
 
     count = min(16 * MIB, 512 * MIB // world.size)  # to each, and to all together
-    mine = random_bytes(world.rank, count).to(world.device).repeat(world.size)
+    mine = _random_bytes(world.rank, count).to(world.device).repeat(world.size)
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=world.group)
     arrived = enumerate(theirs.view(world.size, count))
-    return [rank for rank, each in arrived if not torch.equal(each, random_bytes(rank, count).to(world.device))]
+    return [rank for rank, each in arrived if not torch.equal(each, _random_bytes(rank, count).to(world.device))]
+
+
+def _random_bytes(seed: int, count: int) -> torch.Tensor:
+    import torch
+
+    return torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    import torch
+
+    since_s = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - since_s
 
 
 def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Finding]:
@@ -206,24 +185,18 @@ def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterat
         yield found("collectives", "all-reduce", f"rank {at} ({names[at]}): {each['error']}", fix, bad=RED)
     if failures:
         return
-    carrier, rated = min((each["held"] for each in told.values()), key=lambda held: held[1] or math.inf)
-    against = f"{carrier}, {shown(rated, 'bytes/s')}" if rated else "no rate: the system knows none"
-    yield found("collectives", "all-reduce", f"{told[0]['way']}, held against {against}")
-    for index, (size_bytes, time_s, _) in enumerate(rows := told[0]["rows"]):
+    yield found("collectives", "all-reduce", told[0]["way"])
+    for index, (size_bytes, time_s, _) in enumerate(told[0]["rows"]):
         bus_bytes_per_s = 2 * (len(told) - 1) / len(told) * size_bytes / time_s
-        part, is_largest = bus_bytes_per_s / (rated or math.nan), index == len(rows) - 1
-        words, fix, bad = shown(time_s, "s"), "", YELLOW
+        words, fix = shown(time_s, "s"), ""
         if size_bytes >= KIB:
-            words += f", bus {shown(bus_bytes_per_s, 'bytes/s')}" + (f", {part:.2g} of {carrier}" if rated else "")
-        if is_largest and part < _LEAST.get(carrier, _LEAST_OF_LINKS):
-            words += ": far below it"
-            fix = "see what else uses that, and the processors; NCCL_DEBUG=INFO tells NCCL's path"
+            words += f", bus {shown(bus_bytes_per_s, 'bytes/s')}"
         if wrong := {at: each["rows"][index][2] for at, each in told.items() if each["rows"][index][2]}:
             named = ", ".join(f"{count:,} on rank {at} ({names[at]})" for at, count in wrong.items())
-            words, bad = f"elements of the sum are wrong: {named}", RED
+            words = f"elements of the sum are wrong: {named}"
             fix = "let no job run with these: test the hosts' memory and network cards, GPUs by nvidia-smi -q -d ECC"
         name = f"all-reduce {shown(size_bytes, 'bytes')}"
-        yield found("collectives", name, words, fix, bad=bad, value=time_s, unit="s")
+        yield found("collectives", name, words, fix, bad=RED, value=time_s, unit="s")
     name = f"all-gather {shown(_GATHERED_BYTES, 'bytes')}"
     yield found("collectives", name, shown(told[0]["gather_s"], "s"), value=told[0]["gather_s"], unit="s")
     if (beside := told[0]["beside"]) is not None:
@@ -231,4 +204,4 @@ def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterat
         yield found("collectives", "computation beside all-reduce", words, value=beside, unit="s/s")
     pairs = [f"rank {source} to rank {at} ({names[at]})" for at, each in told.items() for source in each["changed"]]
     words = f"they arrive with other bits: {', '.join(pairs)}" if pairs else "they arrive unchanged at each rank"
-    yield found("collectives", "bytes sent", words, CORRUPTS if pairs else "", bad=RED)
+    yield found("collectives", "bytes sent", words, _CORRUPTS if pairs else "", bad=RED)

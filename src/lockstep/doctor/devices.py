@@ -1,22 +1,14 @@
-"""The GPUs of a host, as the driver and torch describe them now, and whether bytes come back from them unchanged."""
+"""The GPUs of a host, as the driver and torch describe them now."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from .. import hardware
-from .finding import MIB, RED, UNCHECKED, Finding, found, shown
-
-if TYPE_CHECKING:
-    import torch
+from .finding import RED, UNCHECKED, Finding, found, shown
 
 _TAKEN = 0.5  # of a GPU's memory: with more in other hands, a batch that fits elsewhere does not fit here
-_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # by PCIe's generation
-_COPIED_BYTES = 64 * MIB
-CORRUPTS = "let no job run there: dmesg (Xid) and nvidia-smi -q tell more; the hardware, its seat or the IOMMU (PCIe \
-ACS) is at fault"  # which changes bytes without a word, and the model is then another one
 
 
 def usable(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
@@ -69,56 +61,3 @@ def _faults(handle: Any, *, is_taken: bool) -> Iterator[tuple[str, str]]:
     if lanes < most:
         fix = "put it into another slot, or seat it anew, if the board has more lanes for it"
         yield f"its slot has {lanes} of {most} PCIe lanes", fix
-
-
-def link(gpu: hardware.Gpu) -> tuple[str, float]:
-    """Return what joins a GPU to others, and its bytes/s one way (0: unknown)."""
-    import pynvml as nvml
-
-    handle = hardware.nvml_handle(gpu.uuid)
-    links = range(nvml.NVML_NVLINK_MAX_LINKS)
-    active = sum(hardware.asked(nvml.nvmlDeviceGetNvLinkState, handle, number) == 1 for number in links)
-    told = hardware.asked(nvml.nvmlDeviceGetFieldValues, handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON]) or ()
-    if active and (each := [value.value.uiVal for value in told if value.nvmlReturn == nvml.NVML_SUCCESS]):
-        return "NVLink", active * float(each[0]) * 1e6
-    # The generation falls while a GPU is idle; the greatest that it and its slot can agree on does not.
-    generation = hardware.asked(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0
-    lanes = hardware.asked(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle) or 0
-    return "PCIe", _LANE_BYTES_PER_S.get(generation, 0.0) * lanes
-
-
-def copies(gpus: Sequence[int]) -> Iterator[Finding]:
-    """Yield whether bytes come back from each GPU unchanged, and pass to the next."""
-    import torch
-
-    sent = random_bytes(0, _COPIED_BYTES).pin_memory()
-    there = [torch.zeros_like(sent, device=f"cuda:{gpu}") for gpu in gpus]
-    for each in there:
-        seconds(each.device, lambda each=each: each.copy_(sent).zero_())  # type: ignore[misc]  # which sets things up
-    took_s = [seconds(each.device, lambda each=each: each.copy_(sent)) for each in there]  # type: ignore[misc]
-    wrong = [f"host to {each.device} and back" for each in there if not torch.equal(each.cpu(), sent)]
-    for each, after in zip(there, [*there[1:], there[0]], strict=True):
-        if len(gpus) > 1 and not torch.equal(each.to(after.device), after):
-            wrong.append(f"{each.device} to {after.device}")
-    bytes_per_s = _COPIED_BYTES / max(took_s)
-    words = f"other bits arrive from {', '.join(wrong)}" if wrong else "the same bits come back"
-    words = f"{words}; {shown(_COPIED_BYTES, 'bytes')} at {shown(bytes_per_s, 'bytes/s')} to a GPU"
-    yield found("devices", "copies", words, CORRUPTS if wrong else "", bad=RED, value=bytes_per_s, unit="bytes/s")
-
-
-def random_bytes(seed: int, count: int) -> torch.Tensor:
-    """Return `count` bytes (count,) on the host that depend on nothing but the seed."""
-    import torch
-
-    return torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Return how long `work` takes on a device."""
-    import torch
-
-    since_s = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - since_s

@@ -73,10 +73,9 @@ class Examination:
         names = [told[at][0] if at in told else "?" for at in range(topology.size)]
         findings = [*host.judge_versions({at: versions for at, (_, versions) in told.items()})]
         findings += board.findings("what each found", alone)
-        findings += (reached := network.reach(topology, wire.address or "127.0.0.1", board, names))
-        if topology.size > 1 and not board.absent and all(each.state != RED for each in reached):
-            held = collectives.carrier(topology, device, wire, seen.gpus)
-            computed = collectives.compute(topology, device, store, board, held, config.parallel.collectives)
+        findings.append(reached := network.reach(topology, wire.address or "127.0.0.1", board, names))
+        if topology.size > 1 and not board.absent and reached.state != RED:
+            computed = collectives.compute(topology, device, store, board, config.parallel.collectives)
             findings += collectives.judge(computed, names) if not board.absent else []
         else:
             why = (
@@ -97,7 +96,6 @@ class Examination:
             chosen = list(config.parallel.gpu_indices or range(len(gpus)))[: config.parallel.devices]
             own = chosen if drives_all(config.parallel) else [device.index]
             yield "devices", "GPUs", lambda: itertools.chain(*(devices.judge(at, gpus[at]) for at in own))
-            yield "devices", "copies", lambda: devices.copies(own)
         if topology.local_rank == 0:
             yield "host", "host", lambda: host.look_at(topology, device.type == "cpu")
             yield "devices", "GPUs", lambda: devices.usable(len(gpus), chosen_cpu=self.chosen_cpu)
