@@ -24,7 +24,8 @@ usage: lockstep doctor [--json] [flags]
 
 Looks at this machine, or under any launcher at all machines of a job: versions, processors, memory, limits, GPUs,
 names, ports between each pair of ranks, all-reduce by size, whether sent bytes arrive unchanged, and the output folder.
-Each finding is green, yellow (a job runs, but slowly or at a risk) or red (no job can run), with what to do about it. Nothing is trained, and nothing stays behind.
+Each finding is green, yellow (a job runs, but slowly or at a risk) or red (no job can run), with what to do about it.
+Nothing is trained, and nothing stays behind.
 
   --json          print one JSON object and nothing else
   --output FOLDER the folder that the job will write to (default: runs); it is not made
