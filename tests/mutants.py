@@ -445,8 +445,8 @@ a name has lines of its own: screen.py
 + visible(text)
 = unit/test_folder.py::test_a_small_file_costs_little_whatever_it_is
 a strip is resized whole: data/folder.py
-- if max(image.size) > longest:
-+ if not longest:
+- if max(image.size) <= longest:
++ if longest:
 = unit/test_dialects.py::test_no_environment_does_more_than_be_refused
 a number of any length is read: launchers/environments.py
 -  and len(text) <= _MOST_DIGITS
