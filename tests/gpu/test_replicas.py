@@ -62,7 +62,8 @@ def test_nothing_is_waited_for_before_the_exchange(options: dict[str, object]) -
         torch.cuda.synchronize()
         with never_waits(), NoReading():
             facts(tensors, alone.device)
-        check = ReplicaCheck(doubled(alone), job.prepared().replicated, 1)  # which does all that it does among several ranks
+        # It does all that it does among several ranks.
+        check = ReplicaCheck(doubled(alone), job.prepared().replicated, 1)
         for step in (1, 2):
             check.check(step, 0.1)
         assert (check.checks, check.agreed_at) == (2, 2)

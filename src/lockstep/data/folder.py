@@ -96,7 +96,10 @@ def transform(size: int, variations: Iterable[str]) -> Callable[[Image.Image], I
 
     crop = v2.RandomResizedCrop(size) if "crop" in variations else None
     centre = v2.Compose([_short_enough, v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
-    return v2.Compose([crop or centre, *([v2.RandomHorizontalFlip()] if "flip" in variations else [])])
+    made: Callable[[Image.Image], Image.Image] = v2.Compose(
+        [crop or centre, *([v2.RandomHorizontalFlip()] if "flip" in variations else [])]
+    )
+    return made
 
 
 def _short_enough(image: Image.Image) -> Image.Image:
