@@ -136,7 +136,7 @@ Muon is given vectors: optim.py
 + if parameter.ndim <= 2]
 = ranks/test_sync_batchnorm.py::test_training_equals_one_process[[5, 7, 0]]
 BatchNorm stays local: nn/sync_batchnorm.py
-- for norm in [each for each in model.modules() if isinstance(each, _BatchNorm) and _replaceable(each)]:
+- for norm in [each for each in model.modules() if isinstance(each, BatchNorm) and _replaceable(each)]:
 + for norm in []:
 = ranks/test_sync_batchnorm.py::test_equals_one_process[2d {}]
 the running variance is the biased one: nn/sync_batchnorm.py

@@ -1,4 +1,4 @@
-"""What lockstep uses of torch that torch does not promise: each with its reason, and what happens where it is gone."""
+"""What lockstep uses of torch, and of Ray, that they do not promise: each with its reason."""
 
 from __future__ import annotations
 
@@ -9,21 +9,34 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# torch.distributed has these in public, unseen by type checkers.
-from torch._C._distributed_c10d import FileStore as FileStore
-from torch._C._distributed_c10d import HashStore as HashStore
-from torch._C._distributed_c10d import PrefixStore as PrefixStore
-from torch._C._distributed_c10d import Store as Store
-from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._C import _distributed_c10d as _stores  # torch.distributed has them in public, unseen by type checkers
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the base of all of torch's, which has no public name
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode  # documented, in a module that is not
 
+__all__ = ["BatchNorm", "TorchDispatchMode"]
+
+FileStore = _stores.FileStore
+HashStore = _stores.HashStore
+PrefixStore = _stores.PrefixStore
+Store = _stores.Store
+TCPStore = _stores.TCPStore
+
+foreach_copy_, foreach_div_, foreach_lerp_, foreach_mul_, foreach_norm = (
+    torch._foreach_copy_,
+    torch._foreach_div_,
+    torch._foreach_lerp_,
+    torch._foreach_mul_,
+    torch._foreach_norm,
+)
+"""One operation on a list of tensors, in a few kernels, as torch's optimizers use it; else there is one a tensor."""
 _COMPILER = "torch._dynamo"
 _KEPT = "__dynamo_disable"
 """Where `torch._compile._disable_dynamo` keeps what it calls in place of a function."""
@@ -98,6 +111,26 @@ def as_default_group(group: Any) -> Iterator[None]:
         yield
     finally:
         dist.distributed_c10d._update_default_pg(whole)
+
+
+def set_timeout(limit: timedelta) -> None:
+    """Set the time limit of the default group's collectives: public from torch 2.15 on, before by a private name."""
+    (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(limit)
+
+
+@contextlib.contextmanager
+def one_host_in_ray() -> Iterator[None]:
+    """Have a Ray cluster that is started in the block be of one host, and listen where it is told to.
+
+    Ray takes a host's outward address even where it is given 127.0.0.1, unless clusters of several hosts are off.
+    """
+    from ray._private import ray_constants
+
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @functools.cache

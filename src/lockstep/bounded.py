@@ -58,7 +58,9 @@ def any_left() -> bool:
 
 def leave(code: int) -> NoReturn:
     """End this process as the interpreter would, but for the calls that are left."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for the user's threads
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():  # the user's own
+            thread.join()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from . import _torch
 from .errors import RequestError
 from .world import World
 
@@ -77,7 +78,7 @@ class Gradients:
                 for bucket in buckets:
                     self._sum(bucket)
         if divisor is not None and (present := [each.grad for each in self.parameters if each.grad is not None]):
-            torch._foreach_div_(present, divisor)
+            _torch.foreach_div_(present, divisor)
 
     def _taking_part(self) -> Iterable[list[list[nn.Parameter]]]:
         """Return the buckets of the models that any rank has gradients of (*collective* where there are several)."""
@@ -103,7 +104,7 @@ class Gradients:
                 has[number] = 0
         flat = self._world.sum_(torch.cat([*(part.reshape(-1) for part in parts), has]))
         *sums, has = torch.split(flat, [*(each.numel() for each in bucket), len(bucket)])
-        torch._foreach_copy_(parts, [one.view(each.shape) for one, each in zip(sums, bucket, strict=True)])
+        _torch.foreach_copy_(parts, [one.view(each.shape) for one, each in zip(sums, bucket, strict=True)])
         if absent:  # only then the host waits for the numbers
             for each, part, some in zip(bucket, parts, has.tolist(), strict=True):
                 each.grad = part if some else None

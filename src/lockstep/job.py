@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import kinds, losses, optim, resume
+from ._torch import BatchNorm
 from .batching import BatchPlan, most_ranks
 from .config import BatchConfig, ParallelConfig, RunConfig
 from .data import sets
@@ -295,7 +295,7 @@ def _model(
             "with which an evaluation depends on how the samples fall into batches and on the number of ranks; give "
             "them track_running_stats=True, or use another norm."
         )
-    if not any(isinstance(each, _BatchNorm) and each.training for each in model.modules()):
+    if not any(isinstance(each, BatchNorm) and each.training for each in model.modules()):
         return model, "none"  # the frozen ones are as in an evaluation
     if asked == "local" or not strategy.can_sync_batchnorm:
         return model, "local"

@@ -18,7 +18,7 @@ from . import bounded
 from .printable import told
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store  # torch.distributed re-exports it unseen by type checkers
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 

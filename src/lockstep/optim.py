@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from . import _torch
 from .config import OptimConfig
 from .errors import RequestError
 from .state import matching
@@ -68,9 +69,9 @@ class Average:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the model's weights after a step."""
-        torch._foreach_lerp_(self._ours, self._theirs, self._share)
+        _torch.foreach_lerp_(self._ours, self._theirs, self._share)
         if self._our_buffers:
-            torch._foreach_copy_(self._our_buffers, self._their_buffers)
+            _torch.foreach_copy_(self._our_buffers, self._their_buffers)
 
 
 def build(model: nn.Module, config: OptimConfig) -> Optimizers:

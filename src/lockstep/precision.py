@@ -153,7 +153,7 @@ class Scaler:
     def unscale(self, gradients: list[Tensor]) -> None:
         """Unscale the gradients, in place, and note on the device whether all are finite."""
         if gradients:
-            torch._foreach_mul_(gradients, self._scale.reciprocal())
+            _torch.foreach_mul_(gradients, self._scale.reciprocal())
             found = (~nn.utils.get_total_norm(gradients, math.inf).isfinite()).float()
             self._overflow = found if self._overflow is None else torch.maximum(self._overflow, found)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ._torch import BatchNorm
 from .config import ModelConfig, RunConfig
 from .errors import RequestError, counted
 from .models import table as models_table
@@ -106,7 +106,7 @@ def reached(model: nn.Module, config: RunConfig) -> list[str]:
     if lines:
         every = list(named.values())
         held = _size(each for each in every if not each.requires_grad)
-        kept = sum(isinstance(each, _BatchNorm) and not each.training for each in model.modules())
+        kept = sum(isinstance(each, BatchNorm) and not each.training for each in model.modules())
         statistics = f", and the statistics of {counted(kept, 'BatchNorm layer')}" if kept else ""
         lines.append(f"frozen in all: {held}, of {_size(every)}{statistics}")
     rates = scaled(model, config.optim)
@@ -132,6 +132,6 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     if frozen and not any(parameter.requires_grad for parameter in named.values()):
         raise RequestError(f"--freeze {' '.join(patterns)} leaves nothing to train; leave some parameters out.")
     for layer in model.modules() if frozen else ():
-        if isinstance(layer, _BatchNorm):
+        if isinstance(layer, BatchNorm):
             own = list(layer.parameters(recurse=False))
             layer.training &= not own or any(parameter.requires_grad for parameter in own)

@@ -91,9 +91,7 @@ class World:
         )
         sys.excepthook = hook  # torch's own drops what another one says, and stays
         if form_s is not None:
-            # Public from torch 2.15 on; before, the same function has a private name alone.
-            set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-            set_timeout(timedelta(seconds=timeout_s))
+            _torch.set_timeout(timedelta(seconds=timeout_s))
         world = cls(topology, device, dist.group.WORLD, pulse or Pulse(), notes or NoNotes())
         # Before the options are compared: what a rank does next depends on this one.
         asked = world.gather(collectives)

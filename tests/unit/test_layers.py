@@ -76,4 +76,40 @@ def test_a_file_is_opened_for_writing_as_ones_own() -> None:
     """Through `opener=ours` or `write_whole`, which follow no link; or in a folder that was made this moment."""
     writes = re.compile(r"""\.write_(?:text|bytes)\(|open\((?![^\n]*opener=ours)[^\n]*["'][rb]*[wax+][wabxt+]*["']""")
     found = {str(file) for file, text in FILES.items() if writes.search(text)}
-    assert found == {"checkpoint/write.py", "data/shared.py"}
+    assert found == {"checkpoint/write.py"}
+
+
+def _private(tree: ast.AST) -> Iterator[str]:
+    """Yield the private names of other projects that a file uses: imported, or attributes of what is imported."""
+    outside: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            outside |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module != "__future__":
+            outside |= {alias.asname or alias.name for alias in node.names}
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if any(_is_private(part) for part in name.split(".")))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            root: ast.expr = node.value
+            while isinstance(root, ast.Attribute | ast.Call):
+                root = root.value if isinstance(root, ast.Attribute) else root.func
+            if isinstance(root, ast.Name) and root.id in outside:
+                yield ast.unparse(node)
+
+
+PUBLIC = {"os._exit", "sys._current_frames", "atexit._run_exitfuncs"}
+"""Python documents two of them; the last one has no other name."""
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def test_one_file_uses_what_other_projects_do_not_promise() -> None:
+    found = {str(file): sorted(set(_private(ast.parse(text))) - PUBLIC) for file, text in FILES.items()}
+    assert {file: names for file, names in found.items() if names and file != "_torch.py"} == {}
+    assert len(found["_torch.py"]) <= 15

@@ -114,17 +114,12 @@ def _cluster(env: Mapping[str, str]) -> Iterator[None]:
 def _on_loopback() -> Iterator[None]:
     """Have a cluster that is started in the block listen on loopback alone: who reaches its ports can have it run code.
 
-    Ray takes a host's outward address even where it is given 127.0.0.1, unless clusters of several hosts are off, which
-    is a setting of its own for systems that know none.
+    Its processes have the same setting from a variable, which is made for systems that know no clusters.
     """
-    from ray._private import ray_constants
+    from .._torch import one_host_in_ray
 
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        with having({_SEVERAL_HOSTS: "0"}):
-            yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+    with one_host_in_ray(), having({_SEVERAL_HOSTS: "0"}):
+        yield
 
 
 def _check_address(address: str) -> None:

@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._torch import BatchNorm
 from ..errors import RequestError
 from ..world import World
 from . import cpu_kernels, cuda_kernels
@@ -38,7 +38,7 @@ _EAGER: list[Callable[..., Tensor]] = []
 """`SyncBatchNorm._synchronised` as a compiler leaves it alone."""
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """BatchNorm1d, 2d and 3d over the samples of all ranks of `world`.
 
     Input and output (N, C) or (N, C, …), N may differ between ranks and be 0. In training `forward` and the
@@ -53,7 +53,7 @@ class SyncBatchNorm(_BatchNorm):
     """Whether this rank's samples stand in for an empty share, and are left out of all statistics."""
 
     @classmethod
-    def of(cls, norm: _BatchNorm, world: World) -> SyncBatchNorm:
+    def of(cls, norm: BatchNorm, world: World) -> SyncBatchNorm:
         """Return `norm` made synchronous: the same parameter and buffer objects, hooks and settings."""
         sync = cls.__new__(cls)
         sync.__dict__ = {**norm.__dict__, "world": world}
@@ -197,19 +197,19 @@ def statistics(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{name}.{key}" if name else key: held
         for name, each in model.named_modules()
-        if isinstance(each, _BatchNorm)
+        if isinstance(each, BatchNorm)
         for key, held in each.named_buffers(recurse=False)
     }
 
 
 def untracked(model: nn.Module) -> list[str]:
     """Return the names of BatchNorm layers that keep no running statistics, and so take an evaluation batch's own."""
-    return [name for name, each in model.named_modules() if isinstance(each, _BatchNorm) and each.running_mean is None]
+    return [name for name, each in model.named_modules() if isinstance(each, BatchNorm) and each.running_mean is None]
 
 
 def has_batchnorm(model: nn.Module) -> bool:
     """Return whether `model` has a layer whose output depends on the whole batch in training."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    return any(isinstance(module, BatchNorm) for module in model.modules())
 
 
 def convert(model: nn.Module, world: World) -> nn.Module:
@@ -223,12 +223,12 @@ def convert(model: nn.Module, world: World) -> nn.Module:
     if world.size == 1:
         return model
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and not _replaceable(module):
+        if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm) and not _replaceable(module):
             raise RequestError(
                 f"Layer {name!r} is a {type(module).__name__}, a BatchNorm of its own kind, which cannot be made "
                 f"synchronous; use --batchnorm local, or nn.BatchNorm in the model."
             )
-    for norm in [each for each in model.modules() if isinstance(each, _BatchNorm) and _replaceable(each)]:
+    for norm in [each for each in model.modules() if isinstance(each, BatchNorm) and _replaceable(each)]:
         # The very object, and still of its kind: whoever holds it, or looks for nn.BatchNorm2d, finds it.
         norm.__class__ = _SYNCHRONOUS.get(type(norm), SyncBatchNorm)
         norm.world = world  # type: ignore[assignment]
@@ -247,7 +247,7 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """BatchNorm3d over the samples of all ranks."""
 
 
-_SYNCHRONOUS: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
+_SYNCHRONOUS: dict[type[BatchNorm], type[SyncBatchNorm]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,
     nn.BatchNorm2d: SyncBatchNorm2d,
     nn.BatchNorm3d: SyncBatchNorm3d,
@@ -265,7 +265,7 @@ def fold(model: nn.Module) -> nn.Module:
     their names do not change.
     """
 
-    def is_slow(module: _BatchNorm) -> bool:
+    def is_slow(module: BatchNorm) -> bool:
         return type(module) is nn.BatchNorm2d and module.num_features % cpu_kernels.FOLD != 0
 
     return _replace(model, lambda norm: FoldedBatchNorm2d.of(norm, World.alone()), is_slow, {})
@@ -276,19 +276,19 @@ def is_folded(model: nn.Module) -> bool:
     return any(isinstance(module, FoldedBatchNorm2d) for module in model.modules())
 
 
-def _replaceable(module: _BatchNorm) -> bool:
+def _replaceable(module: BatchNorm) -> bool:
     """Return whether `module` is a BatchNorm of torch's own that, made synchronous, is no other layer."""
     return type(module) in _PLAIN or (type(module) is nn.SyncBatchNorm and module.process_group is None)
 
 
 def _replace(
     module: nn.Module,
-    make: Callable[[_BatchNorm], SyncBatchNorm],
-    chosen: Callable[[_BatchNorm], bool],
+    make: Callable[[BatchNorm], SyncBatchNorm],
+    chosen: Callable[[BatchNorm], bool],
     made: dict[nn.Module, SyncBatchNorm],
 ) -> nn.Module:
     """Return `module` with the chosen BatchNorms made others; `made` keeps a layer used in two places one layer."""
-    if isinstance(module, _BatchNorm) and chosen(module):
+    if isinstance(module, BatchNorm) and chosen(module):
         if module not in made:
             made[module] = make(module)
         return made[module]

@@ -100,8 +100,13 @@ class Terminal:
     def record(self, event: str, **fields: Any) -> None:
         """Show the event, if it is one that people look at."""
         acts: dict[str, Callable[[dict[str, Any]], None]] = {
-            "start": self._start, "log": self._log, "evaluate": self._evaluate, "eval": self._eval,
-            "epoch": self._release, "warning": self._warning, "finish": self._finish,
+            "start": self._start,
+            "log": self._log,
+            "evaluate": self._evaluate,
+            "eval": self._eval,
+            "epoch": self._release,
+            "warning": self._warning,
+            "finish": self._finish,
         }
         if event not in acts or self._lost == "its reader has gone":
             return

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch import BatchNorm, TorchDispatchMode
 from .gradients import ONE, TOLERANCE, Case, Workbench, beyond, gaps, ratio, worst
 from .switches import EVERYTHING, Off, coupled, draws_by_itself, switched
 
@@ -102,7 +101,7 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
     there = {
         "data": bench.world_of(strategy).size > 1,
         "randomness": True,
-        "statistics": any(isinstance(each, _BatchNorm) for each in model.modules()),
+        "statistics": any(isinstance(each, BatchNorm) for each in model.modules()),
         "loss": bench.step is None,
     }
     for switch in (name for name, is_there in there.items() if is_there):

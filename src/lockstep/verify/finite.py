@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from .. import _torch
 from ..errors import RunError
 from ..world import World
 
@@ -24,7 +25,7 @@ def suspect(tensors: Iterable[Tensor]) -> Tensor:
     held = [each.detach() for each in tensors if _can_be(each)]
     if not held:
         return torch.tensor(False)
-    norms = torch._foreach_norm(held)
+    norms = _torch.foreach_norm(held)
     return ~torch.stack([norm.float() for norm in norms]).isfinite().all()
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch import BatchNorm, TorchDispatchMode
 from ..losses import LossFunction
 from ..randomness import kept, seed_all
 
@@ -40,7 +39,7 @@ def switched(model: nn.Module, off: Off, devices: Sequence[torch.device] = ()) -
     Its buffers, and the generators of the host and of `devices`, are then as before.
     """
     buffers = {name: held.clone() for name, held in model.named_buffers()}
-    norms = [each for each in model.modules() if isinstance(each, _BatchNorm) and each.training and "statistics" in off]
+    norms = [each for each in model.modules() if isinstance(each, BatchNorm) and each.training and "statistics" in off]
     with ExitStack() as stack, kept(devices):
         if "randomness" in off:
             stack.enter_context(_without_randomness(model))
