@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import RunConfig, World, launch
-from lockstep.job import assemble
-from lockstep.options import override, recipe
+from lockstep.config.options import override, recipe
+from lockstep.steps.job import assemble
 
 from .harness import Report, Series, interleave
 from .loops import configured, repeated, stepper

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from lockstep.checkpoint import Checkpoints
-from lockstep.state import State
-from lockstep.verify import difference, tensors
+from lockstep.checkpoint import Checkpoints, foreign
+from lockstep.checkpoint.state import State
+from lockstep.checks import difference
 
 from .harness import Report, interleave, verdict
 
@@ -51,6 +51,6 @@ def _saved(run: Path, factor: float) -> Path:
 
 def _seconds(a: Path, b: Path) -> float:
     begin_s = time.perf_counter()
-    found = difference.compare(tensors.read(a), tensors.read(b))
+    found = difference.compare(foreign.read(a), foreign.read(b))
     assert len(found.differences) == (0 if a == b else LAYERS)
     return time.perf_counter() - begin_s

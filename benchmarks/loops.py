@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lockstep import RunConfig, World, override, train
 from lockstep.engine import train_step
-from lockstep.job import Job
 from lockstep.record.jsonl import JsonLines
+from lockstep.steps.job import Job
 
 
 class Marks:

@@ -10,8 +10,8 @@ import torch
 
 from lockstep import RunConfig, World, override, train
 from lockstep.compare import measured
-from lockstep.loop import Loop
-from lockstep.options import recipe
+from lockstep.config.options import recipe
+from lockstep.steps.loop import Loop
 
 from .harness import Report, interleave, verdict
 from .loops import Marks, configured

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep import RunConfig, World, override
-from lockstep.job import assemble
-from lockstep.runs import Opened
-from lockstep.sessions import Session
+from lockstep.run.run import Opened
+from lockstep.session.session import Session
+from lockstep.steps.job import assemble
 
 from .harness import Report, interleave, verdict
 from .loops import Marks, configured, engine_step_s

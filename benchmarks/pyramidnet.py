@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lockstep import World, hardware
-from lockstep.job import assemble
-from lockstep.precision import resolve
+from lockstep.steps.job import assemble
+from lockstep.training.precision import resolve
 
 from .harness import Apart, Report, interleave, verdict
 from .images import cifar10

@@ -19,10 +19,10 @@ import torch
 
 from lockstep import RunConfig, World, launch
 from lockstep.checkpoint import Checkpoints
-from lockstep.job import assemble
-from lockstep.launchers import guard
-from lockstep.saving import Saver
-from lockstep.watch import Watch
+from lockstep.launch import guard
+from lockstep.monitor.watchdog import Watch
+from lockstep.steps.job import assemble
+from lockstep.steps.saving import Saver
 
 from .faults import LIMIT_S, running
 from .harness import Report, Series, interleave, verdict, verdict_within

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lockstep import RunConfig, World, launch, override, train
-from lockstep.job import assemble
-from lockstep.verify.digest import digest
+from lockstep.checks.digest import digest
+from lockstep.steps.job import assemble
 
 from .harness import Report, Series, interleave, verdict
 from .loops import configured

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 
 from lockstep import checkpoint
-from lockstep.config import RunConfig
+from lockstep.config.options import override
+from lockstep.config.registry import KINDS
+from lockstep.config.schema import RunConfig
 from lockstep.engine import train
-from lockstep.kinds import KINDS
-from lockstep.options import override
-from lockstep.world import World
+from lockstep.world.world import World
 
 from .command import losses
 from .pool import RankPool

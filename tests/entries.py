@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.config import RunConfig
+from lockstep.config.schema import RunConfig
 from lockstep.errors import Stopped
-from lockstep.world import World
+from lockstep.world.world import World
 
 
 def total(config: RunConfig, world: World) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from lockstep.checkpoint.layout import render
+from lockstep.checks import pages
 from lockstep.cli.main import main
-from lockstep.verify import pages
 
 GOLDEN = Path(__file__).parent / "golden" / "run"
 STEP = "step-00000008"

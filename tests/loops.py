@@ -13,10 +13,10 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lockstep.config import RunConfig
-from lockstep.options import override
-from lockstep.sessions import Session
-from lockstep.world import World
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
+from lockstep.session.session import Session
+from lockstep.world.world import World
 
 Learned = tuple[list[float], dict[str, Tensor]]
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.interrupts import StopRequest
 from lockstep.models.resnet import resnet8
+from lockstep.monitor.signals import StopRequest
 
 
 class Dropped(nn.Module):

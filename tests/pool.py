@@ -71,8 +71,8 @@ def _serve(pipe: Connection) -> None:
     import torch
     from torch._C._distributed_c10d import FileStore
 
-    from lockstep.topology import Topology
-    from lockstep.world import World
+    from lockstep.world.topology import Topology
+    from lockstep.world.world import World
 
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError):

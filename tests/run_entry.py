@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 
-from lockstep.config import RunConfig
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.errors import LockstepError, RunError
-from lockstep.launchers.table import launch
-from lockstep.options import override
+from lockstep.launch.table import launch
 
 from . import entries
 

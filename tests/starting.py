@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import RunConfig
-from lockstep.launchers import stores
-from lockstep.launchers.rollcall import Claim
-from lockstep.options import override
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
+from lockstep.launch import stores
+from lockstep.launch.rollcall import Claim
 
 from .command import ROOT, Running, start
 from .ports import free_port

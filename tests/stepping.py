@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from lockstep.engine import train_share, train_step
-from lockstep.job import Job
 from lockstep.record.base import Nothing
-from lockstep.runs import Opened
-from lockstep.scoring import Classifier
-from lockstep.sessions import Session
+from lockstep.run.run import Opened
+from lockstep.session.scoring import Classifier
+from lockstep.session.session import Session
+from lockstep.steps.job import Job
 
 
 def steps(job: Job) -> Generator[None, None, None]:

@@ -27,33 +27,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import RunConfig
+    from .config.options import override, recipe
+    from .config.schema import RunConfig
     from .engine import run, train
     from .errors import LockstepError, ProofError, RequestError, RunError, Stopped
-    from .options import override, recipe
-    from .result import RunResult, Scores
-    from .script import launch
-    from .sessions import Session, session
-    from .topology import Topology
-    from .world import World
+    from .record.result import RunResult, Scores
+    from .session.script import launch
+    from .session.session import Session, session
+    from .world.topology import Topology
+    from .world.world import World
 
 _HOMES = {
     "LockstepError": "errors",
     "ProofError": "errors",
     "RequestError": "errors",
-    "RunConfig": "config",
+    "RunConfig": "config.schema",
     "RunError": "errors",
-    "RunResult": "result",
-    "Scores": "result",
-    "Session": "sessions",
+    "RunResult": "record.result",
+    "Scores": "record.result",
+    "Session": "session.session",
     "Stopped": "errors",
-    "Topology": "topology",
-    "World": "world",
-    "launch": "script",
-    "override": "options",
-    "recipe": "options",
+    "Topology": "world.topology",
+    "World": "world.world",
+    "launch": "session.script",
+    "override": "config.options",
+    "recipe": "config.options",
     "run": "engine",
-    "session": "sessions:session",
+    "session": "session.session:session",
     "train": "engine",
 }
 

@@ -7,10 +7,10 @@ import signal
 import sys
 from typing import NoReturn
 
-from . import bounded, said
 from .cli.main import main as run
 from .errors import Stopped
-from .interrupts import SIGNALS
+from .monitor import bounded, output
+from .monitor.signals import SIGNALS
 
 
 def main() -> NoReturn:
@@ -18,7 +18,7 @@ def main() -> NoReturn:
     _open_all()
     atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)  # the first to be registered is the last to run
     code = run()
-    said.flush()
+    output.flush()
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # too late to change how it ended, and soon enough to end it
             signal.signal(number, lambda *_: os._exit(code))

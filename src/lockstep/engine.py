@@ -14,18 +14,18 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from . import resume
-from .config import RunConfig
-from .job import Job, assemble
-from .loop import Source
-from .optim import Average, Optimizers
+from .checkpoint import resume
+from .checkpoint.state import State
+from .config.schema import RunConfig
 from .record.base import Recorder
-from .result import RunResult
-from .runs import Opened, opened
-from .scoring import Classifier
-from .sessions import Session
-from .state import State
-from .world import World
+from .record.result import RunResult
+from .run.run import Opened, opened
+from .session.scoring import Classifier
+from .session.session import Session
+from .steps.job import Job, assemble
+from .steps.loop import Source
+from .training.optim import Average, Optimizers
+from .world.world import World
 
 
 class Task(Protocol):

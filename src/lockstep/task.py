@@ -16,22 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
-from . import kinds, optim, own, start
-from .config import RunConfig
+from . import user_code
+from .checkpoint.state import load_model
+from .config import registry
+from .config.options import IDENTITY
+from .config.schema import RunConfig
 from .data import users
 from .data.source import hold_out
 from .engine import learn
 from .errors import RequestError
-from .losses import SAME_SUM
 from .models import table as models_table
 from .models.modes import evaluating
-from .options import IDENTITY
-from .randomness import kept, seed_all
 from .record.console import Terminal
-from .scoring import best_of
-from .sessions import Session
-from .state import load_model
-from .world import World
+from .session.scoring import best_of
+from .session.session import Session
+from .steps import start
+from .training import optim
+from .training.losses import SAME_SUM
+from .world.random_state import kept, seed_all
+from .world.world import World
 
 Step = Callable[[nn.Module, Any], Any]
 """step(model, batch) -> the sum of the loss over the batch (0-dim), or (that, the number of things it is a sum over)"""
@@ -47,10 +50,10 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
 
     Raises `RequestError` for data that are none and a step whose loss is no sum, and what a `Session` raises.
     """
-    if config.parallel.strategy != "auto" and kinds.kind(config.parallel.strategy).drives_all:
+    if config.parallel.strategy != "auto" and registry.kind(config.parallel.strategy).drives_all:
         raise RequestError(
             f"--strategy {config.parallel.strategy} drives several devices from one process, and a step of your own "
-            f"runs on one; take {kinds.per_device()}, or leave it out."
+            f"runs on one; take {registry.per_device()}, or leave it out."
         )
     console = Terminal.detect()
     with Session(config, world, has_folder=True, console=console, keys=IDENTITY) as session:
@@ -69,9 +72,9 @@ class Steps:
         self.scores: dict[str, float] = {}
         """The last ones, by name."""
         self._config, self._session, self._name = config, session, config.optim.step
-        self._step: Step = own.load("--step", config.optim.step)
-        self._metric: Step | None = own.load("--metric", config.optim.metric) if config.optim.metric else None
-        collate = own.load("--collate", config.data.collate) if config.data.collate else default_collate
+        self._step: Step = user_code.load("--step", config.optim.step)
+        self._metric: Step | None = user_code.load("--metric", config.optim.metric) if config.optim.metric else None
+        collate = user_code.load("--collate", config.data.collate) if config.data.collate else default_collate
         with kept():
             trained, validated, tested = _given(config)
             first = list(islice(_samples(trained), _PROBED))

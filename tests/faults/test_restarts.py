@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.interrupts import INSIST, STOPPING
+from lockstep.monitor.signals import INSIST, STOPPING
 
 from ..command import (
     GATED,

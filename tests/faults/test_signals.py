@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from lockstep import checkpoint
-from lockstep.interrupts import STOPPING
+from lockstep.monitor.signals import STOPPING
 
 from ..command import (
     GATED,

@@ -10,12 +10,12 @@ import psutil
 import pytest
 import torch
 
-from lockstep.config import RunConfig
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError, RunError
-from lockstep.launchers import rank
-from lockstep.launchers.table import launch
-from lockstep.options import override
-from lockstep.topology import Topology
+from lockstep.launch import rank
+from lockstep.launch.table import launch
+from lockstep.world.topology import Topology
 
 from .. import entries
 from ..command import end

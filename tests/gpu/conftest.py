@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from lockstep.topology import Topology
-from lockstep.world import World
+from lockstep.world.topology import Topology
+from lockstep.world.world import World
 
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

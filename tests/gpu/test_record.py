@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lockstep.checkpoint import Checkpoints, load
+from lockstep.checkpoint.state import State
 from lockstep.record.telemetry import Telemetry, step_clock
-from lockstep.state import State
 
 
 def test_the_clock_and_telemetry_are_the_gpus() -> None:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.config import RunConfig
+from lockstep.checks import finite
+from lockstep.checks.digest import differing, digest, digests
+from lockstep.checks.replicas import ReplicaCheck, facts
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.errors import ProofError
-from lockstep.job import Job, assemble
-from lockstep.options import override
-from lockstep.verify import finite
-from lockstep.verify.digest import differing, digest, digests
-from lockstep.verify.replicas import ReplicaCheck, facts
-from lockstep.world import World
+from lockstep.steps.job import Job, assemble
+from lockstep.world.world import World
 
 from ..reading import NoReading
 from ..stepping import steps

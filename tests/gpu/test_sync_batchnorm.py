@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.nn.sync_batchnorm import SyncBatchNorm
-from lockstep.world import World
+from lockstep.world.world import World
 
 from .conftest import doubled, joined, never_waits
 

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep import checkpoint, optim
-from lockstep.config import OptimConfig, PrecisionConfig, RunConfig
+from lockstep import checkpoint
+from lockstep.config.options import override
+from lockstep.config.registry import KINDS
+from lockstep.config.schema import OptimConfig, PrecisionConfig, RunConfig
 from lockstep.data import sets
 from lockstep.data.source import Fetched
 from lockstep.engine import train
-from lockstep.job import assemble
-from lockstep.kinds import KINDS
-from lockstep.meter import Meter
-from lockstep.options import override
-from lockstep.precision import Precision
-from lockstep.world import World
+from lockstep.steps.job import assemble
+from lockstep.steps.meter import Meter
+from lockstep.training import optim
+from lockstep.training.precision import Precision
+from lockstep.world.world import World
 
 from ..command import COLD, end, start
 from ..curves import Curve, Losses, apart, same_bits

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from lockstep.batching import BatchPlan
-from lockstep.config import DataConfig
+from lockstep.config.schema import DataConfig
 from lockstep.data.order import Order
 from lockstep.data.sets import build
 from lockstep.data.shared import shared
 from lockstep.data.source import Splits
 from lockstep.errors import RequestError
-from lockstep.topology import Topology
-from lockstep.world import World
+from lockstep.world.topology import Topology
+from lockstep.world.world import World
 
 from .. import own_data
 from ..command import CODE

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import FileStore
 from lockstep.cli.main import main
 from lockstep.doctor.examine import Examination, Report
 from lockstep.doctor.finding import Finding
-from lockstep.world import World
+from lockstep.world.world import World
 
 from ..command import refusal
 from ..pool import RankPool

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config import RunConfig
-from lockstep.options import override
-from lockstep.script import Script
-from lockstep.sessions import Session
-from lockstep.world import World
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
+from lockstep.session.script import Script
+from lockstep.session.session import Session
+from lockstep.world.world import World
 
 from ..command import ROOT, losses, until, weights
 from ..pool import RankPool

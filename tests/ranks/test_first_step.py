@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lockstep.config import RunConfig
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.errors import RunError
-from lockstep.options import override
-from lockstep.sessions import Session
+from lockstep.session.session import Session
 from lockstep.verify import first_step
 from lockstep.verify.first_step import FirstStep
 from lockstep.verify.gradients import gaps, worst
-from lockstep.world import World
+from lockstep.world.world import World
 
 from .. import loops
 from ..pool import RankPool

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config import RunConfig
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
-from lockstep.options import override
 from lockstep.verify.gradients import Answer, Report, examine, gaps
-from lockstep.world import World
+from lockstep.world.world import World
 
 from ..command import command, refusal
 from ..pool import RankPool

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.config import RunConfig
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.engine import train_step
-from lockstep.job import assemble
-from lockstep.options import override
-from lockstep.world import World
+from lockstep.steps.job import assemble
+from lockstep.world.world import World
 
 from ..command import Ended, command, end, refusal, sentence, start
 from ..curves import apart, of_run

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.kinds import KINDS
+from lockstep.config.registry import KINDS
 
 from ..curves import Curve, alone, apart, curve, from_alone, same_bits, spread
 from ..pool import RankPool

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from lockstep.batching import BatchPlan
+from lockstep.checks.exactly_once import Planned, check
+from lockstep.checks.ledger import Ledger
+from lockstep.checks.pages import EVAL, NAME, TRAIN, Indices, Page, TornError, read, rewind
+from lockstep.config.options import override, recipe
 from lockstep.data.order import Order
 from lockstep.data.resident import ResidentTensors
 from lockstep.engine import train
 from lockstep.errors import ProofError, RequestError
-from lockstep.options import override, recipe
-from lockstep.proof import Check
-from lockstep.verify.exactly_once import Planned, check
-from lockstep.verify.ledger import Ledger
-from lockstep.verify.pages import EVAL, NAME, TRAIN, Indices, Page, TornError, read, rewind
-from lockstep.world import World
+from lockstep.record.checks import Check
+from lockstep.world.world import World
 
 from ..curves import Losses
 from ..disks import no_file_beyond

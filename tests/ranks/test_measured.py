@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from lockstep.cli.train import entry
 from lockstep.compare import forecast, timeline
 from lockstep.compare.measured import FILE, Measured, Share
-from lockstep.config import RunConfig
+from lockstep.config.options import override, recipe
+from lockstep.config.schema import RunConfig
 from lockstep.engine import run
-from lockstep.options import override, recipe
-from lockstep.world import World
+from lockstep.world.world import World
 
 from .. import own_data
 from ..pool import RankPool

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
+from lockstep.checks import pages
+from lockstep.checks.pages import Page
 from lockstep.cli.main import main
-from lockstep.proof import Check
-from lockstep.verify import claims, pages
-from lockstep.verify.pages import Page
-from lockstep.world import World
+from lockstep.record.checks import Check
+from lockstep.verify import claims
+from lockstep.world.world import World
 
 from .. import loops
 from ..loops import images, session

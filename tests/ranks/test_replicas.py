@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.config import RunConfig
+from lockstep.checks.replicas import SHARE, ReplicaCheck
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.errors import ProofError, RunError
-from lockstep.job import assemble
-from lockstep.options import override
-from lockstep.proof import Check
-from lockstep.verify.replicas import SHARE, ReplicaCheck
-from lockstep.world import World
+from lockstep.record.checks import Check
+from lockstep.steps.job import assemble
+from lockstep.world.world import World
 
 from ..pool import RankPool
 from ..stepping import steps

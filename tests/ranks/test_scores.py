@@ -16,20 +16,20 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from lockstep import checkpoint
+from lockstep.checks.exactly_once import Planned, check
+from lockstep.checks.pages import NAME
 from lockstep.cli.main import main
-from lockstep.config import DataConfig, RunConfig
+from lockstep.config.options import override
+from lockstep.config.schema import DataConfig, RunConfig
 from lockstep.data.resident import ResidentImages
 from lockstep.data.sets import build
 from lockstep.data.source import Indices, Part, Splits, is_held_out
 from lockstep.engine import run, train
 from lockstep.errors import ProofError, RequestError
-from lockstep.options import override
-from lockstep.proof import Check
 from lockstep.record.base import Nothing
-from lockstep.scoring import evaluate_checkpoint
-from lockstep.verify.exactly_once import Planned, check
-from lockstep.verify.pages import NAME
-from lockstep.world import World
+from lockstep.record.checks import Check
+from lockstep.session.scoring import evaluate_checkpoint
+from lockstep.world.world import World
 
 from ..command import events, refusal
 from ..curves import alone, apart, curve

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.errors import RequestError
-from lockstep.world import World
+from lockstep.world.world import World
 
 from .. import loops
 from ..pool import RankPool

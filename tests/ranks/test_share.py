@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from lockstep.data.share import SharedLoader
 from lockstep.errors import RequestError
-from lockstep.world import World
+from lockstep.world.world import World
 
 from ..pool import RankPool
 

@@ -15,9 +15,9 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from lockstep.errors import RequestError, UnmatchedError
-from lockstep.failures import is_echo
-from lockstep.topology import Topology
-from lockstep.world import World
+from lockstep.monitor.failures import is_echo
+from lockstep.world.topology import Topology
+from lockstep.world.world import World
 
 from ..needs import need
 from ..pool import RankPool

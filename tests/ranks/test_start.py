@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lockstep import checkpoint
-from lockstep.config import RunConfig
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
-from lockstep.job import assemble
 from lockstep.models import table
-from lockstep.options import override
+from lockstep.steps.job import assemble
 from lockstep.verify.gradients import Report, examine
-from lockstep.world import World
+from lockstep.world.world import World
 
 from ..curves import alone, apart, curve, same_bits, spread
 from ..pool import RankPool

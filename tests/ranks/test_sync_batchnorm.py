@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep import optim
 from lockstep.models import table
 from lockstep.nn import sync_batchnorm
-from lockstep.world import World
+from lockstep.training import optim
+from lockstep.world.world import World
 
 from ..pool import RankPool
 

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from lockstep import task
 from lockstep.checkpoint import load
-from lockstep.config import DataConfig, RunConfig
+from lockstep.checkpoint.state import State
+from lockstep.config.options import override
+from lockstep.config.schema import DataConfig, RunConfig
 from lockstep.errors import RequestError
-from lockstep.options import override
-from lockstep.state import State
-from lockstep.world import World
+from lockstep.world.world import World
 
 from ..loops import padded, texts
 from ..pool import RankPool

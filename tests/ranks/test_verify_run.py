@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import proof
+from lockstep.checks import pages
 from lockstep.cli import flags
 from lockstep.cli.main import main
 from lockstep.engine import run
 from lockstep.errors import Stopped
-from lockstep.proof import Check
-from lockstep.verify import claims, pages
-from lockstep.world import World
+from lockstep.record import checks
+from lockstep.record.checks import Check
+from lockstep.verify import claims
+from lockstep.world.world import World
 
 from ..command import command, events, losses, refusal
 from ..pool import RankPool
@@ -275,7 +276,7 @@ def test_each_fault_is_found_and_named(copy: Path, capsys: Capture, spoil: Spoil
 
 def test_what_a_run_found_wrong_of_itself_stays_wrong(copy: Path, capsys: Capture) -> None:
     found = "the copies are apart"
-    proof.add(copy, [Check(name="buffers", claim="buffers are alike", outcome=Check.FAILS, times=3, found=found)])
+    checks.add(copy, [Check(name="buffers", claim="buffers are alike", outcome=Check.FAILS, times=3, found=found)])
     assert "buffers fails: the copies are apart" in refusal(capsys, "verify", "run", copy, code=3)
     assert _json(copy / SUMMARY)["proof"]["buffers"]["times"] == 3
 

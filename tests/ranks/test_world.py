@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.world import World
+from lockstep.world.world import World
 
 from ..pool import RankPool
 

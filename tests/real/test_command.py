@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from lockstep import checkpoint
-from lockstep.options import from_toml, to_toml
+from lockstep.config.options import from_toml, to_toml
 
 from ..command import Ended, command, events, losses, refusal, sentence, until, weights
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep import hardware
-from lockstep.interrupts import STOPPING
+from lockstep.monitor.signals import STOPPING
 
 from ..command import GATED, OPEN, command, end, gate, losses, sentence, start, until, weights
 from .conftest import CODE, RUN

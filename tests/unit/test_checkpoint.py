@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from lockstep.checkpoint import Checkpoints, find, load, load_good, write
 from lockstep.checkpoint.layout import digest
+from lockstep.checkpoint.state import State
 from lockstep.errors import RequestError
-from lockstep.state import State
 
 Save = tuple[int, bool]
 """A step, and whether it is the best one so far."""

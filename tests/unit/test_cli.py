@@ -14,12 +14,12 @@ import pytest
 
 from lockstep.cli import flags, info
 from lockstep.cli.main import VERBS, main
-from lockstep.config import OPTIMIZERS, PRECISIONS, SCHEDULES, RunConfig
+from lockstep.config.options import flatten, leaves, override, read_toml, recipe, recipes, to_toml
+from lockstep.config.registry import KINDS
+from lockstep.config.schema import OPTIMIZERS, PRECISIONS, SCHEDULES, RunConfig
 from lockstep.data import sets
 from lockstep.errors import RequestError
-from lockstep.kinds import KINDS
-from lockstep.launchers import table as launchers
-from lockstep.options import flatten, leaves, override, read_toml, recipe, recipes, to_toml
+from lockstep.launch import table as launchers
 
 from ..command import Ended, refusal, sentence
 

@@ -25,9 +25,9 @@ from lockstep.compare.past import Run, check_one_job
 from lockstep.compare.report import Report, write
 from lockstep.compare.rounds import Series
 from lockstep.compare.trials import Trial
-from lockstep.config import PrecisionConfig, RunConfig
+from lockstep.config.options import flatten, override
+from lockstep.config.schema import PrecisionConfig, RunConfig
 from lockstep.errors import RequestError, RunError, Stopped
-from lockstep.options import flatten, override
 from lockstep.verify import commands
 
 from ..command import refusal

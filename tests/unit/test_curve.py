@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
-from lockstep.config import RunConfig
+from lockstep.config.options import override, read_toml
+from lockstep.config.registry import KINDS
+from lockstep.config.schema import RunConfig
 from lockstep.errors import ProofError, RequestError, RunError
-from lockstep.kinds import KINDS
-from lockstep.options import override, read_toml
 from lockstep.verify import commands, curve, variants
 from lockstep.verify.curve import Curve, compare
 from lockstep.verify.variants import Known, Setup, Variant

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint import Checkpoints, foreign
+from lockstep.checkpoint.state import State
+from lockstep.checks import difference
 from lockstep.cli.main import main
 from lockstep.models import table
-from lockstep.state import State
-from lockstep.verify import difference, tensors
 
 from ..command import refusal
 
@@ -191,5 +191,5 @@ def test_several_models_or_optimizers_are_told_apart(tmp_path: Path) -> None:
         ("model", {"model": one, "net": two}),
     ):
         paths = _save(tmp_path / "a.pth", rest), _save(tmp_path / "b.pth", rest | {changed: {"w": torch.tensor([9.0])}})
-        found = difference.compare(*(tensors.read(Path(path)) for path in paths))
+        found = difference.compare(*(foreign.read(Path(path)) for path in paths))
         assert (len(found.differences), found.only_a, found.only_b) == (1, (), ())

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint
-from lockstep.config import RunConfig
+from lockstep.checks import finite
+from lockstep.checks.digest import differing, digest, digests
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.engine import train
 from lockstep.errors import RunError
-from lockstep.options import override
 from lockstep.record.base import Nothing
-from lockstep.verify import finite
-from lockstep.verify.digest import differing, digest, digests
-from lockstep.world import World
+from lockstep.world.world import World
 
 from ..reading import NoReading
 

@@ -12,17 +12,17 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from lockstep import checkpoint
-from lockstep.config import RunConfig
+from lockstep.checkpoint.state import State
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.data.order import Order
 from lockstep.engine import train
 from lockstep.errors import Stopped
-from lockstep.job import assemble
-from lockstep.meter import Meter
-from lockstep.options import override
 from lockstep.record.base import Nothing
-from lockstep.state import State
-from lockstep.topology import Topology
-from lockstep.world import World
+from lockstep.steps.job import assemble
+from lockstep.steps.meter import Meter
+from lockstep.world.topology import Topology
+from lockstep.world.world import World
 
 from ..curves import Losses
 from ..reading import NoReading

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import RunConfig
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.data.source import Fetched, Indices
 from lockstep.engine import train
-from lockstep.evaluation import evaluate
-from lockstep.options import override
 from lockstep.record.base import Nothing
-from lockstep.result import Scores
-from lockstep.scoring import evaluate_checkpoint
-from lockstep.world import World
+from lockstep.record.result import Scores
+from lockstep.session.scoring import evaluate_checkpoint
+from lockstep.steps.evaluation import evaluate
+from lockstep.world.world import World
 
 from ..pool import RankPool
 

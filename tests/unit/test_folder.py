@@ -21,13 +21,13 @@ from hypothesis import given
 from PIL import Image
 from torchvision.transforms import v2
 
-from lockstep import failures
-from lockstep.config import DataConfig
+from lockstep.config.schema import DataConfig
 from lockstep.data import folder
 from lockstep.data.sets import build
 from lockstep.data.source import Source, Splits
 from lockstep.errors import RequestError, RunError
-from lockstep.world import World
+from lockstep.monitor import failures
+from lockstep.world.world import World
 
 from ..command import CODE
 from ..hostile import images, mutated_images, often

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import folders, runs
-from lockstep.config import RunConfig
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
-from lockstep.options import override
+from lockstep.run import folders
+from lockstep.run import run as runs
 
 from ..command import refusal
 from ..starting import config

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lockstep.checkpoint.layout import render
+from lockstep.checks.pages import EVAL, TRAIN, Page
 from lockstep.models import table
-from lockstep.verify.pages import EVAL, TRAIN, Page
 
 from .. import foreign
 from ..command import end, start

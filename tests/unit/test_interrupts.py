@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import interrupts
-from lockstep.interrupts import _ECHO_S, INSIST, SIGNALS, STOPPING, StopRequest
+from lockstep.monitor import signals
+from lockstep.monitor.signals import _ECHO_S, INSIST, SIGNALS, STOPPING, StopRequest
 
 from ..command import Running, end, until
 
@@ -22,7 +22,7 @@ from ..command import Running, end, until
 def test_the_first_signal_asks(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(interrupts, "_ECHO_S", 600)  # however slowly this runs, the second one is soon after the first
+    monkeypatch.setattr(signals, "_ECHO_S", 600)  # however slowly this runs, the second one is soon after the first
     before = signal.getsignal(number)
     with contextlib.suppress(KeyError), StopRequest() as stop:
         assert not stop.asked

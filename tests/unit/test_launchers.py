@@ -14,12 +14,13 @@ from typing import Any
 import pynvml
 import pytest
 
-from lockstep import failures, hardware
-from lockstep.config import RunConfig
+from lockstep import hardware
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError, RunError
 from lockstep.hardware import Gpu
-from lockstep.launchers import devices, rollcall, table
-from lockstep.options import override
+from lockstep.launch import devices, rollcall, table
+from lockstep.monitor import failures
 
 from ..environments import environment
 from ..starting import claim_of, config

@@ -16,14 +16,15 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lockstep import failures, folders, said
 from lockstep.checkpoint import Checkpoints
 from lockstep.cli.main import main
-from lockstep.config import RunConfig
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
-from lockstep.failures import Failure
-from lockstep.launchers.rank import variables
-from lockstep.options import override
+from lockstep.launch.rank import variables
+from lockstep.monitor import failures, output
+from lockstep.monitor.failures import Failure
+from lockstep.run import folders
 from lockstep.verify import commands
 
 from ..command import Ended, refusal, sentence
@@ -173,13 +174,15 @@ def test_a_run_changes_nothing_outside_its_folder(
 
 
 def _output(folder: Path) -> None:
-    with said.kept(folder / "output" / "rank_0.txt", shown=False):
+    with output.kept(folder / "output" / "rank_0.txt", shown=False):
         os.write(1, b"a word")
 
 
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "the lock": (".lock", lambda folder: folders._locked(folder).close()),
     "output": ("output/rank_0.txt", _output),
+    "stacks": ("output/.rank_0.stacks", _switch),
+    "stacks of the others": ("output/.rank_0.stacks", lambda folder: tracebacks.remove("*", folder)),
     "a failure": (
         "failures/rank_0.txt",
         lambda folder: failures.write(Failure(0, "", "words", "trace"), folder / "failures"),

@@ -12,8 +12,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-from lockstep.keys import Keys
-from lockstep.launchers.nodes import _State
+from lockstep.launch.nodes import _State
+from lockstep.monitor.keys import Keys
 
 
 class _Touches:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import losses, optim
-from lockstep.config import OptimConfig, RunConfig
+from lockstep.config.options import override
+from lockstep.config.schema import OptimConfig, RunConfig
 from lockstep.errors import RequestError
-from lockstep.options import override
+from lockstep.training import losses, optim
 
 PER_EPOCH, EPOCHS = 7, 6
 TOTAL = PER_EPOCH * EPOCHS

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep import hardware, optim
+from lockstep import hardware
+from lockstep.checkpoint.state import model_tensors, optimizer_state
 from lockstep.cli.main import main
-from lockstep.config import OptimConfig, PrecisionConfig
-from lockstep.precision import Precision
-from lockstep.state import model_tensors, optimizer_state
+from lockstep.config.schema import OptimConfig, PrecisionConfig
+from lockstep.training import optim
+from lockstep.training.precision import Precision
 
 from ..reading import NoReading
 

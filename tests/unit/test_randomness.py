@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.randomness import Generators, load_generators, save_generators, seed_all
-from lockstep.world import World
+from lockstep.world.random_state import Generators, load_generators, save_generators, seed_all
+from lockstep.world.world import World
 
 ALONE = World.alone()
 CPU = (torch.device("cpu"),)

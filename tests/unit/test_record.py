@@ -15,16 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import proof
 from lockstep.files import write_json, write_whole
-from lockstep.proof import Check
-from lockstep.record import manifest, telemetry
+from lockstep.record import checks, manifest, telemetry
 from lockstep.record.base import Recorders
+from lockstep.record.checks import Check
 from lockstep.record.console import PLAIN_EVERY_S, Terminal
 from lockstep.record.jsonl import JsonLines, rewind
+from lockstep.record.result import RunResult
 from lockstep.record.telemetry import HostClock, Telemetry
 from lockstep.record.tensorboard import TensorBoard
-from lockstep.result import RunResult
 from lockstep.screen import Screen
 
 from ..disks import no_file_beyond
@@ -155,10 +154,10 @@ def test_a_summary_has_the_same_keys_however_the_run_ended_and_the_proofs_that_a
     replicas, gradients, losses = (
         Check(name=name, claim="The same", outcome=Check.HOLDS, times=4) for name in ("replicas", "gradients", "losses")
     )
-    proof.add(tmp_path, [gradients, losses])
-    finished = _summary(tmp_path, begun, ("finish", result | {"proof": proof.by_name([replicas])}))
+    checks.add(tmp_path, [gradients, losses])
+    finished = _summary(tmp_path, begun, ("finish", result | {"proof": checks.by_name([replicas])}))
     assert [*finished["proof"]] == ["gradients", "replicas"]
-    torn = ("proof", {"checks": proof.by_name([replace(replicas, outcome=Check.FAILS)])})
+    torn = ("proof", {"checks": checks.by_name([replace(replicas, outcome=Check.FAILS)])})
     assert _summary(tmp_path, more, torn, failed)["proof"]["replicas"]["outcome"] == Check.FAILS
 
 

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from lockstep.cli.main import main
-from lockstep.options import read_toml, recipes
+from lockstep.config.options import read_toml, recipes
 from lockstep.record import manifest
 from lockstep.record.base import Recorders
 from lockstep.record.console import Terminal

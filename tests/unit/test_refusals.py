@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.config import RunConfig
+from lockstep.config.options import leaves, override, recipe, to_toml
+from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
-from lockstep.options import leaves, override, recipe, to_toml
 
 from ..command import refusal
 from ..environments import environment

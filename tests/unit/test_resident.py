@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as reference
 
-from lockstep.config import DataConfig
+from lockstep.config.schema import DataConfig
 from lockstep.data import digits, resident
 from lockstep.data.augment import Augment
 from lockstep.data.sets import build
 from lockstep.data.source import Source, Wish
-from lockstep.topology import Topology
-from lockstep.world import World
+from lockstep.world.topology import Topology
+from lockstep.world.world import World
 
 from ..real_data import cifar_images
 

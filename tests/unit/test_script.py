@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import folders, hardware
-from lockstep.config import RunConfig
+from lockstep import hardware
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
 from lockstep.hardware import Gpu
-from lockstep.launchers import table
-from lockstep.options import override
+from lockstep.launch import table
+from lockstep.run import folders
 
 from ..command import refusal
 from ..starting import config

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.config import DataConfig
+from lockstep.config.schema import DataConfig
 from lockstep.data import cifar, digits
 from lockstep.data.sets import build
 from lockstep.data.source import Pair, Source, Splits
 from lockstep.errors import RequestError, RunError
-from lockstep.world import World
+from lockstep.world.world import World
 
 from ..real_data import cifar_images, real_data
 

@@ -23,9 +23,9 @@ from lockstep.batching import BatchPlan
 from lockstep.data.order import Order
 from lockstep.data.share import Micro, SharedLoader, moved
 from lockstep.errors import RequestError
-from lockstep.randomness import Generators
-from lockstep.topology import Topology
-from lockstep.world import World
+from lockstep.world.random_state import Generators
+from lockstep.world.topology import Topology
+from lockstep.world.world import World
 
 Joined = list[tuple[list[Any], list[int], int, bool]]
 

@@ -14,15 +14,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lockstep import checkpoint, optim, start
+from lockstep import checkpoint
 from lockstep.cli.main import main
-from lockstep.config import ModelConfig, RunConfig
+from lockstep.config.options import override
+from lockstep.config.schema import ModelConfig, RunConfig
 from lockstep.errors import RequestError
 from lockstep.models import table
 from lockstep.models.modes import evaluating
 from lockstep.nn import sync_batchnorm
-from lockstep.options import override
-from lockstep.world import World
+from lockstep.steps import start
+from lockstep.training import optim
+from lockstep.world.world import World
 
 from ..command import events, refusal
 

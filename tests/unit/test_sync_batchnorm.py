@@ -16,8 +16,8 @@ from lockstep.errors import RequestError
 from lockstep.models import table
 from lockstep.nn.sync_batchnorm import FoldedBatchNorm2d, SyncBatchNorm, convert, fold, has_batchnorm
 from lockstep.strategies.data_parallel import ThreadReplicas
-from lockstep.topology import Topology
-from lockstep.world import World
+from lockstep.world.topology import Topology
+from lockstep.world.world import World
 
 from ..models import Normed
 

@@ -15,12 +15,13 @@ import torch
 from rich.table import Table
 from safetensors.torch import save_file
 
-from lockstep import failures, proof
 from lockstep.cli.main import main
-from lockstep.config import RunConfig
+from lockstep.config.options import from_toml, override, to_toml
+from lockstep.config.schema import RunConfig
 from lockstep.files import write_json
-from lockstep.options import from_toml, override, to_toml
-from lockstep.proof import Check
+from lockstep.monitor import failures
+from lockstep.record import checks
+from lockstep.record.checks import Check
 from lockstep.screen import Screen, line
 
 from ..command import refusal
@@ -127,7 +128,7 @@ def test_what_is_written_has_nothing_that_a_terminal_obeys(tmp_path: Path) -> No
     write_json(tmp_path / "x.json", {NAME: [NAME]})
     assert json.loads((tmp_path / "x.json").read_text()) == {NAME: [NAME]}
     check = Check(name=NAME, claim=NAME + "| <b>", outcome=NAME, tolerance=NAME, found=NAME)
-    (tmp_path / "proof.md").write_text(proof.sheet(NAME, [check]))
+    (tmp_path / "proof.md").write_text(checks.sheet(NAME, [check]))
     failures.write(failures.Failure(0, NAME, NAME, f"Traceback\n{NAME}\n"), tmp_path)
     for path in tmp_path.iterdir():
         assert not obeyed(path.read_bytes()), path

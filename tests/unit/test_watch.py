@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore, TCPStore
 
-from lockstep import bounded, watch
-from lockstep.beats import Beat, Beats, Seen
-from lockstep.failures import Failure
-from lockstep.keys import Keys
-from lockstep.pulse import Pulse
-from lockstep.watch import Watch, explain
+from lockstep.monitor import bounded, watchdog
+from lockstep.monitor.failures import Failure
+from lockstep.monitor.heartbeat import Beat, Beats, Seen
+from lockstep.monitor.keys import Keys
+from lockstep.monitor.progress import Pulse
+from lockstep.monitor.watchdog import Watch, explain
 
 from ..command import until
 
@@ -60,9 +60,9 @@ def _watched(store: Keys, *pulses: Pulse, stalls_s: tuple[float, ...], **options
 
     def ends(watch: Watch, failure: Failure) -> None:
         if failure.rank == 0:  # which serves the store, where a rank does
-            watch.let_others_hear()
+            watchdog.let_others_hear()
         told.append(failure)
-        watch.let_others_hear()
+        watchdog.let_others_hear()
 
     options = {"nodes": ["a", "b"], "server": None, "beat_s": 0.05, "ends": ends} | options
     watches = [
@@ -72,8 +72,8 @@ def _watched(store: Keys, *pulses: Pulse, stalls_s: tuple[float, ...], **options
     try:
         yield told
     finally:
-        for watch in watches:
-            watch.close()
+        for watchdog in watches:
+            watchdog.close()
 
 
 def test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all() -> None:
@@ -97,7 +97,7 @@ def test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all() -> N
 
 
 def test_ranks_that_wait_for_each_other_are_told_long_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_CROSSED_S", 0.5)
+    monkeypatch.setattr(watchdog, "_CROSSED_S", 0.5)
     monkeypatch.setattr(Watch, "_place", lambda self: "train.py:3")  # both ranks are this process, which moves on
     pulses = [Pulse(), Pulse()]
     with _watched(_store(), *pulses, stalls_s=(3600.0, 3600.0)) as told:

@@ -18,8 +18,8 @@ from torch import Tensor
 from .. import files
 from ..errors import RequestError
 from ..files import MOST_BYTES, parse_json
-from ..state import State
 from .layout import FORMAT, STATE, SUMS, VERSION, digest, linked, numbered, render, steps
+from .state import State
 
 _TENSORS = ".safetensors"
 

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..files import check_own, own_folder, shown, sync_folder
-from ..state import State
 from .layout import FORMAT, STATE, SUMS, VERSION, digest, free_name, render, steps
 from .read import peek
+from .state import State
 
 _HIDDEN = re.compile(r"\.(saving|deleting|last|best)-.*")
 

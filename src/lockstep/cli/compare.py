@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import folders, hardware
+from .. import hardware
 from ..compare import answer, grid, past, records, rounds, rows, whole
 from ..compare.grid import Cell
 from ..compare.measured import Measured, Raced, Share
@@ -21,23 +21,24 @@ from ..compare.report import HTML, Report, over_seeds, write
 from ..compare.rounds import Series
 from ..compare.rows import PARTS, Row
 from ..compare.whole import Aim
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..errors import RequestError, RunError, Stopped, counted
 from ..files import own_folder, shown
-from ..launchers import table as launchers
-from ..launchers.lifeline import end_with_parent
-from ..launchers.table import visible_gpus
-from ..options import flatten
+from ..config.options import flatten
+from ..launch import table as launchers
+from ..launch.lifeline import end_with_parent
+from ..launch.table import visible_gpus
 from ..record.console import duration
+from ..run import folders
 from ..screen import Screen
-from ..script import Script
+from ..session.script import Script
 from ..versions import version_of
 from . import flags, output, run, words
 from .train import entry
 from .variants import BUSY, Job, busy, folder_of, machine, scaling, telling
 
 if TYPE_CHECKING:
-    from ..world import World
+    from ..world.world import World
 
 _USAGE = """\
 usage: lockstep compare [RECIPE] [--vary OPTION=VALUE,VALUE …] [flags of lockstep train]

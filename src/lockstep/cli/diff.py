@@ -17,7 +17,7 @@ from . import output, words
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..verify.difference import Difference
+    from ..checks.difference import Difference
 
 _USAGE = """\
 usage: lockstep diff A B [--tolerance T] [--all]
@@ -45,9 +45,10 @@ def main(given: list[str]) -> int:
         return 0
     asked = _parsed(given)
     # Imported late, as it takes seconds: what is asked for wrongly is refused at once.
-    from ..verify import difference, tensors
+    from ..checkpoint import foreign
+    from ..checks import difference
 
-    a, b = (tensors.read(path) for path in asked.paths)
+    a, b = (foreign.read(path) for path in asked.paths)
     a, b, left_out = _comparable(a, b)
     found = difference.compare(a, b)
     beyond = found.beyond(asked.tolerance)

@@ -9,13 +9,14 @@ import time
 from collections.abc import Collection
 from functools import partial
 
-from .. import folders, hardware
-from ..config import ParallelConfig, RunConfig
+from .. import hardware
+from ..config.options import leaves
+from ..config.schema import ParallelConfig, RunConfig
 from ..doctor.examine import Examination, Report
 from ..errors import RequestError, RunError, counted
-from ..launchers import table as launchers
-from ..options import leaves
+from ..launch import table as launchers
 from ..printable import visible_json
+from ..run import folders
 from . import flags, output, words
 from .symptoms import show, verdict
 

@@ -10,17 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import DataConfig, ParallelConfig, RecordConfig, RunConfig
+from ..config.options import leaves, read_toml
+from ..config.schema import DataConfig, ParallelConfig, RecordConfig, RunConfig
 from ..errors import RequestError, choose
 from ..files import DEFECTS, parse_json, read, shown
-from ..launchers import table as launchers
-from ..options import leaves, read_toml
+from ..launch import table as launchers
 from ..screen import Screen
 from . import flags, output, unread, words
 from .train import preflight
 
 if TYPE_CHECKING:
-    from ..world import World
+    from ..world.world import World
 
 _USAGE = """\
 usage: lockstep eval RUN [--split SPLIT] [--predictions FILE.csv] [flags]
@@ -129,7 +129,7 @@ def _check_writable(folder: Path, predictions: Path | None) -> None:
 
 
 def _entry(config: RunConfig, world: World, **asked: Any) -> dict[str, Any]:
-    from ..scoring import evaluate_checkpoint
+    from ..session.scoring import evaluate_checkpoint
 
     output.survive()  # a rank is a process of its own
     return evaluate_checkpoint(config, world, **asked)

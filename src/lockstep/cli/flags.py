@@ -14,11 +14,11 @@ from typing import Annotated, get_args
 
 import tyro
 
-from .. import folders
-from ..config import RunConfig
+from ..config.options import Leaf, code, leaves, read_toml, recipe
+from ..config.schema import RunConfig
 from ..errors import RequestError, unknown
 from ..files import shown
-from ..options import Leaf, code, leaves, read_toml, recipe
+from ..run import folders
 from . import output, unread
 
 _HELP = ("--help", "-h")

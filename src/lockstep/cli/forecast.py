@@ -11,17 +11,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import folders, hardware
+from .. import hardware
 from ..compare import charts, forecast, networks, past, records
 from ..compare.charts import Line
 from ..compare.forecast import Cluster, Forecast
 from ..compare.grid import Cell
 from ..compare.networks import Links
-from ..config import RunConfig
+from ..config.options import flatten
+from ..config.schema import RunConfig
 from ..errors import RequestError, RunError, Stopped, counted
 from ..files import parse_json, read, shown, understanding, write_json, write_whole
-from ..launchers import table as launchers
-from ..options import flatten
+from ..launch import table as launchers
+from ..run import folders
 from ..screen import Screen
 from . import output, run, variants, words
 

@@ -7,12 +7,12 @@ import platform
 from rich.table import Table
 
 from .. import hardware
+from ..config.options import recipes
+from ..config.registry import KINDS
 from ..data import sets
 from ..errors import RequestError
-from ..kinds import KINDS
-from ..launchers import table as launchers
+from ..launch import table as launchers
 from ..models import table as models
-from ..options import recipes
 from ..screen import Screen
 from ..versions import version_of
 from . import output

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from ..errors import LockstepError, RunError, Stopped, unknown
-from ..interrupts import OUTSIDE, SIGNALS
+from ..monitor.signals import OUTSIDE, SIGNALS
 from ..printable import one_line, visible
 from ..screen import Screen
 from ..versions import version_of
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _lost_another(stop: KeyboardInterrupt) -> bool:
     """Whether this rank was about to end already, since it had lost another one."""
-    from ..failures import is_echo
+    from ..monitor.failures import is_echo
 
     error = stop.__context__
     while error is not None:

@@ -9,13 +9,13 @@ from collections.abc import Collection
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from .. import folders
-from ..config import DataConfig, ModelConfig, RunConfig
+from ..config.options import leaves
+from ..config.registry import KINDS, kind, per_device
+from ..config.schema import DataConfig, ModelConfig, RunConfig
 from ..errors import RequestError
-from ..kinds import KINDS, kind, per_device
-from ..launchers import table as launchers
-from ..options import leaves
-from ..script import Script
+from ..launch import table as launchers
+from ..run import folders
+from ..session.script import Script
 from . import flags, output
 
 _USAGE = """\

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import folders
 from ..compare import past
 from ..compare.past import Run
 from ..errors import RequestError
+from ..run import folders
 from ..screen import Screen
 from . import compare, output, words
 

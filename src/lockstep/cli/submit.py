@@ -9,14 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .. import folders
 from ..batching import BatchPlan
-from ..config import RunConfig
+from ..config.options import flatten
+from ..config.schema import RunConfig
 from ..errors import RequestError, Stopped, unknown
 from ..files import write_whole
-from ..options import flatten
-from ..printable import told
-from ..submit import (
+from ..launch.submit import (
     NAME,
     WARNED_FROM_S,
     Layout,
@@ -30,6 +28,8 @@ from ..submit import (
     render,
     submit,
 )
+from ..printable import told
+from ..run import folders
 from . import flags, output, words
 from .train import preflight
 

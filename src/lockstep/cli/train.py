@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import folders
 from ..batching import BatchPlan
-from ..config import RunConfig
+from ..config.options import recipes
+from ..config.registry import KINDS
+from ..config.schema import RunConfig
 from ..data import sets
 from ..errors import RequestError, choose
-from ..kinds import KINDS
-from ..launchers import table as launchers
+from ..launch import table as launchers
 from ..models import table as models
-from ..options import recipes
+from ..run import folders
 from . import flags, output
 
 if TYPE_CHECKING:
-    from ..result import RunResult
-    from ..world import World
+    from ..record.result import RunResult
+    from ..world.world import World
 
 
 def main(given: list[str]) -> int:

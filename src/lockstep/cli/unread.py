@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..config import RunConfig
+from ..config.options import flatten
+from ..config.registry import KINDS
+from ..config.schema import RunConfig
 from ..data import sets
 from ..errors import RequestError
-from ..kinds import KINDS
-from ..options import flatten
 
 _OF_OPTIMIZATION = {
     "milestones": ("schedule", ("step", "multistep")),

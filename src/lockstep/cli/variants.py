@@ -11,12 +11,12 @@ from typing import Any
 
 import psutil
 
-from .. import folders
 from ..compare.grid import Cell, Words
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..files import parse_json, read, understanding, write_json
-from ..options import recipes
+from ..config.options import recipes
+from ..run import folders
 from ..screen import Screen, line
 from ..versions import version_of
 from . import flags, run

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..config import RunConfig
+from ..config.options import leaves
+from ..config.registry import KINDS
+from ..config.schema import RunConfig
 from ..errors import RequestError, counted, unknown
-from ..kinds import KINDS
-from ..launchers import table
-from ..options import leaves
+from ..launch import table
 
 MOST = 64
 """Variants that are run without --yes."""

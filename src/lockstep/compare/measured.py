@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..errors import RunError
 from ..files import write_json
 from . import energy, matrix
 from .clock import Clock
 
 if TYPE_CHECKING:
-    from ..loop import Loop
-    from ..world import World
+    from ..steps.loop import Loop
+    from ..world.world import World
 
 FILE = "measured.json"
 """In the run's folder."""
@@ -171,7 +171,6 @@ def _schedules_without_end() -> contextlib.AbstractContextManager[None]:
 
 
 class Probe(Watcher):
->>>>>>> 3151d3c (One loop for every task, one kind of prepared parts; what measures a job listens to it instead of patching it)
     """Counts a job's steps as they end, and times those that are to be timed."""
 
     is_endless = True
@@ -236,7 +235,7 @@ class Probe(Watcher):
         """Count the operations of the next step, and the bytes that this rank gives to collectives in it."""
         from torch.utils.flop_counter import FlopCounterMode
 
-        from ..world import World
+        from ..world.world import World
 
         def counted(exchange: Any, size: Callable[[Any], int]) -> Any:
             def run(world: World, *given: Any) -> Any:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .. import folders
+from ..config.options import read_named
 from ..errors import RequestError
 from ..files import parse_json, read, shown, understanding
-from ..options import read_named
+from ..run import folders
 from . import records
 from .numbers import Interval, spread
 from .rows import Row

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import foreign, lines_of, parse_json, read, understanding
-from ..proof import SUMMARY, Check, from_json
+from ..record.checks import SUMMARY, Check, from_json
 
 FILE = "steps.jsonl"
 

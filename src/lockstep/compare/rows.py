@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..options import IDENTITY
+from ..config.options import IDENTITY
 from ..verify import curve
 from . import numbers, records, rounds
 from .numbers import Interval, Spread

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import folders
 from ..errors import LockstepError, RequestError, Stopped
 from ..files import own_folder, parse_json, read, understanding, write_json
+from ..run import folders
 from ..verify import commands
 from . import measured
 from .grid import Words

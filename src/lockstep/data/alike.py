@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..errors import RequestError
 
 if TYPE_CHECKING:
-    from ..world import World
+    from ..world.world import World
 
 COMPARED = 4
 """Samples at most, spread over the data set, that each rank reads before its first batch."""

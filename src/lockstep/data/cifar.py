@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..config import DataConfig
+from ..config.schema import DataConfig
 from ..errors import RequestError
 from .shared import Array
 

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
-from .. import stacks
 from ..batching import BatchPlan
-from ..interrupts import SIGNALS
-from ..randomness import Generators, kept
+from ..monitor import tracebacks
+from ..monitor.signals import SIGNALS
+from ..world.random_state import Generators, kept
 from . import counter
 from .alike import COMPARED, Signature, signature
 from .source import Indices
@@ -156,7 +156,7 @@ def begin_worker(own: Callable[[int], None] | None, worker: int) -> None:
             signal.signal(number, lambda *_: None)
             signal.siginterrupt(number, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    stacks.answer()
+    tracebacks.answer()
     # torch's workers look for their parent between two tasks; one that is stuck in a sample would outlive it.
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="rank watch").start()
     if own is not None:

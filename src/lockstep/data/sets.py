@@ -18,15 +18,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import own
-from ..config import DataConfig
+from .. import user_code
+from ..config.schema import DataConfig
 from ..errors import RequestError, unknown
 from . import cifar, tree
 
 if TYPE_CHECKING:
     import torch
 
-    from ..world import World
+    from ..world.world import World
     from .source import Splits, Wish
 
 
@@ -61,7 +61,7 @@ class _Entry:
     """Flags that it reads and not every data set does."""
 
 
-_OWN = _Entry(_by("users"), lambda config: own.check("--data", config.name))
+_OWN = _Entry(_by("users"), lambda config: user_code.check("--data", config.name))
 _TABLE = {
     "digits": _Entry(_digits, options=("on-device",)),
     "cifar10": _cifar(cifar.CIFAR10),
@@ -89,7 +89,7 @@ def _entry(name: str) -> _Entry:
     if ":" in name:
         return _OWN
     if name not in _TABLE:
-        own.check_no_module("--data", name, "splits")
+        user_code.check_no_module("--data", name, "splits")
         advice = "Your own goes with module:attribute."
         if name and Path(name).is_dir():
             advice = f"A folder of photographs goes with --data imagefolder --data-dir {name}."

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from ..batching import BatchPlan
 from ..errors import RequestError
-from ..randomness import kept
-from ..world import World
+from ..world.random_state import kept
+from ..world.world import World
 from . import counter
 from .alike import COMPARED, Signature, check_alike, compare, digest, signature, stable
 from .feed import GENERATORS, Part, Reader, even, seed

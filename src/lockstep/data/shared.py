@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ..errors import LockstepError, RequestError
 
 if TYPE_CHECKING:
-    from ..world import World
+    from ..world.world import World
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..config import DataConfig
+from ..config.schema import DataConfig
 from ..errors import RequestError, counted
-from ..world import World
+from ..world.world import World
 from . import counter
 
 Indices = npt.NDArray[np.int64]

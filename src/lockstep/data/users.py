@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate, get_worker_info
 
-from .. import hardware, own
-from ..config import DataConfig
+from .. import hardware, user_code
+from ..config.schema import DataConfig
 from ..errors import LockstepError, RequestError, RunError
-from ..failures import one_line, place
-from ..randomness import kept
+from ..monitor.failures import one_line, place
+from ..world.random_state import kept
 from . import counter
 from .alike import COMPARED, Signature, check_alike, compare, digest, signature, stable
 from .augment import Augment
@@ -47,11 +47,11 @@ PURPOSE = {"train": 3, "test": 4, "function": 5, "validation": 6}
 def called(config: DataConfig) -> dict[str, Any]:
     """Return, by split, what the user's function returns. Raises `RequestError` where those are no two or three."""
     asked = f"--data {config.name}"
-    found = own.load("--data", config.name)
+    found = user_code.load("--data", config.name)
     try:
         result = found(config) if inspect.signature(found).parameters else found()
     except Exception as error:
-        raise RequestError(f"{asked} {own.raised(error)}.") from error
+        raise RequestError(f"{asked} {user_code.raised(error)}.") from error
     if not isinstance(result, tuple | list) or len(result) not in (2, 3):
         raise RequestError(
             f"{asked} returned {type(result).__name__}; it must return two data sets, (train, test), or three, "
@@ -355,7 +355,7 @@ class _Name(str):
 
 def _imported(name: str) -> _Name:
     if ":" in name:
-        own.load("--data", name)
+        user_code.load("--data", name)
     return _Name(name)
 
 

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RunError
-from ..failures import RankLostError
-from ..keys import Keys
+from ..monitor.failures import RankLostError
+from ..monitor.keys import Keys
 from .finding import RED, Finding, found
 
 if TYPE_CHECKING:

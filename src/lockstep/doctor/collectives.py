@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from .. import bounded
-from ..failures import is_echo, one_line
-from ..launchers import rank
-from ..topology import Topology
+from ..launch import rank
+from ..monitor import bounded
+from ..monitor.failures import is_echo, one_line
+from ..world.topology import Topology
 from .finding import KIB, MIB, RED, Finding, found, shown
 
 if TYPE_CHECKING:
     import torch
 
     from .._torch import Store
-    from ..world import World
+    from ..world.world import World
     from .board import Board
 
 _SIZES = {
@@ -49,7 +49,7 @@ def compute(topology: Topology, device: torch.device, store: Store, board: Board
     import torch
 
     from .._torch import PrefixStore
-    from ..world import World
+    from ..world.world import World
 
     worlds: list[World] = []
     limit_s, group = board.patience_s, PrefixStore("group", store)
@@ -108,7 +108,7 @@ def _gather_s(world: World) -> float:
     import torch
 
     mine = torch.zeros(_GATHERED_BYTES, dtype=torch.uint8, device=world.device)
-    times = [seconds(world.device, lambda: world.stack(mine)) for _ in range(_GATHERS)]
+    times = [_seconds(world.device, lambda: world.stack(mine)) for _ in range(_GATHERS)]
     return float(world.max(torch.tensor(fmean(times), device=world.device)))
 
 
@@ -137,7 +137,7 @@ def _beside(world: World) -> float | None:
         work.wait()
 
     def slowest_s(work: Callable[[], object]) -> float:
-        taken = [seconds(world.device, work) for _ in range(_BESIDE_RUNS)]
+        taken = [_seconds(world.device, work) for _ in range(_BESIDE_RUNS)]
         return float(world.max(torch.tensor(fmean(taken), device=world.device)))
 
     both(1)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import hardware
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..hardware import Gpu
-from ..launchers import hosts, rank, table
-from ..launchers.devices import drives_all
-from ..topology import Topology
+from ..launch import hosts, rank, table
+from ..launch.devices import drives_all
+from ..world.topology import Topology
 from . import collectives, devices, disk, host, network
 from .finding import RED, UNCHECKED, Finding, Probe, look, merged
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from .._torch import Store
-    from ..world import World
+    from ..world.world import World
     from .board import Board
 
 _PROBE_PART = 1 / 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ..bounded import Late, within
-from ..failures import one_line
+from ..monitor.bounded import Late, within
+from ..monitor.failures import one_line
 
 GREEN, YELLOW, RED, UNCHECKED = "green", "yellow", "red", "unchecked"
 """Fine; a job runs, but slowly or at a risk; no job can run; not looked at, for a reason that is told."""

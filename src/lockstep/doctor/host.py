@@ -12,7 +12,7 @@ import psutil
 
 from .. import hardware
 from ..errors import counted, ranks_in_short
-from ..topology import Topology
+from ..world.topology import Topology
 from .finding import GIB, RED, YELLOW, Finding, found, shown
 
 _MUST_AGREE = ("lockstep-torch", "torch", "cuda", "NCCL")

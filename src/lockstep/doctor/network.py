@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..launchers import hosts
-from ..topology import Topology
+from ..launch import hosts
+from ..world.topology import Topology
 from .finding import RED, UNCHECKED, YELLOW, Finding, found
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import importlib
 import re
 from typing import TYPE_CHECKING, Any
 
-from .. import own
+from .. import user_code
 from ..errors import RequestError, unknown
 from . import torchvision
 
@@ -58,7 +58,7 @@ def preflight(name: str) -> None:
     if name.startswith("torchvision:"):
         raise RequestError(f"--model {name}: torchvision's own go with a dot, {name.replace(':', '.')}.")
     if ":" in name:
-        own.check("--model", name)
+        user_code.check("--model", name)
     elif not _is_ours(name):
         _torchvision_name(name)
 
@@ -149,5 +149,5 @@ def _torchvision_name(name: str) -> str:
         return plain
     if name.startswith(_PREFIX):
         raise unknown("model", name, [_PREFIX + each for each in theirs], _HINT)
-    own.check_no_module("--model", name, "Net")
+    user_code.check_no_module("--model", name, "Net")
     raise unknown("model", name, {*_OURS, *theirs}, _HINT)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .. import own
+from .. import user_code
 from ..errors import RequestError, counted
 from .modes import evaluating
 
@@ -76,7 +76,7 @@ def _tried(name: str, model: nn.Module, x: Tensor) -> Any:
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise RequestError(
             f"--model {name} cannot take this data set's samples, {x.dtype} of shape {tuple(x.shape[1:])}: it "
-            f"{own.raised(error)}; give a model for such samples (arguments named classes, in_channels, image_size and "
+            f"{user_code.raised(error)}; give a model for such samples (arguments named classes, in_channels, image_size and "
             "shape are told of them), or other data."
         ) from error
 

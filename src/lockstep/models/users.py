@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import own
+from .. import user_code
 from ..errors import RequestError
 
 
@@ -17,7 +17,7 @@ def build(name: str, given: dict[str, Any]) -> nn.Module:
 
     Raises `RequestError` where it cannot be called so, and for what is no network.
     """
-    builder = own.load("--model", name)
+    builder = user_code.load("--model", name)
     if isinstance(builder, nn.Module):
         raise RequestError(f"--model {name} is {_a(builder)}; give a class or function that returns a new nn.Module.")
     arguments = accepted(builder, given)
@@ -25,7 +25,7 @@ def build(name: str, given: dict[str, Any]) -> nn.Module:
     try:
         model = builder(**arguments)
     except Exception as error:
-        raise RequestError(f"--model {name}, called with ({shown}), {own.raised(error)}.") from error
+        raise RequestError(f"--model {name}, called with ({shown}), {user_code.raised(error)}.") from error
     if not isinstance(model, nn.Module):
         raise RequestError(f"--model {name}, called with ({shown}), returned {_a(model)}; it must return an nn.Module.")
     return model

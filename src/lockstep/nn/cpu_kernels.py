@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..world import World
+from ..world.world import World
 
 _BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 FOLD = 16

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ..world import World
+from ..world.world import World
 
 _DENSE = (torch.channels_last, torch.channels_last_3d)
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from .._torch import BatchNorm
 from ..errors import RequestError
-from ..world import World
+from ..world.world import World
 from . import cpu_kernels, cuda_kernels
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

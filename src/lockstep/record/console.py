@@ -26,8 +26,8 @@ from rich.text import Text
 
 from ..errors import counted
 from ..files import shown
-from ..proof import Check
 from ..screen import Screen, line
+from .checks import Check
 
 PLAIN_EVERY_S = 5.0
 """Least seconds between two lines where there is no terminal: a day's run stays readable."""

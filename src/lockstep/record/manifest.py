@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from .. import proof
 from ..files import parse_json, read, write_json, write_whole
-from ..result import RunResult
-from ..topology import Topology
 from ..versions import version_of
+from ..world.topology import Topology
+from . import checks
+from .result import RunResult
 
 _PACKAGES = ("lockstep-torch", "torchvision", "numpy", "safetensors")
 
@@ -116,7 +116,7 @@ class Summary:
         """Write the summary at `finish` or `failed`, atomically; at `start`, that an earlier one's end is none."""
         self._note(event, fields)
         if event == "start" and (before := self._before()):  # a rank that is killed will not say how it ended
-            write_json(self._folder / proof.SUMMARY, before | {"exit": None, "error": None})
+            write_json(self._folder / checks.SUMMARY, before | {"exit": None, "error": None})
         if event in ("finish", "failed"):
             ended = fields if event == "finish" else RunResult.unfinished(self._so_far) | fields
             # What this process did not measure, since it took up a run that others had begun, stays as it was.
@@ -124,16 +124,16 @@ class Summary:
             told = {key: before.get(key) if value is None else value for key, value in ended.items()}
             told["proof"] = self._proof(told, before) or None
             told.setdefault("samples_per_s", told.get("images_per_s"))
-            write_json(self._folder / proof.SUMMARY, told)
-            write_whole(self._folder / proof.SHEET, proof.page(self._folder, told.get("proof")))
+            write_json(self._folder / checks.SUMMARY, told)
+            write_whole(self._folder / checks.SHEET, checks.page(self._folder, told.get("proof")))
 
     def _proof(self, told: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
         """Return what this start has proved, and what stays of what was proved before."""
-        others = proof.by_name(proof.from_json(before.get("proof")))
+        others = checks.by_name(checks.from_json(before.get("proof")))
         ours: dict[str, Any] = told.get("proof") or {}
         if self._first_step == told["steps"]:  # a complete run was taken up, or this start failed in its first step
             return others | {name: each for name, each in ours.items() if each["times"] or name not in others}
-        return {name: each for name, each in others.items() if name in proof.OF_THE_MODEL} | ours
+        return {name: each for name, each in others.items() if name in checks.OF_THE_MODEL} | ours
 
     def _note(self, event: str, fields: Mapping[str, Any]) -> None:
         """Keep what a run that does not end will have come to."""
@@ -154,7 +154,7 @@ class Summary:
             known["best_top1"] = fields["top1"] if best is None else max(best, fields["top1"])
 
     def _before(self) -> dict[str, Any]:
-        path = self._folder / proof.SUMMARY
+        path = self._folder / checks.SUMMARY
         try:
             found = parse_json(read(path))
         except (FileNotFoundError, ValueError):  # one that is damaged is written anew

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import RunConfig
+from ..config.options import recorded, to_toml
+from ..config.schema import RunConfig
 from ..files import write_whole
-from ..options import recorded, to_toml
 from ..screen import Screen
-from ..topology import Topology
+from ..world.topology import Topology
 from .base import Nothing, Recorder, Recorders
 from .console import Notices, Terminal
 from .jsonl import JsonLines, Sums, rewind

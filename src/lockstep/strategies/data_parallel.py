@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
-from ..config import ParallelConfig
+from ..config.registry import per_device
+from ..config.schema import ParallelConfig
 from ..errors import RequestError
-from ..kinds import per_device
-from ..world import World
+from ..world.world import World
 from .base import Replicated
 
 

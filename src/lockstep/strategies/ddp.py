@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch
-from ..config import ParallelConfig
+from ..config.schema import ParallelConfig
 from ..errors import RequestError
-from ..randomness import kept
-from ..world import World
+from ..world.random_state import kept
+from ..world.world import World
 from .base import Replicated
 
 # torch renamed the argument in 2.15 and warns of the old name.

@@ -19,8 +19,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from ..config import ParallelConfig
-from ..world import World
+from ..config.schema import ParallelConfig
+from ..world.world import World
 from .data_parallel import copied, driven, spread
 from .ddp import DDP
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from ..config import ParallelConfig
-from ..world import World
+from ..config.schema import ParallelConfig
+from ..world.world import World
 from .base import Replicated
 
 

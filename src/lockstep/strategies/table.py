@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .. import kinds
+from ..config import registry
 from ..errors import RequestError
 
 if TYPE_CHECKING:
-    from ..config import ParallelConfig
-    from ..world import World
+    from ..config.schema import ParallelConfig
+    from ..world.world import World
     from .base import Strategy
 
 
@@ -20,12 +20,12 @@ def build(config: ParallelConfig, world: World) -> Strategy:
     Raises `RequestError` for a name that there is no strategy of, and for one of one process among several.
     """
     # A launcher has resolved `auto` before there is a world; a library's caller need not.
-    name = kinds.auto(several=world.size > 1) if config.strategy == "auto" else config.strategy
-    kind = kinds.kind(name)
+    name = registry.auto(several=world.size > 1) if config.strategy == "auto" else config.strategy
+    kind = registry.kind(name)
     if world.size > 1 and not kind.has_ranks:
         raise RequestError(
             f"--strategy {name} is one process, and here are {world.size}, each of which would train a model of its "
-            f"own; take --strategy {kinds.with_ranks()}."
+            f"own; take --strategy {registry.with_ranks()}."
         )
     strategy: Strategy = getattr(import_module(f".{kind.module}", __package__), kind.type)(config, world)
     return strategy

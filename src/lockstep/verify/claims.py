@@ -14,15 +14,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import checkpoint, optim, resume
+from .. import checkpoint
 from ..batching import BatchPlan
-from ..config import RunConfig
+from ..checkpoint import resume
+from ..checks import exactly_once, finite, pages
+from ..checks.exactly_once import Planned
+from ..config.schema import RunConfig
 from ..data.order import OF_A_SAMPLER, SHUFFLED
 from ..errors import ProofError, RequestError, counted
 from ..files import understanding
-from ..proof import BIT_FOR_BIT, Check, from_json
-from . import exactly_once, finite, pages, records
-from .exactly_once import Planned
+from ..record.checks import BIT_FOR_BIT, Check, from_json
+from ..training import optim
+from . import records
 from .records import CONFIG, MANIFEST, STEPS, SUMMARY, Records, is_finite
 
 SCORES = ("top1", "top5", "loss", "samples")

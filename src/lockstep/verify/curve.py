@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import RunConfig
+from ..config.options import override
+from ..config.schema import RunConfig
 from ..errors import counted
 from ..files import lines_of, parse_json, understanding
-from ..options import override
-from ..proof import BIT_FOR_BIT, Check
+from ..record.checks import BIT_FOR_BIT, Check
 from . import first_step, variants
 from .variants import Known, Setup, Variant
 
@@ -136,7 +136,7 @@ def losses_of(folder: Path) -> dict[int, float]:
 
 def compare(ours: Curve, theirs: Curve, *, tolerance: float) -> Parting:
     """Return how far two curves are apart; with a `tolerance` of 0 they have to be the same bits."""
-    from . import difference
+    from ..checks import difference
 
     steps = sorted(ours.losses.keys() | theirs.losses.keys())
     gaps = {step: gap(ours.losses.get(step), theirs.losses.get(step)) for step in steps}

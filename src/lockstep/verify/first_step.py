@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..errors import RunError
 from ..files import write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..world import World
+    from ..world.world import World
 
 FILE = "gradients.safetensors"
 """In the run's folder; its tensors have the parameters' names, with that of the model where there are several."""
@@ -52,7 +52,7 @@ def kept() -> Iterator[dict[str, Tensor]]:
     from torch.optim import Optimizer
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from ..sessions import Session
+    from ..session.session import Session
 
     models: list[nn.Module] = []
     stepped: list[Optimizer] = []
@@ -86,9 +86,9 @@ def kept() -> Iterator[dict[str, Tensor]]:
 
 def read(folder: Path) -> dict[str, Tensor]:
     """Return the gradients by parameter that the run in `folder` has left; raises `RunError` where there are none."""
-    from . import tensors
+    from ..checkpoint import foreign
 
     path = folder / FILE
     if not path.exists():
         raise RunError(f"{folder} has no {FILE}: its run made no optimizer step in a session.")
-    return {name.partition("/")[2]: held for name, held in tensors.read(path).items()}
+    return {name.partition("/")[2]: held for name, held in foreign.read(path).items()}

@@ -24,18 +24,18 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import own
+from .. import user_code
 from .._torch import as_default_group
 from ..batching import BatchPlan
-from ..config import RunConfig
+from ..checks.digest import compare, digest
+from ..config.registry import KINDS
+from ..config.schema import RunConfig
 from ..engine import train_step
 from ..errors import RequestError, counted
-from ..job import Job, assemble
-from ..kinds import KINDS
-from ..proof import Check
-from ..randomness import seed_all
-from ..world import World
-from .digest import compare, digest
+from ..record.checks import Check
+from ..steps.job import Job, assemble
+from ..world.random_state import seed_all
+from ..world.world import World
 from .switches import NOTHING, Off, by_sample, switched
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def examine(config: RunConfig, world: World, names: list[str], tolerance: float,
     user's own. Raises `RequestError` for a model that cannot run in the config's precision, or too few samples.
     """
     begun_s, bench = time.perf_counter(), None
-    own_step = own.load("--step", step) if step else None
+    own_step = user_code.load("--step", step) if step else None
     try:
         bench = Workbench(config, world, own_step)
         answers = [_answer(bench, name, tolerance, alone=len(names) == 1) for name in names]
@@ -344,7 +344,7 @@ class Workbench:
             raise
         except Exception as error:  # whatever a model, a loss or a step raises that one process runs by itself
             whose = "--step" if self.step else f"One process's step of --model {self.config.model.name}"
-            raise RequestError(f"{whose} {own.raised(error)}; there is nothing to compare.") from error
+            raise RequestError(f"{whose} {user_code.raised(error)}; there is nothing to compare.") from error
         if self.world.is_main and not found:
             raise RequestError(
                 "--step leaves no gradient in the model's parameters: it has to call backward(), and to leave what "
@@ -362,8 +362,10 @@ class Workbench:
         names: dict[str, None] = {}
         for case in self.cases:
             found = self._compute(alone, self.share(case, same=True), case, NOTHING, exchanges=False)
-            own = [name for name, each in job.model.named_parameters() if each.requires_grad and name not in found]
-            names |= dict.fromkeys(name for theirs in self.world.gather(own) for name in theirs)
+            own = [
+                name for name, each in job.model.named_parameters() if each.requires_grad and name not in found
+            ]
+            names |= dict.fromkeys(name for theirs in self.world.gather(user_code) for name in theirs)
         return list(names)
 
     def read(self, case: Case) -> Micros:
@@ -463,7 +465,7 @@ def _stepped(step: Step | None, model: nn.Module, x: Tensor, y: Tensor) -> None:
     try:
         step(model, x, y)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, ImportError) as error:
-        raise RequestError(f"--step {own.raised(error)}; it is called as step(model, x, y).") from error
+        raise RequestError(f"--step {user_code.raised(error)}; it is called as step(model, x, y).") from error
     if int(digest(weights)) != before:
         raise RequestError(
             "--step changes the model's weights: leave optimizer.step() out; it runs forward and backward, and leaves "

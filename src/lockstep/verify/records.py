@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from .. import files
 from ..checkpoint import peek
-from ..config import RunConfig
+from ..config.options import read_toml
+from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..files import lines_of, parse_json, understanding
-from ..folders import run_of
-from ..options import read_toml
+from ..run.folders import run_of
 
 CONFIG, MANIFEST, STEPS, SUMMARY = "config.toml", "manifest.json", "steps.jsonl", "summary.json"
 _STOPPED = 75

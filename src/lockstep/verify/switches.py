@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import BatchNorm, TorchDispatchMode
-from ..losses import LossFunction
-from ..randomness import kept, seed_all
+from ..training.losses import LossFunction
+from ..world.random_state import kept, seed_all
 
 Off = frozenset[str]
 """What is switched off on both sides of a measurement."""

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..batching import BatchPlan, most_ranks
-from ..config import ParallelConfig, RecordConfig, RunConfig
+from ..config.options import code, to_toml
+from ..config.registry import KINDS, auto
+from ..config.schema import ParallelConfig, RecordConfig, RunConfig
 from ..errors import RunError, Stopped, counted
 from ..files import check_own, write_whole
-from ..kinds import KINDS, auto
-from ..options import code, to_toml
 from .commands import Command, run
 
 CONFIG = "curve.toml"

@@ -11,14 +11,15 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ... import folders, proof
-from ...config import ParallelConfig, RunConfig
+from ...config.options import flatten, override
+from ...config.registry import KINDS, with_several
+from ...config.schema import ParallelConfig, RunConfig
 from ...errors import ProofError, RequestError, RunError
 from ...files import check_own
-from ...kinds import KINDS, with_several
-from ...launchers import table as launchers
-from ...options import flatten, override
-from ...proof import Check
+from ...launch import table as launchers
+from ...record import checks
+from ...record.checks import Check
+from ...run import folders
 from ...screen import Screen, line
 from ...verify import curve, variants
 from ...verify.curve import Outcome
@@ -188,7 +189,7 @@ def _keep(folder: Path, check: Check, found: Sequence[Outcome]) -> None:
         for each in found
     ]
     try:
-        proof.add(folder, [check], variants=rows)
+        checks.add(folder, [check], variants=rows)
     except OSError as error:
         raise RunError(f"The proof cannot be written to {folder}: {error.strerror}; {check.found}.") from error
 

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from ... import folders
 from ...errors import RequestError
-from ...launchers import table as launchers
+from ...launch import table as launchers
+from ...run import folders
 from ...verify.first_step import FirstStep
 from .. import flags, run
 from ..train import entry

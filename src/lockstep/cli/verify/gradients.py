@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from rich.padding import Padding
 from rich.table import Table
 
-from ... import folders, own, proof
-from ...config import RunConfig
+from ... import user_code
+from ...config.options import override
+from ...config.registry import KINDS
+from ...config.schema import RunConfig
 from ...errors import ProofError, RequestError, counted, ranks_named
-from ...kinds import KINDS
-from ...launchers import table as launchers
-from ...options import override
+from ...launch import table as launchers
+from ...record import checks
+from ...run import folders
 from ...screen import Part, Screen, line
 from .. import flags, output, run, words
 from ..train import preflight
@@ -24,7 +26,7 @@ from . import curve, shared
 
 if TYPE_CHECKING:
     from ...verify.gradients import Answer, Report
-    from ...world import World
+    from ...world.world import World
 
 _USAGE = """\
 usage: lockstep verify gradients [RECIPE] [--tolerance T] [--step MODULE:ATTRIBUTE] [--all] [flags of lockstep train]
@@ -99,7 +101,7 @@ def main(given: list[str]) -> int:
 def _takes_batch(step: str) -> bool:
     """Whether a step of the user's own is one of `lockstep train`: step(model, batch), and not step(model, x, y)."""
     try:
-        return len(inspect.signature(own.load("--step", step)).parameters) == 2
+        return len(inspect.signature(user_code.load("--step", step)).parameters) == 2
     except ValueError:  # of what is not written in Python
         return False
 
@@ -226,5 +228,5 @@ def _kept(config: RunConfig, report: Report) -> str:
         if trouble:
             Screen().say((f"warning: {trouble}", "yellow"))
             return ""
-        Screen().say((f"written to {folder}: {proof.SHEET}, {proof.SUMMARY}", "dim"))
-    return f" {folder / proof.SHEET} has the numbers."
+        Screen().say((f"written to {folder}: {checks.SHEET}, {checks.SUMMARY}", "dim"))
+    return f" {folder / checks.SHEET} has the numbers."

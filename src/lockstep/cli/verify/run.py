@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from ...errors import RequestError, counted
-from ...proof import Check
+from ...record.checks import Check
 from ...screen import Screen, line
 from .. import output
 from . import shared

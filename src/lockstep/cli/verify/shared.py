@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ... import hardware, proof
-from ...config import RunConfig
+from ... import hardware
+from ...config.schema import RunConfig
 from ...errors import RequestError
-from ...launchers import table as launchers
-from ...proof import Check
+from ...launch import table as launchers
+from ...record import checks as proof
+from ...record.checks import Check
 
 _ON_A_CPU = 2
 """Where nobody says how many: the least that can be compared."""

@@ -1,0 +1,150 @@
+"""A run's state, the same whatever the strategy: named tensors, and everything else as JSON holds it.
+
+Tensors are named by what they belong to and by the model's own parameter names: `model/fc.weight`,
+`optimizer/fc.weight/momentum_buffer`, `ema/fc.weight`. Neither a wrapper's prefix nor a parameter's index is ever
+part of a name, so that what one strategy saves another one loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import RequestError, unknown
+
+
+@dataclass(frozen=True)
+class State:
+    """`tensors` by name, and `meta`, which is JSON-able."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+    origin: Path | None = field(default=None, compare=False)
+    """The checkpoint that it was read from: the folder itself, not a link to it."""
+    caution: str = field(default="", compare=False)
+    """What is to be said of that: it is not the newest, because that one is damaged."""
+
+    def part(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors below `name/`, by the rest of their names."""
+        return {key[len(name) + 1 :]: value for key, value in self.tensors.items() if key.startswith(f"{name}/")}
+
+
+def model_tensors(model: nn.Module, *, under: str = "model") -> dict[str, Tensor]:
+    """Return the model's parameters and persistent buffers (not copies) as `under/NAME`."""
+    return {f"{under}/{name}": value for name, value in model.state_dict().items()}
+
+
+def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy `tensors` into the model, in place; raises what `check_fits` does."""
+    check_fits(model, tensors)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(tensors[name])
+
+
+def check_fits(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Raise `RequestError`, naming the keys and shapes, where `tensors` are not those of the model."""
+    missing, foreign, reshaped = misfits(model.state_dict(), tensors)
+    differences = [
+        *([f"it lacks {few(missing)}"] if missing else []),
+        *([f"the model lacks {few(foreign)}"] if foreign else []),
+        *([few(list(reshaped.values()))] if reshaped else []),
+    ]
+    if differences:
+        raise RequestError(
+            f"The checkpoint is of another model: {'; '.join(differences)}. Give the model it was trained with."
+        )
+
+
+def misfits(own: dict[str, Tensor], tensors: dict[str, Tensor]) -> tuple[list[str], list[str], dict[str, str]]:
+    """Return the names, in order, that `tensors` lack, those that `own` lack, and {name: both shapes} that differ."""
+    reshaped = {
+        name: f"{name} is {tuple(tensors[name].shape)}, the model's is {tuple(own[name].shape)}"
+        for name in sorted(own.keys() & tensors.keys())
+        if own[name].shape != tensors[name].shape
+    }
+    return sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys()), reshaped
+
+
+def matching(flag: str, pattern: str, named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters whose names match `pattern`, as a shell matches names of files.
+
+    Raises `RequestError`, with names like it, where none does; `flag` is where the pattern was given.
+    """
+    found = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
+    if not found:
+        parts = {name[:at] for name in named for at, letter in enumerate(name) if letter == "."}
+        names = {*named, *(f"{part}.*" for part in parts)}
+        raise unknown(f"{flag} pattern", pattern, names, f"Parameters that it may match: {few(list(named))}.")
+    return found
+
+
+def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return `tensor` in the parameter's memory order, where it has its shape.
+
+    torch's fused optimizers on a CPU walk through the memory of both side by side: state of another order, such as
+    contiguous beside channels_last, is silently given to the wrong weights.
+    """
+    if tensor.shape != parameter.shape:
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def few(names: list[str], most: int = 3) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
+    """Return the optimizers' state by parameter name: tensors, and in `meta` the plain numbers.
+
+    Learning rates and other settings are not part of it: they follow from the config and the step.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, Any] = {}
+    for optimizer in optimizers:
+        for parameter, entries in optimizer.state.items():
+            for key, value in entries.items():
+                name = f"{names[parameter]}/{key}"
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer/{name}"] = value
+                elif value is not None:
+                    numbers[name] = value
+    return State(tensors, {"optimizer": numbers})
+
+
+def load_optimizer(model: nn.Module, optimizers: Iterable[Optimizer], state: State) -> None:
+    """Give the optimizers the state that `optimizer_state` returned, on each parameter's own device."""
+    parameters = dict(model.named_parameters())
+    entries: dict[str, dict[str, Any]] = {}
+    for path, tensor in state.part("optimizer").items():
+        name, _, key = path.rpartition("/")
+        if name not in parameters or tensor.shape not in (parameters[name].shape, torch.Size()):
+            raise RequestError(
+                f"The checkpoint's optimizer has {path} {tuple(tensor.shape)}, and the model no such thing."
+            )
+        entries.setdefault(name, {})[key] = laid_out_as(parameters[name], tensor)
+    for path, number in state.meta.get("optimizer", {}).items():
+        name, _, key = path.rpartition("/")
+        if type(number) not in (int, float):
+            raise RequestError(f"The checkpoint's optimizer has {path}, which is no number.")
+        entries.setdefault(name, {})[key] = number
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        # load_state_dict speaks of parameters by their position, and moves tensors to the parameter's device and dtype.
+        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = {index: entries[names[parameter]] for index, parameter in enumerate(order) if names[parameter] in entries}
+        made = [optimizer.state[parameter].keys() for parameter in order if optimizer.state.get(parameter)]
+        kinds = {frozenset(each) for each in (*made, *(entry.keys() for entry in own.values()))}
+        if len(kinds) > 1 or len(own) < len(made):
+            raise RequestError("The checkpoint's optimizer lacks a part of its state; give another copy of it.")
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": own, "param_groups": groups})

@@ -1,0 +1,54 @@
+"""Weights and what goes with them that are no longer finite numbers: a loss can be finite and its gradients not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from ..errors import RunError
+from ..world.world import World
+
+NAMED = 3
+"""Tensors that a sentence names."""
+
+
+def suspect(tensors: Iterable[Tensor]) -> Tensor:
+    """Return whether any of `tensors`, of one device, may hold a number that is not finite; nothing is waited for.
+
+    The answer (0-dim bool, on their device; on the CPU where there are none) is True for every NaN and infinity, and
+    also where finite numbers are so large that the squares of a norm overflow: the norm is the quickest of torch's
+    passes over memory, and `not_finite` makes sure.
+    """
+    held = [each.detach() for each in tensors if _can_be(each)]
+    if not held:
+        return torch.tensor(False)
+    norms = _torch.foreach_norm(held)
+    return ~torch.stack([norm.float() for norm in norms]).isfinite().all()
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of those that hold a number which is not finite, in their order."""
+    return [name for name, each in tensors.items() if _can_be(each) and not bool(each.detach().isfinite().all())]
+
+
+def found(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors, of one device, that are not finite on any rank: the same on all (*collective*)."""
+    own = not_finite(tensors) if bool(suspect(tensors.values())) else []
+    return list(dict.fromkeys(name for theirs in world.gather(own) for name in theirs))
+
+
+def error(step: int, names: Iterable[str], remedy: str) -> RunError:
+    """Return the error for tensors that are not finite after `step`; `remedy` is a sentence that says what to do."""
+    told = ", ".join(list(names)[:NAMED])
+    return RunError(
+        f"The weights, statistics or optimizer state after step {step} are not finite numbers ({told}), though the "
+        f"loss was; they were not saved. {remedy}".rstrip()
+    )
+
+
+def _can_be(tensor: Tensor) -> bool:
+    """Return whether `tensor` has elements of a kind that includes infinities and NaNs."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0

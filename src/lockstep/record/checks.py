@@ -1,0 +1,137 @@
+"""What was proved of a run: each check as a value, in `summary.json` under "proof" and, readable, in `proof.md`.
+
+A check says what it claims, how often it looked, against which tolerance, what came out, and what that took. A run
+writes its own when it ends (`record.manifest`); whoever checks something afterwards adds to them (`add`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any, ClassVar
+
+from ..errors import counted
+from ..files import parse_json, read, write_json, write_whole
+from ..printable import one_line
+
+SUMMARY, SHEET = "summary.json", "proof.md"
+OF_THE_MODEL = frozenset(("gradients", "curve"))
+"""Checks of a config's model: they hold however far a run has come, which those of its records do not."""
+BIT_FOR_BIT = "bit for bit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One claim about a run, and what became of it."""
+
+    HOLDS: ClassVar[str] = "holds"
+    FAILS: ClassVar[str] = "fails"
+    OPEN: ClassVar[str] = "not checked"
+
+    name: str
+    """Its key in `summary.json`: replicas, ledger, …"""
+    claim: str
+    """What was checked, as a sentence without its full stop."""
+    outcome: str
+    """HOLDS, FAILS or OPEN."""
+    times: int = 0
+    """How often it was checked."""
+    tolerance: str = ""
+    """Up to which difference things count as the same: "bit for bit", "exactly", "1e-09 relative"."""
+    found: str = ""
+    """What came out, or why nothing was checked, as a sentence without its full stop."""
+    at_step: int | None = None
+    """The last optimizer step that was checked, where the claim is about steps."""
+    cost_s: float | None = None
+    """Seconds that it took on rank 0; None where that was not measured."""
+
+    @property
+    def fails(self) -> bool:
+        """Whether the claim was checked and is wrong."""
+        return self.outcome == self.FAILS
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON holds them."""
+        return dataclasses.asdict(self)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("name", "claim", "outcome", "tolerance", "found"), (str,)),
+    "times": (int,),
+    "at_step": (int, NoneType),
+    "cost_s": (int, float, NoneType),
+}
+
+
+def from_json(held: Any) -> list[Check]:
+    """Return the checks that a `summary.json` holds under "proof"; nothing of what newer versions add, or others."""
+    found = []
+    for each in held.values() if isinstance(held, dict) else ():
+        own = {key: each[key] for key in _KINDS if key in each} if isinstance(each, dict) else {}
+        is_whole = own.keys() >= {"name", "claim", "outcome"} and all(type(own[key]) in _KINDS[key] for key in own)
+        if is_whole and math.isfinite(own.get("cost_s") or 0):
+            found.append(Check(**own))
+    return found
+
+
+def by_name(checks: Iterable[Check]) -> dict[str, dict[str, Any]]:
+    """Return the checks as `summary.json` holds them under "proof"."""
+    return {check.name: check.as_json() for check in checks}
+
+
+def sheet(title: str, checks: Iterable[Check]) -> str:
+    """Return the checks as a page of Markdown."""
+    checks = list(checks)
+    rows = [
+        f"| {_shown(each.claim)} | **{_shown(each.outcome)}** | {each.times:,} | {_shown(each.tolerance) or '–'} | "
+        f"{'–' if each.cost_s is None else f'{each.cost_s:.2f} s'} |"
+        for each in checks
+    ]
+    failed, held = [each for each in checks if each.fails], [each for each in checks if each.outcome == Check.HOLDS]
+    wrong = f"{len(failed)} {'is' if len(failed) == 1 else 'are'} wrong"
+    verdict = f"Of {counted(len(failed) + len(held), 'claim')} checked, {wrong if failed else 'all hold'}."
+    verdict = verdict if failed or held else "Nothing was checked."
+    notes = [
+        f"- **{_shown(each.name)}** ({_shown(each.outcome)}): {_shown(each.found)}." for each in checks if each.found
+    ]
+    lines = [
+        f"# What is proved of {_shown(title)}",
+        "",
+        verdict,
+        "",
+        "| what was checked | result | times | tolerance | cost |",
+        "| --- | --- | --- | --- | --- |",
+        *rows,
+        "",
+        *notes,
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _shown(text: str) -> str:
+    """Return a text, which names of others' are part of, in one line of one cell, without a tag of HTML."""
+    return re.sub(r"([|<])", r"\\\1", one_line(text))
+
+
+def page(folder: Path, held: Mapping[str, Mapping[str, Any]] | None) -> bytes:
+    """Return the proof.md of a folder whose summary.json has `held` under "proof"."""
+    return sheet(folder.absolute().name, from_json(held)).encode(errors="backslashreplace")
+
+
+def add(folder: Path, checks: Iterable[Check], **more: Any) -> None:
+    """Write `checks`, and the fields `more`, into the folder's summary.json and proof.md, beside what is there.
+
+    A check replaces the one of its name. Raises OSError where the folder cannot be written, and ValueError where its
+    summary.json is damaged.
+    """
+    path = folder / SUMMARY
+    summary: dict[str, Any] = parse_json(read(path)) if os.path.lexists(path) else {}
+    proof = (summary.get("proof") or {}) | by_name(checks)
+    write_json(path, summary | more | {"proof": proof})
+    write_whole(folder / SHEET, page(folder, proof))

@@ -1,0 +1,1 @@
+"""One run: its folder, which it alone holds, and its course from start to summary."""

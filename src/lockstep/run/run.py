@@ -1,0 +1,193 @@
+"""One run's folder, held from its start to its summary.
+
+Rank 0 alone decides on the folder and writes, and all hear of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import hardware
+from ..checkpoint import find, resume
+from ..checkpoint.state import State
+from ..config.options import IDENTITY, flatten_common
+from ..config.schema import RunConfig
+from ..errors import RequestError
+from ..launch.table import visible_gpus
+from ..monitor import failures
+from ..monitor import output as said
+from ..monitor.notes import FOLDER
+from ..monitor.progress import SETUP
+from ..record.base import Nothing, Recorder
+from ..record.table import build as build_recorder
+from ..world.world import World
+from . import folders
+
+_CAME_UPON = "came upon"
+"""The note in which the first start of a run tells the next the last checkpoint that it came upon in its folder."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run whose folder is held: the config with that folder, who records it, and what it goes on from."""
+
+    config: RunConfig
+    recorder: Recorder
+    state: State | None
+
+
+@contextlib.contextmanager
+def opened(
+    config: RunConfig,
+    world: World,
+    *,
+    keys: Collection[str] = IDENTITY,
+    console: Recorder | None = None,
+    only: Collection[str] | None = None,
+) -> Iterator[Opened]:
+    """Hold the run's folder while the block runs, and record what it raises (*collective*).
+
+    `keys` are the options that a continued run has to share with the one before, and `console` replaces what a run
+    shows to a person; the options in `only` are recorded, by default all.
+    """
+    world.pulse.enter(SETUP)  # what rank 0 does with files, the others wait for
+    _check_alike(config, world)
+    asked = config
+    config, before = _after(config, world)
+    state = resume.load(config, world, keys=keys)  # what cannot be continued is refused before a folder is made
+    with (
+        _claimed(config, world, before) as folder,
+        said.kept(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main),
+    ):
+        config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=folder))
+        world.pulse.folder = folder
+        state = state or resume.load(config, world, keys=keys)  # of the folder that --resume auto has found
+        begun_s = time.time()
+        recorder: Recorder = Nothing()
+        if world.is_main:
+            facts = dataclasses.asdict(hardware.survey(visible_gpus()))
+            resume_step = state.meta["step"] if state else 0
+            recorder = build_recorder(
+                folder,
+                topology=world.topology,
+                hardware=facts,
+                config=_lasting(asked, folder),
+                identity=keys,
+                resume_step=resume_step,
+                console=console,
+                only=only,
+            )
+        try:
+            yield Opened(config, recorder, state)
+        except Exception as error:
+            failure = failures.account(error, world.rank, config)
+            cause = failures.cause_in(folder / "failures", since_s=begun_s) if failure.is_echo else ""
+            recorder.record("failed", exit=getattr(error, "exit_code", 1), error=cause or failure.sentence)
+            raise
+        finally:
+            recorder.close()
+
+
+def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
+    """Return the config with which this start goes on where an earlier one was lost, and its folder (*collective*).
+
+    None and the config as it is where there was no earlier one, or it was lost before it had a folder. Raises
+    `RequestError` where what was noted of it is no folder that this command would have taken.
+    """
+    told = world.gather(world.notes.read(FOLDER) if world.is_main else "")[0]
+    if not told:
+        return config, None
+    # Rank 0's alone: nodes may be in different working folders.
+    folder = Path(world.gather(world.together(lambda: str(taken_up(config, Path(told)) if world.is_main else "")))[0])
+    # Where it was lost before its first checkpoint, this one begins as it did.
+    again = world.gather(_last(folder) != world.notes.read(_CAME_UPON) if world.is_main else None)[0]
+    saving = dataclasses.replace(config.checkpoint, resume="auto") if again else config.checkpoint
+    recording = dataclasses.replace(config.record, output=folder)
+    return dataclasses.replace(config, checkpoint=saving, record=recording), folder
+
+
+def taken_up(config: RunConfig, told: Path) -> Path:
+    """Return the folder of an earlier start: the one that the flags name, else a default one of theirs that is `told`.
+
+    On several nodes the note comes over the network: it may choose among the runs that this command could have begun.
+    """
+    asked, output = config.checkpoint.resume, config.record.output
+    named = output or (folders.run_of(Path(asked)) if asked not in ("", "auto") else None)
+    if named is not None:
+        return named.absolute()
+    is_ours = told.parent == folders.RUNS.absolute() and told.name.startswith(folders.default_name(config))
+    if is_ours and not told.is_symlink():
+        return told
+    raise RequestError(
+        f"An earlier start of these ranks is said to have written to {told}, where this command would not have: give "
+        "all nodes the same --output, and start them in the same folder."
+    )
+
+
+def _last(folder: Path) -> str:
+    """Return the name of a run's last checkpoint, "" where it has none."""
+    found = find(folder)
+    return Path(os.path.realpath(found)).name if found else ""
+
+
+@contextlib.contextmanager
+def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[Path]:
+    """Hold the run's folder while the block runs; one that was made for a run that is refused goes (*collective*).
+
+    `before` is the folder of an earlier start of the same run, if there was one.
+    """
+    held: list[folders.RunFolder] = []
+
+    def attempt() -> str:
+        if not world.is_main:
+            return ""
+        claimed = folders.claim(config, before=before)
+        # From here on by its whole name: a data set of the user's may change the working folder.
+        path = claimed.path.absolute()
+        held.append(dataclasses.replace(claimed, path=path))
+        if before is None:
+            world.notes.write(_CAME_UPON, _last(path))
+        world.notes.write(FOLDER, str(path))
+        return str(path)
+
+    path = Path(world.gather(world.together(attempt))[0])
+    try:
+        yield path
+    except RequestError:
+        for claim in held:
+            claim.withdraw()
+        raise
+    finally:
+        for claim in held:
+            claim.release()
+
+
+def _lasting(config: RunConfig, folder: Path) -> RunConfig:
+    """Return what makes the run, as it was asked for: what repeats it in another folder.
+
+    How its ranks met, where it is written, and that it goes on in its own folder belong to this start.
+    """
+    parallel = dataclasses.replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None)
+    parallel = dataclasses.replace(parallel, clear_meeting=False, interface="")
+    resume = config.checkpoint.resume
+    own = resume == "auto" or (resume and folders.run_of(Path(resume).absolute()) == folder)
+    checkpoint = dataclasses.replace(config.checkpoint, resume="" if own else resume)
+    record = dataclasses.replace(config.record, output=None)
+    return dataclasses.replace(config, parallel=parallel, checkpoint=checkpoint, record=record)
+
+
+def _check_alike(config: RunConfig, world: World) -> None:
+    """Raise `RequestError`, on every rank, where one was started with other options than rank 0 (*collective*)."""
+    asked = {f"--{key}": value for key, value in flatten_common(config).items()}
+    if found := world.unlike(asked):
+        rank, differ = found
+        raise RequestError(
+            f"Rank {rank} was started with {differ}: the replicas would drift apart; "
+            "start every rank with the same options."
+        )

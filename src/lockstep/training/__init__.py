@@ -1,0 +1,1 @@
+"""Parts of a training step: precision, optimizers, schedules, losses, gradients."""

@@ -1,0 +1,233 @@
+"""The arithmetic: which dtype the weights have, which one the products run in, and how gradients stay finite.
+
+| name | weights and data | products          | gradients          |
+| fp32 | float32          | float32           | as they are        |
+| tf32 | float32          | TF32 tensor cores | as they are        |
+| bf16 | float32          | bfloat16 autocast | as they are        |
+| fp16 | float32          | float16 autocast  | scaled, unscaled before clipping |
+| fp64 | float64          | float64           | as they are        |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import _torch, hardware
+from ..config.schema import PrecisionConfig
+from ..errors import RequestError
+
+
+@dataclass(frozen=True)
+class Precision:
+    """One way to compute. `autocast` is entered around forward and loss, `backward` and `step` do the rest."""
+
+    name: str
+    dtype: torch.dtype
+    """dtype of weights and images."""
+    channels_last: bool
+    context: AbstractContextManager[Any]
+    """Made once and entered at each micro-batch: constructing an autocast costs more than entering one."""
+    scaler: Scaler | None = None
+    _begins: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: PrecisionConfig, device: torch.device) -> Precision:
+        """Return the precision asked for on `device`.
+
+        Raises `RequestError` where the device does not have it.
+        """
+        name = resolve(config.name, device)
+        if name == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
+            raise RequestError(f"--precision tf32 needs an NVIDIA GPU of Ampere or newer, found {device}; use fp32.")
+        if config.deterministic:  # what the caller's process has switched on itself stays on
+            torch.use_deterministic_algorithms(True)
+        if device.type == "cuda":
+            # Trying algorithms for the fastest is worth it for fixed shapes, and gives other bits each time.
+            torch.backends.cudnn.benchmark = not config.deterministic
+            # Through torch's older switches: its compiler and cudnn.flags ask these, and raise where only the newer
+            # ones (fp32_precision) were set, for one kind of product.
+            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+            torch.backends.cudnn.allow_tf32 = name == "tf32"
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        return cls(
+            name=name,
+            dtype=torch.float64 if name == "fp64" else torch.float32,
+            channels_last=config.channels_last == "on" or (config.channels_last == "auto" and name != "fp64"),
+            context=nullcontext() if half is None else torch.autocast(device.type, dtype=half),
+            scaler=Scaler(device) if name == "fp16" else None,
+        )
+
+    def place(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Return the model on `device`, in this precision's dtype and, for what has four dimensions, memory order.
+
+        Every buffer then has memory of its own for each element.
+        """
+        model = model.to(device=device, dtype=self.dtype)
+        for buffer in model.buffers():
+            if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+                buffer.data = buffer.data.clone()  # of an expanded one, rank 0's could not be written into it
+        if self.channels_last:
+            # Module.to would convert tensors of five dimensions (Conv3d) too, for which this order is not defined.
+            for held in (*model.parameters(), *model.buffers()):
+                if held.dim() == 4:
+                    # `to`, not `contiguous`, which leaves a 1 × 1 kernel strides that its gradient will not have.
+                    held.data = held.data.to(memory_format=torch.channels_last)
+        return model
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context for forward and loss."""
+        return self.context
+
+    def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
+        """Add the gradients of `weight` · `loss` (both 0-dim) to the parameters', scaled where float16 needs it."""
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        # As the gradient that the pass begins with, the weight costs no operation of its own.
+        scaled.backward(weight.to(loss) if isinstance(weight, Tensor) else self._begin(loss, weight))  # type: ignore[no-untyped-call]
+
+    def _begin(self, loss: Tensor, weight: float) -> Tensor:
+        """Return `weight` as a tensor like `loss` (0-dim), made once: all batches but the last have one weight."""
+        key = (weight, loss.dtype, loss.device)
+        if key not in self._begins:
+            self._begins.clear()
+            self._begins[key] = loss.new_full((), weight)
+        return self._begins[key]
+
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take the scale out of the gradients of `parameters`, in place, once they are summed over the ranks."""
+        if self.scaler is not None:
+            self.scaler.unscale([each.grad for each in parameters if each.grad is not None])
+
+    def step(self, optimizers: Sequence[Optimizer], *, clip: float | None, measure: bool = False) -> Tensor | None:
+        """Clip and apply unscaled gradients; return the norm before clipping if `clip` is set, or it is to be measured.
+
+        Under fp16, where a gradient is not finite, nothing changes but the scale.
+        """
+        norm = _clipped(optimizers, clip, measure)
+        for each in optimizers:
+            if self.scaler is None:
+                _torch.step(each)
+            else:
+                self.scaler.step(each, each.step)
+        if self.scaler is not None:
+            self.scaler.update()
+        return norm
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint has to hold of this: the scaler's scale."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)
+
+
+class Scaler:
+    """Loss scaling as torch's GradScaler does it, of all optimizers as one; the host waits for nothing.
+
+    Gradients are unscaled as soon as they are summed, several times to a step if need be. Where any of them since the
+    last `update` was not finite, no optimizer steps.
+    """
+
+    _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
+
+    def __init__(self, device: torch.device) -> None:
+        self._scale = torch.full((), 65536.0, device=device)
+        self._clean = torch.zeros((), dtype=torch.int32, device=device)
+        """Steps without an overflow since the scale was changed."""
+        self._overflow: Tensor | None = None
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss (0-dim) times the scale."""
+        return loss * self._scale
+
+    @torch.no_grad()
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """Unscale the gradients, in place, and note on the device whether all are finite."""
+        if gradients:
+            _torch.foreach_mul_(gradients, self._scale.reciprocal())
+            found = (~nn.utils.get_total_norm(gradients, math.inf).isfinite()).float()
+            self._overflow = found if self._overflow is None else torch.maximum(self._overflow, found)
+
+    def step(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
+        """Call `step`, the optimizer's, to no effect where a gradient was not finite."""
+        if self._overflow is None:
+            step()
+        elif getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's fused ones ask for it on the device
+            vars(optimizer).update(grad_scale=None, found_inf=self._overflow)
+            step()
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            _step_unless(optimizer, step, self._overflow > 0)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Adapt the scale to what was found since the last time."""
+        if self._overflow is not None:
+            bad, self._overflow = self._overflow > 0, None
+            grown = self._clean + 1 >= self._INTERVAL
+            factor = torch.where(bad, self._BACKOFF, torch.where(grown, self._GROWTH, 1.0))
+            self._clean = torch.where(bad | grown, 0, self._clean + 1).int()
+            self._scale = self._scale * factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what GradScaler's `state_dict` does."""
+        return {
+            "scale": self._scale.item(),
+            "growth_factor": self._GROWTH,
+            "backoff_factor": self._BACKOFF,
+            "growth_interval": self._INTERVAL,
+            "_growth_tracker": int(self._clean.item()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self._scale = torch.full_like(self._scale, state["scale"])
+        self._clean = torch.full_like(self._clean, state["_growth_tracker"])
+
+
+@torch.no_grad()
+def _step_unless(optimizer: Optimizer, step: Callable[[], Any], overflow: Tensor) -> None:
+    """Step, and put everything back as it was where `overflow` (0-dim, bool) holds, without asking the host.
+
+    That takes a copy of parameters and state for the time of the step. State made in this step becomes zeros, which is
+    what Muon's momentum begins with.
+    """
+    before = {held: held.clone() for held in _held(optimizer)}
+    step()
+    for held in _held(optimizer):
+        held.copy_(torch.where(overflow, before.get(held, 0), held))
+
+
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors that a step changes: parameters and state."""
+    parameters = [item for group in optimizer.param_groups for item in group["params"]]
+    states = [value for item in parameters for value in optimizer.state[item].values() if isinstance(value, Tensor)]
+    return [*parameters, *states]
+
+
+def _clipped(optimizers: Sequence[Optimizer], clip: float | None, measure: bool) -> Tensor | None:
+    """Scale the gradients to a norm of at most `clip`, if it is set; return the norm before, if either is asked."""
+    if clip is None and not measure:
+        return None
+    parameters = [item for each in optimizers for group in each.param_groups for item in group["params"]]
+    if clip is not None:
+        return nn.utils.clip_grad_norm_(parameters, clip)
+    return nn.utils.get_total_norm([item.grad for item in parameters if item.grad is not None])
+
+
+def resolve(name: str, device: torch.device) -> str:
+    """Return the precision that `name` stands for on `device`: auto is bf16 where the hardware multiplies it."""
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if hardware.has_bf16_units() else "fp32"

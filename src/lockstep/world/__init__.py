@@ -1,0 +1,1 @@
+"""The ranks as a value: topology, process group, shared memory, random state."""
