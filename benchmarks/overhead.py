@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep import RunConfig, World, override
-from lockstep.run.run import Opened
-from lockstep.session.session import Session
+from lockstep.runs.run import Opened
+from lockstep.sessions.session import Session
 from lockstep.steps.job import assemble
 
 from .harness import Report, interleave, verdict

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import torch
 
-from lockstep import RunConfig, World, launch
+from lockstep import RunConfig, World, launchers
 from lockstep.checkpoint import Checkpoints
-from lockstep.launch import guard
+from lockstep.launchers import guard
 from lockstep.monitor.watchdog import Watch
 from lockstep.steps.job import assemble
 from lockstep.steps.saving import Saver
@@ -151,7 +151,7 @@ def precautions() -> tuple[Series, Series, float]:
     config = dataclasses.replace(asked, parallel=dataclasses.replace(asked.parallel, devices=2))
     os.environ[_HELD_BACK] = "1"  # inherited by the ranks, which read it when they import this module
     try:
-        measured: tuple[Series, Series, float] | None = launch(_shares, config)
+        measured: tuple[Series, Series, float] | None = launchers(_shares, config)
     finally:
         del os.environ[_HELD_BACK]
     assert measured is not None

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
-from lockstep.session.session import Session
+from lockstep.sessions.session import Session
 from lockstep.world.world import World
 
 Learned = tuple[list[float], dict[str, Tensor]]

@@ -9,8 +9,8 @@ from typing import Any
 
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
-from lockstep.launch import stores
-from lockstep.launch.rollcall import Claim
+from lockstep.launchers import stores
+from lockstep.launchers.rollcall import Claim
 
 from .command import ROOT, Running, start
 from .ports import free_port

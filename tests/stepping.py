@@ -6,9 +6,9 @@ from collections.abc import Generator
 
 from lockstep.engine import train_share, train_step
 from lockstep.record.base import Nothing
-from lockstep.run.run import Opened
-from lockstep.session.scoring import Classifier
-from lockstep.session.session import Session
+from lockstep.runs.run import Opened
+from lockstep.sessions.scoring import Classifier
+from lockstep.sessions.session import Session
 from lockstep.steps.job import Job
 
 

@@ -42,9 +42,9 @@ CODE = os.pathsep.join([str(ROOT), SOURCE])
 _PRELOADED = (
     "lockstep.engine",
     "lockstep.cli.train",
-    "lockstep.launch.rank",
-    "lockstep.launch.supervisor",
-    "lockstep.launch.table",
+    "lockstep.launchers.rank",
+    "lockstep.launchers.supervisor",
+    "lockstep.launchers.table",
     "torch._dynamo",
     "torch.nn.parallel",
     "torch.utils.data",

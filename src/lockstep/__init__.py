@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from .engine import run, train
     from .errors import LockstepError, ProofError, RequestError, RunError, Stopped
     from .record.result import RunResult, Scores
-    from .session.script import launch
-    from .session.session import Session, session
+    from .sessions.script import launch
+    from .sessions.session import Session, session
     from .world.topology import Topology
     from .world.world import World
 
@@ -45,15 +45,15 @@ _HOMES = {
     "RunError": "errors",
     "RunResult": "record.result",
     "Scores": "record.result",
-    "Session": "session.session",
+    "Session": "sessions.session",
     "Stopped": "errors",
     "Topology": "world.topology",
     "World": "world.world",
-    "launch": "session.script",
+    "launch": "sessions.script",
     "override": "config.options",
     "recipe": "config.options",
     "run": "engine",
-    "session": "session.session:session",
+    "session": "sessions.session:session",
     "train": "engine",
 }
 

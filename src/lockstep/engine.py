@@ -19,9 +19,9 @@ from .checkpoint.state import State
 from .config.schema import RunConfig
 from .record.base import Recorder
 from .record.result import RunResult
-from .run.run import Opened, opened
-from .session.scoring import Classifier
-from .session.session import Session
+from .runs.run import Opened, opened
+from .sessions.scoring import Classifier
+from .sessions.session import Session
 from .steps.job import Job, assemble
 from .steps.loop import Source
 from .training.optim import Average, Optimizers

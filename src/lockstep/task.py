@@ -28,8 +28,8 @@ from .errors import RequestError
 from .models import table as models_table
 from .models.modes import evaluating
 from .record.console import Terminal
-from .session.scoring import best_of
-from .session.session import Session
+from .sessions.scoring import best_of
+from .sessions.session import Session
 from .steps import start
 from .training import optim
 from .training.losses import SAME_SUM

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from lockstep.launch import stores
+from lockstep.launchers import stores
 from lockstep.monitor.keys import SECRET, Keys
 
 from ..command import GATED, OPEN, at, command, end, gate, losses, processes, ranks_of, start, weights

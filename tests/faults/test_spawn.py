@@ -13,8 +13,8 @@ import torch
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError, RunError
-from lockstep.launch import rank
-from lockstep.launch.table import launch
+from lockstep.launchers import rank
+from lockstep.launchers.table import launch
 from lockstep.world.topology import Topology
 
 from .. import entries

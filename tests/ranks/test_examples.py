@@ -19,8 +19,8 @@ import torch
 
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
-from lockstep.session.script import Script
-from lockstep.session.session import Session
+from lockstep.sessions.script import Script
+from lockstep.sessions.session import Session
 from lockstep.world.world import World
 
 from ..command import ROOT, losses, until, weights

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RunError
-from lockstep.session.session import Session
+from lockstep.sessions.session import Session
 from lockstep.verify import first_step
 from lockstep.verify.first_step import FirstStep
 from lockstep.verify.gradients import gaps, worst

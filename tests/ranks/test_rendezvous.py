@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from lockstep.errors import RequestError
-from lockstep.launch import rollcall, stores
-from lockstep.launch.rollcall import Claim, Peers
+from lockstep.launchers import rollcall, stores
+from lockstep.launchers.rollcall import Claim, Peers
 
 from ..ports import free_port
 from ..starting import claim_of, doors_to

@@ -28,7 +28,7 @@ from lockstep.engine import run, train
 from lockstep.errors import ProofError, RequestError
 from lockstep.record.base import Nothing
 from lockstep.record.checks import Check
-from lockstep.session.scoring import evaluate_checkpoint
+from lockstep.sessions.scoring import evaluate_checkpoint
 from lockstep.world.world import World
 
 from ..command import events, refusal

@@ -88,7 +88,7 @@ class Cluster:
         for each in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 parent = each.parent()
-                if parent is not None and any("lockstep.launch.ray" in word for word in parent.cmdline()):
+                if parent is not None and any("lockstep.launchers.ray" in word for word in parent.cmdline()):
                     found[each] = parent.create_time()
         return sorted(found, key=lambda each: found[each])
 

@@ -19,7 +19,7 @@ from lockstep.config.registry import KINDS
 from lockstep.config.schema import OPTIMIZERS, PRECISIONS, SCHEDULES, RunConfig
 from lockstep.data import sets
 from lockstep.errors import RequestError
-from lockstep.launch import table as launchers
+from lockstep.launchers import table as launchers
 
 from ..command import Ended, refusal, sentence
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import RequestError
-from lockstep.launch import environments as dialects
-from lockstep.launch import join, table
+from lockstep.launchers import environments as dialects
+from lockstep.launchers import join, table
 
 from ..environments import environment
 from ..hostile import environments, often

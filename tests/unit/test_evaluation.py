@@ -16,7 +16,7 @@ from lockstep.data.source import Fetched, Indices
 from lockstep.engine import train
 from lockstep.record.base import Nothing
 from lockstep.record.result import Scores
-from lockstep.session.scoring import evaluate_checkpoint
+from lockstep.sessions.scoring import evaluate_checkpoint
 from lockstep.steps.evaluation import evaluate
 from lockstep.world.world import World
 

@@ -15,8 +15,8 @@ import pytest
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
-from lockstep.run import folders
-from lockstep.run import run as runs
+from lockstep.runs import folders
+from lockstep.runs import run as runs
 
 from ..command import refusal
 from ..starting import config

@@ -19,7 +19,7 @@ from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError, RunError
 from lockstep.hardware import Gpu
-from lockstep.launch import devices, rollcall, table
+from lockstep.launchers import devices, rollcall, table
 from lockstep.monitor import failures
 
 from ..environments import environment

@@ -21,10 +21,10 @@ from lockstep.cli.main import main
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
-from lockstep.launch.rank import variables
+from lockstep.launchers.rank import variables
 from lockstep.monitor import failures, output
 from lockstep.monitor.failures import Failure
-from lockstep.run import folders
+from lockstep.runs import folders
 from lockstep.verify import commands
 
 from ..command import Ended, refusal, sentence

@@ -12,7 +12,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-from lockstep.launch.nodes import _State
+from lockstep.launchers.nodes import _State
 from lockstep.monitor.keys import Keys
 
 

@@ -12,8 +12,8 @@ from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
 from lockstep.hardware import Gpu
-from lockstep.launch import table
-from lockstep.run import folders
+from lockstep.launchers import table
+from lockstep.runs import folders
 
 from ..command import refusal
 from ..starting import config

@@ -18,8 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import LockstepError, RequestError, RunError
-from lockstep.session import session
-from lockstep.session.session import Session
+from lockstep.sessions import session as sessions
+from lockstep.sessions.session import Session
 from lockstep.world.world import World
 
 from ..command import refusal
@@ -392,7 +392,7 @@ def test_a_copy_of_a_model_in_half_precision_is_its_own() -> None:
     assert isinstance(model, nn.Linear)
 
 
-@pytest.mark.parametrize("name", session._TAKEN)
+@pytest.mark.parametrize("name", sessions._TAKEN)
 def test_a_value_of_a_name_that_records_have_is_refused_by_that_name(name: str) -> None:
     ours, *_ = loop()
     with pytest.raises(RequestError, match=f"session.log was given '{name}', which records have"):

@@ -25,13 +25,13 @@ from ..config.schema import RunConfig
 from ..errors import RequestError, RunError, Stopped, counted
 from ..files import own_folder, shown
 from ..config.options import flatten
-from ..launch import table as launchers
-from ..launch.lifeline import end_with_parent
-from ..launch.table import visible_gpus
+from ..launchers import table as launchers
+from ..launchers.lifeline import end_with_parent
+from ..launchers.table import visible_gpus
 from ..record.console import duration
-from ..run import folders
+from ..runs import folders
 from ..screen import Screen
-from ..session.script import Script
+from ..sessions.script import Script
 from ..versions import version_of
 from . import flags, output, run, words
 from .train import entry

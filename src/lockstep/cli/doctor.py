@@ -14,9 +14,9 @@ from ..config.options import leaves
 from ..config.schema import ParallelConfig, RunConfig
 from ..doctor.examine import Examination, Report
 from ..errors import RequestError, RunError, counted
-from ..launch import table as launchers
+from ..launchers import table as launchers
 from ..printable import visible_json
-from ..run import folders
+from ..runs import folders
 from . import flags, output, words
 from .symptoms import show, verdict
 

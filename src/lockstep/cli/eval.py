@@ -14,7 +14,7 @@ from ..config.options import leaves, read_toml
 from ..config.schema import DataConfig, ParallelConfig, RecordConfig, RunConfig
 from ..errors import RequestError, choose
 from ..files import DEFECTS, parse_json, read, shown
-from ..launch import table as launchers
+from ..launchers import table as launchers
 from ..screen import Screen
 from . import flags, output, unread, words
 from .train import preflight
@@ -129,7 +129,7 @@ def _check_writable(folder: Path, predictions: Path | None) -> None:
 
 
 def _entry(config: RunConfig, world: World, **asked: Any) -> dict[str, Any]:
-    from ..session.scoring import evaluate_checkpoint
+    from ..sessions.scoring import evaluate_checkpoint
 
     output.survive()  # a rank is a process of its own
     return evaluate_checkpoint(config, world, **asked)

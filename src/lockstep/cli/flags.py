@@ -18,7 +18,7 @@ from ..config.options import Leaf, code, leaves, read_toml, recipe
 from ..config.schema import RunConfig
 from ..errors import RequestError, unknown
 from ..files import shown
-from ..run import folders
+from ..runs import folders
 from . import output, unread
 
 _HELP = ("--help", "-h")

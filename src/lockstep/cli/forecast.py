@@ -21,8 +21,8 @@ from ..config.options import flatten
 from ..config.schema import RunConfig
 from ..errors import RequestError, RunError, Stopped, counted
 from ..files import parse_json, read, shown, understanding, write_json, write_whole
-from ..launch import table as launchers
-from ..run import folders
+from ..launchers import table as launchers
+from ..runs import folders
 from ..screen import Screen
 from . import output, run, variants, words
 

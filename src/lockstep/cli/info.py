@@ -11,7 +11,7 @@ from ..config.options import recipes
 from ..config.registry import KINDS
 from ..data import sets
 from ..errors import RequestError
-from ..launch import table as launchers
+from ..launchers import table as launchers
 from ..models import table as models
 from ..screen import Screen
 from ..versions import version_of

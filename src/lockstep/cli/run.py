@@ -13,9 +13,9 @@ from ..config.options import leaves
 from ..config.registry import KINDS, kind, per_device
 from ..config.schema import DataConfig, ModelConfig, RunConfig
 from ..errors import RequestError
-from ..launch import table as launchers
-from ..run import folders
-from ..session.script import Script
+from ..launchers import table as launchers
+from ..runs import folders
+from ..sessions.script import Script
 from . import flags, output
 
 _USAGE = """\

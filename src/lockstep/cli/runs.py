@@ -10,7 +10,7 @@ from typing import Any
 from ..compare import past
 from ..compare.past import Run
 from ..errors import RequestError
-from ..run import folders
+from ..runs import folders
 from ..screen import Screen
 from . import compare, output, words
 

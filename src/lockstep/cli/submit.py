@@ -14,7 +14,7 @@ from ..config.options import flatten
 from ..config.schema import RunConfig
 from ..errors import RequestError, Stopped, unknown
 from ..files import write_whole
-from ..launch.submit import (
+from ..launchers.submit import (
     NAME,
     WARNED_FROM_S,
     Layout,
@@ -29,7 +29,7 @@ from ..launch.submit import (
     submit,
 )
 from ..printable import told
-from ..run import folders
+from ..runs import folders
 from . import flags, output, words
 from .train import preflight
 

@@ -10,9 +10,9 @@ from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..data import sets
 from ..errors import RequestError, choose
-from ..launch import table as launchers
+from ..launchers import table as launchers
 from ..models import table as models
-from ..run import folders
+from ..runs import folders
 from . import flags, output
 
 if TYPE_CHECKING:

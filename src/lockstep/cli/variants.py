@@ -16,7 +16,7 @@ from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..files import parse_json, read, understanding, write_json
 from ..config.options import recipes
-from ..run import folders
+from ..runs import folders
 from ..screen import Screen, line
 from ..versions import version_of
 from . import flags, run

@@ -10,7 +10,7 @@ from ..config.options import leaves
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..errors import RequestError, counted, unknown
-from ..launch import table
+from ..launchers import table
 
 MOST = 64
 """Variants that are run without --yes."""

@@ -11,7 +11,7 @@ from typing import Any
 from ..config.options import read_named
 from ..errors import RequestError
 from ..files import parse_json, read, shown, understanding
-from ..run import folders
+from ..runs import folders
 from . import records
 from .numbers import Interval, spread
 from .rows import Row

@@ -22,7 +22,7 @@ import psutil
 from .. import hardware
 from ..errors import LockstepError, RequestError, RunError, counted
 from ..files import own_folder, parse_json, read, shown, understanding, write_json
-from ..launch.table import visible_gpus
+from ..launchers.table import visible_gpus
 from . import numbers, records, trials
 from .grid import Cell, Words
 from .numbers import Interval

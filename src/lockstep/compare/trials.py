@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import LockstepError, RequestError, Stopped
 from ..files import own_folder, parse_json, read, understanding, write_json
-from ..run import folders
+from ..runs import folders
 from ..verify import commands
 from . import measured
 from .grid import Words

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ..launch import rank
+from ..launchers import rank
 from ..monitor import bounded
 from ..monitor.failures import is_echo, one_line
 from ..world.topology import Topology

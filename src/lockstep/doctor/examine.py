@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from .. import hardware
 from ..config.schema import RunConfig
 from ..hardware import Gpu
-from ..launch import hosts, rank, table
-from ..launch.devices import drives_all
+from ..launchers import hosts, rank, table
+from ..launchers.devices import drives_all
 from ..world.topology import Topology
 from . import collectives, devices, disk, host, network
 from .finding import RED, UNCHECKED, Finding, Probe, look, merged

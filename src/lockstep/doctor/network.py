@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..launch import hosts
+from ..launchers import hosts
 from ..world.topology import Topology
 from .finding import RED, UNCHECKED, YELLOW, Finding, found
 

@@ -76,8 +76,8 @@ def _tried(name: str, model: nn.Module, x: Tensor) -> Any:
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise RequestError(
             f"--model {name} cannot take this data set's samples, {x.dtype} of shape {tuple(x.shape[1:])}: it "
-            f"{user_code.raised(error)}; give a model for such samples (arguments named classes, in_channels, image_size and "
-            "shape are told of them), or other data."
+            f"{user_code.raised(error)}; give a model for such samples (arguments named classes, in_channels, "
+            "image_size and shape are told of them), or other data."
         ) from error
 
 

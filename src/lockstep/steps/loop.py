@@ -25,7 +25,7 @@ from ..files import own_folder, shown, understanding, write_json
 from ..monitor.signals import StopRequest
 from ..record.base import Recorder
 from ..record.result import Scores
-from ..run.folders import unwritable
+from ..runs.folders import unwritable
 from ..training.precision import Precision
 from ..world.random_state import load_generators, save_generators, seed_all
 from ..world.world import World

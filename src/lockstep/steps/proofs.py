@@ -19,7 +19,7 @@ from ..config.schema import RunConfig
 from ..errors import ProofError, RequestError, counted
 from ..record import checks as proof
 from ..record.checks import Check
-from ..run import folders
+from ..runs import folders
 from ..world.world import World
 from .prepared import Prepared
 

@@ -10,7 +10,7 @@ from ..checkpoint import Checkpoints, find, peek
 from ..checkpoint.state import State
 from ..files import shown, understanding
 from ..record.base import Recorder
-from ..run.folders import unwritable
+from ..runs.folders import unwritable
 from ..world.world import World
 
 _MEND = "mend what the warnings tell of"

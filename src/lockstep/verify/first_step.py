@@ -52,7 +52,7 @@ def kept() -> Iterator[dict[str, Tensor]]:
     from torch.optim import Optimizer
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from ..session.session import Session
+    from ..sessions.session import Session
 
     models: list[nn.Module] = []
     stepped: list[Optimizer] = []

@@ -362,10 +362,8 @@ class Workbench:
         names: dict[str, None] = {}
         for case in self.cases:
             found = self._compute(alone, self.share(case, same=True), case, NOTHING, exchanges=False)
-            own = [
-                name for name, each in job.model.named_parameters() if each.requires_grad and name not in found
-            ]
-            names |= dict.fromkeys(name for theirs in self.world.gather(user_code) for name in theirs)
+            own = [name for name, each in job.model.named_parameters() if each.requires_grad and name not in found]
+            names |= dict.fromkeys(name for theirs in self.world.gather(own) for name in theirs)
         return list(names)
 
     def read(self, case: Case) -> Micros:

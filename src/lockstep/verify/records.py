@@ -19,7 +19,7 @@ from ..config.options import read_toml
 from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..files import lines_of, parse_json, understanding
-from ..run.folders import run_of
+from ..runs.folders import run_of
 
 CONFIG, MANIFEST, STEPS, SUMMARY = "config.toml", "manifest.json", "steps.jsonl", "summary.json"
 _STOPPED = 75

@@ -16,10 +16,10 @@ from ...config.registry import KINDS, with_several
 from ...config.schema import ParallelConfig, RunConfig
 from ...errors import ProofError, RequestError, RunError
 from ...files import check_own
-from ...launch import table as launchers
+from ...launchers import table as launchers
 from ...record import checks
 from ...record.checks import Check
-from ...run import folders
+from ...runs import folders
 from ...screen import Screen, line
 from ...verify import curve, variants
 from ...verify.curve import Outcome

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from ...errors import RequestError
-from ...launch import table as launchers
-from ...run import folders
+from ...launchers import table as launchers
+from ...runs import folders
 from ...verify.first_step import FirstStep
 from .. import flags, run
 from ..train import entry

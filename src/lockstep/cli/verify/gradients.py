@@ -16,9 +16,9 @@ from ...config.options import override
 from ...config.registry import KINDS
 from ...config.schema import RunConfig
 from ...errors import ProofError, RequestError, counted, ranks_named
-from ...launch import table as launchers
+from ...launchers import table as launchers
 from ...record import checks
-from ...run import folders
+from ...runs import folders
 from ...screen import Part, Screen, line
 from .. import flags, output, run, words
 from ..train import preflight

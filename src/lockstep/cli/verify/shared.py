@@ -8,7 +8,7 @@ from pathlib import Path
 from ... import hardware
 from ...config.schema import RunConfig
 from ...errors import RequestError
-from ...launch import table as launchers
+from ...launchers import table as launchers
 from ...record import checks as proof
 from ...record.checks import Check
 

@@ -19,7 +19,7 @@ from ..checkpoint.state import State
 from ..config.options import IDENTITY, flatten_common
 from ..config.schema import RunConfig
 from ..errors import RequestError
-from ..launch.table import visible_gpus
+from ..launchers.table import visible_gpus
 from ..monitor import failures
 from ..monitor import output as said
 from ..monitor.notes import FOLDER

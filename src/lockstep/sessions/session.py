@@ -44,7 +44,7 @@ from ..nn.sync_batchnorm import SyncBatchNorm
 from ..record.base import Nothing, Recorder
 from ..record.console import Notices
 from ..record.telemetry import SAMPLED
-from ..run.run import Opened, opened
+from ..runs.run import Opened, opened
 from ..steps.loop import Loop, Source
 from ..steps.prepared import Prepared, as_float32
 from ..training.gradients import Gradients, Held, check_loss

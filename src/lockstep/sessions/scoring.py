@@ -19,7 +19,7 @@ from ..errors import RequestError
 from ..files import check_own, own_folder, shown, understanding, write_json, write_whole
 from ..models.modes import evaluating
 from ..record.result import RunResult, Scores
-from ..run.folders import unwritable
+from ..runs.folders import unwritable
 from ..steps import report, start
 from ..steps.evaluation import Predictions, evaluate
 from ..steps.job import Job, assemble

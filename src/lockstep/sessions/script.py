@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..config.options import override
 from ..config.schema import DataConfig, ModelConfig, RunConfig
 from ..errors import LockstepError, RequestError, RunError, Stopped, UnmatchedError
-from ..launch import table
+from ..launchers import table
 from ..monitor import bounded, failures
 from ..monitor.progress import SETUP
 from ..printable import told, visible
