@@ -37,11 +37,11 @@ class Kind(NamedTuple):
 
 _UNUSED = ("find-unused",)
 KINDS = {
-    "single": Kind("single", "Single", "one device", False, False),
-    "dp": Kind("data_parallel", "DataParallel", "one process drives several devices (threads on a CPU)", False, True),
-    "ddp": Kind("ddp", "DDP", "one process a device, gradients all-reduced while backward runs", True, False, _UNUSED),
+    "single": Kind(".single", "Single", "one device", False, False),
+    "dp": Kind(".data_parallel", "DataParallel", "one process drives several devices (threads on a CPU)", False, True),
+    "ddp": Kind(".ddp", "DDP", "one process a device, gradients all-reduced while backward runs", True, False, _UNUSED),
     "hybrid": Kind(
-        "hybrid",
+        ".hybrid",
         "Hybrid",
         "one process a node drives several devices (threads on a CPU), gradients all-reduced between processes",
         True,

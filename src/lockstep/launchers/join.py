@@ -19,30 +19,36 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ..config.registry import kind
-from ..config.schema import ParallelConfig
+from ..config.schema import ParallelConfig, RunConfig
 from ..errors import RequestError
 from ..files import write_whole
 from ..monitor.failures import Failure
 from ..printable import told
 from ..world.topology import Topology
 from . import environments, hosts, rank, stores
-from .devices import gpu_ids, host_and_port, meets_by_url
+from .devices import Entry, gpu_ids, host_and_port, meets_by_url
 from .environments import Place
-from .table import LaunchPlan
 
 _EXAMPLES = "give tcp://HOST:PORT, file:///PATH, or env://"
 _ECHO_WAITS_S = 1.5
 
 
+def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
+    """Run the entry as the rank that a resolved config makes of this process; return its value on rank 0."""
+    with seat(config, env) as mine:
+        return mine.run(entry, config)
+
+
 @contextlib.contextmanager
-def seat(planned: LaunchPlan, env: Mapping[str, str]) -> Iterator[rank.Seat]:
-    """Be the rank that the plan makes of this process while the block runs (*collective*)."""
-    config = planned.config
-    is_alone = planned.launcher == "inline"
-    place = environments.read(env) if planned.launcher == "environment" else None
+def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
+    """Be the rank that a resolved config makes of this process while the block runs (*collective*)."""
+    launcher = config.parallel.launcher
+    is_alone = launcher == "inline"
+    place = environments.read(env) if launcher == "environment" else None
     known = Topology() if is_alone else place.topology if place is not None and place.knows_node else None
     if place is not None:
         index, size = place.topology.rank, place.topology.size

@@ -19,7 +19,8 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config.schema import ParallelConfig, RunConfig
 from ..errors import RequestError, counted, unknown
@@ -30,17 +31,27 @@ from .environments import check_started, is_spoken, ranks_told, started_elsewher
 if TYPE_CHECKING:
     from ..world.world import World
 
-_HOW = {
-    "inline": "is this process alone",
-    "spawn": "starts its ranks itself",
-    "elastic": "numbers the ranks itself",
-    "environment": "lets ranks meet at the environment's MASTER_ADDR and MASTER_PORT",
-    "manual": "",
-    "ray": "starts its ranks itself",
+
+class Launcher(NamedTuple):
+    """One line a launcher: a module with `launch(entry, config, env)`, which has rank 0's value or None."""
+
+    module: str
+    joins: bool
+    """Whether this process, which runs already, is a rank; else ranks are started."""
+    refuses: str
+    """Why flags that say how ranks meet are none of its; "" where they are."""
+    on_several: str = ""
+    """The module in its place where there may be several nodes."""
+
+
+LAUNCHERS = {
+    "inline": Launcher(".join", True, "is this process alone"),
+    "spawn": Launcher(".supervisor", False, "starts its ranks itself"),
+    "elastic": Launcher(".supervisor", False, "numbers the ranks itself", ".nodes"),
+    "environment": Launcher(".join", True, "lets ranks meet at the environment's MASTER_ADDR and MASTER_PORT"),
+    "manual": Launcher(".join", True, ""),
+    "ray": Launcher(".ray", False, "starts its ranks itself"),
 }
-"""The launchers, and why flags that say how ranks meet are none of theirs."""
-_JOINING = ("inline", "environment", "manual")
-"""Launchers by which a process that runs already is one rank; by the others it would begin ranks of its own."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +100,14 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None
         raise RequestError(f"launch takes a function of (config, world) that each rank calls; found {entry!r}.")
     env = os.environ if env is None else env
     planned = plan(config, env)
-    if planned.launcher in _JOINING:
-        from . import join
-
-        with join.seat(planned, env) as seat:
-            return seat.run(entry, planned.config)
-    if planned.launcher == "ray":
-        from . import ray as starter
-    elif planned.config.parallel.most_nodes > 1:
+    found = LAUNCHERS[planned.launcher]
+    module = found.module
+    if found.on_several and planned.config.parallel.most_nodes > 1:
         from .stores import import_torch
 
         import_torch()
-        from . import nodes as starter  # type: ignore[no-redef]
-    else:
-        from . import supervisor as starter  # type: ignore[no-redef]
-    return starter.launch(entry, planned.config, env)
+        module = found.on_several
+    return import_module(module, __package__).launch(entry, planned.config, env)
 
 
 @contextlib.contextmanager
@@ -118,7 +122,7 @@ def joined(config: RunConfig, env: Mapping[str, str] | None = None) -> Iterator[
 
     env = os.environ if env is None else env
     planned = joining(config, env)
-    with join.seat(planned, env) as seat, seat.world() as world:
+    with join.seat(planned.config, env) as seat, seat.world() as world:
         yield planned.config, world
 
 
@@ -128,7 +132,7 @@ def joining(config: RunConfig, env: Mapping[str, str]) -> LaunchPlan:
     if planned.launcher == "spawn" and asked.devices is None and not asked.gpus:
         # `python train.py` on a machine with several GPUs: nobody has asked for more processes than there are.
         planned = plan(dataclasses.replace(config, parallel=dataclasses.replace(asked, devices=1)), env)
-    if planned.launcher not in _JOINING:
+    if not LAUNCHERS[planned.launcher].joins:
         raise RequestError(
             f"--launcher {planned.launcher} would start processes, and this script runs in one already: start it with "
             "lockstep run [flags] SCRIPT."
@@ -138,7 +142,7 @@ def joining(config: RunConfig, env: Mapping[str, str]) -> LaunchPlan:
 
 def names() -> tuple[str, ...]:
     """Return the names that --launcher takes besides auto."""
-    return tuple(_HOW)
+    return tuple(LAUNCHERS)
 
 
 def least_ranks(config: RunConfig) -> int:
@@ -160,9 +164,9 @@ def visible_gpus() -> str | None:
 def _choose(config: RunConfig, env: Mapping[str, str]) -> str:
     parallel = config.parallel
     name = _auto(config, env) if parallel.launcher == "auto" else parallel.launcher
-    if name not in _HOW:
-        raise unknown("launcher", name, ["auto", *_HOW])
-    if (name == "inline" or name not in _JOINING) and (told := started_elsewhere(env)):
+    if name not in LAUNCHERS:
+        raise unknown("launcher", name, ["auto", *LAUNCHERS])
+    if (name == "inline" or not LAUNCHERS[name].joins) and (told := started_elsewhere(env)):
         variables = ", ".join(f"{variable}={value}" for variable, value in told.items())
         raise RequestError(
             f"--launcher {name}: the environment's {variables} say that another program, such as torchrun, has started "
@@ -208,9 +212,9 @@ def _check_meeting(name: str, parallel: ParallelConfig) -> None:
     if name == "environment":  # which compares rank and world size with the environment's
         flags = {"--init-method": parallel.init_method if meets_by_url(parallel) else None}
     given = [f"{flag} {value}" for flag, value in flags.items() if value is not None]
-    if _HOW[name] and given:
+    if (why := LAUNCHERS[name].refuses) and given:
         raise RequestError(
-            f"--launcher {name} {_HOW[name]}: {', '.join(given)} {'belong' if given[1:] else 'belongs'} to --launcher "
+            f"--launcher {name} {why}: {', '.join(given)} {'belong' if given[1:] else 'belongs'} to --launcher "
             f"manual; drop {'them' if given[1:] else 'it'}, or take --launcher manual."
         )
     if name == "elastic" and parallel.most_nodes > 1 and not parallel.init_method.startswith("tcp:"):

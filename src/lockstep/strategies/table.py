@@ -27,5 +27,5 @@ def build(config: ParallelConfig, world: World) -> Strategy:
             f"--strategy {name} is one process, and here are {world.size}, each of which would train a model of its "
             f"own; take --strategy {registry.with_ranks()}."
         )
-    strategy: Strategy = getattr(import_module(f".{kind.module}", __package__), kind.type)(config, world)
+    strategy: Strategy = getattr(import_module(kind.module, __package__), kind.type)(config, world)
     return strategy
