@@ -14,9 +14,10 @@ SCRIPT = """
 import os, pathlib, signal, sys
 import torch
 from torch.utils.data import DataLoader
-from lockstep import errors, script
-from lockstep.config import RunConfig
-from lockstep.options import override
+from lockstep import errors
+from lockstep.sessions import script
+from lockstep.config.schema import RunConfig
+from lockstep.config.options import override
 
 class Numbers:
     def __len__(self):

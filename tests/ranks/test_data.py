@@ -152,9 +152,9 @@ def mine(): return Mine(8), Mine(8)
 """
 _SPAWNS = """
 import multiprocessing, numpy, torch
-from lockstep.config import DataConfig
+from lockstep.config.schema import DataConfig
 from lockstep.data.sets import build
-from lockstep.world import World
+from lockstep.world.world import World
 
 multiprocessing.set_start_method("spawn")  # as it is in a rank that was spawned
 config = DataConfig(name="mine_in_a_folder:mine", workers=1)

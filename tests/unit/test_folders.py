@@ -24,7 +24,8 @@ from ..starting import config
 _HOLDER = """
 import sys
 from pathlib import Path
-from lockstep import RunConfig, folders, override
+from lockstep import RunConfig, override
+from lockstep.runs import folders
 held = folders.claim(override(RunConfig(), output=sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -51,7 +51,7 @@ def test_under_nohup_a_terminal_that_goes_changes_nothing_and_any_thread_may_ask
 
 _STUBBORN = """
 import pathlib, time
-from lockstep.interrupts import StopRequest
+from lockstep.monitor.signals import StopRequest
 with StopRequest():
     pathlib.Path("ready").touch()
     while True:

@@ -34,7 +34,7 @@ def source(name: str, augment: Sequence[str], *, seed: int = 0) -> Source:
     config = DataConfig(augment=tuple(augment))
     wish = Wish(config=config, seed=seed, world=World.alone(), dtype=torch.float64, channels_last=True)
     read = lambda: {"train": (pixels, labels), "test": (pixels[:5], labels[:5])}  # noqa: E731
-    return resident.build(wish, read, **about).train  # type: ignore[arg-type]
+    return resident.build(wish, read, **about).train
 
 
 def fetch(made: Source, count: int, epoch: int = 0) -> tuple[Tensor, Tensor]:

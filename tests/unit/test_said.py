@@ -17,7 +17,7 @@ import pytest
 _HEAD = """
 import os, sys
 from pathlib import Path
-from lockstep import said
+from lockstep.monitor import output as said
 with said.kept(Path(sys.argv[1]), shown=sys.argv[2] == "shown"):
 """
 SAYS = """

@@ -60,9 +60,9 @@ def _watched(store: Keys, *pulses: Pulse, stalls_s: tuple[float, ...], **options
 
     def ends(watch: Watch, failure: Failure) -> None:
         if failure.rank == 0:  # which serves the store, where a rank does
-            watchdog.let_others_hear()
+            watch.let_others_hear()
         told.append(failure)
-        watchdog.let_others_hear()
+        watch.let_others_hear()
 
     options = {"nodes": ["a", "b"], "server": None, "beat_s": 0.05, "ends": ends} | options
     watches = [
@@ -183,7 +183,9 @@ def test_time_for_which_this_process_was_stopped_does_not_count(
     with _watched(_file(tmp_path), *pulses, stalls_s=(10.0, 10.0)) as told:
         time.sleep(0.2)
         real = time.monotonic
-        monkeypatch.setattr("lockstep.watch.time.monotonic", lambda: real() + 3600.0)  # as if asleep for an hour
+        monkeypatch.setattr(
+            "lockstep.monitor.watchdog.time.monotonic", lambda: real() + 3600.0
+        )  # as if asleep for an hour
         time.sleep(0.5)
         assert told == []
 
@@ -219,7 +221,8 @@ _HANGS = """
 import sys, time, types
 from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
-from lockstep import __main__ as command, bounded
+from lockstep import __main__ as command
+from lockstep.monitor import bounded
 
 class Slow:  # what is left of the interpreter takes long to end, so that the call comes back before it has
     def __del__(self, sleep=time.sleep):

@@ -52,7 +52,7 @@ class RunResult:
     data_wait_s: float | None = None
     peak_memory_bytes: dict[str, int] | None = None
     proof: dict[str, Any] | None = None
-    """What was proved, by name: the fields of `lockstep.proof.Check`."""
+    """What was proved, by name: the fields of `lockstep.record.checks.Check`."""
     best_on: str = "test set"
     """The set that the best weights were chosen on: the validation set, where there is one."""
     test: dict[str, Any] | None = None
