@@ -12,8 +12,6 @@ from lockstep.cli.main import main
 ROOM = 2 << 30
 
 if __name__ == "__main__":
-    import lockstep.engine  # so that its memory counts as the command's own
-    import lockstep.verify.tensors  # noqa: F401
 
     most = psutil.Process().memory_info().vms + ROOM
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

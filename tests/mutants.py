@@ -361,7 +361,7 @@ a rank that stands still is never found: monitor/watchdog.py
 + else 100 * self._stall_s):
 = unit/test_watch.py::test_a_rank_whose_beats_no_longer_rise_is_silent
 a rank whose beats stay the same is taken to live: monitor/heartbeat.py
-- if beat.number != last:
+- if beat.number != last.number:
 + if True:
 = unit/test_curve.py::test_the_others_end_with_the_first_that_fails_and_so_does_all_they_started
 what a variant's command has started outlives it: verify/commands.py

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +17,6 @@ import psutil
 
 from ..errors import ProofError, RequestError, RunError, Stopped
 from ..files import lines_of, ours
-from ..launchers.lifeline import end_group
 
 Command = tuple[str, ...]
 _LOOK_S = 0.05
@@ -121,7 +122,8 @@ def _end(children: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
                             each.kill()
                 child.wait()
         for child in children:  # data workers whose rank was killed, which may be stopped
-            end_group(child.pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
 
 
 def _error(name: str, code: int, log: Path) -> Exception:
