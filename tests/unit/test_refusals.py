@@ -139,7 +139,7 @@ OWN = """
 --model mobilenet_v3_small             | images of 3 channels | has 1 | one of our own
 --data {own}:outside                   | test sample 3 has label 3 | 0 to 2
 --data {own}:empty                     | train data | no sample
---data {own}:one_set                   | returned one TensorDataset | two data sets
+--data {own}:one_set                   | returned TensorDataset | two data sets
 --data {own}:streams                   | cannot be read by index | map-style
 --data {own}:fractions                 | train labels are torch.float32 | one whole number for each sample
 --data {own}:broken                    | raised FileNotFoundError at | my.csv
