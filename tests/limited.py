@@ -12,7 +12,6 @@ from lockstep.cli.main import main
 ROOM = 2 << 30
 
 if __name__ == "__main__":
-
     most = psutil.Process().memory_info().vms + ROOM
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     sys.exit(main())

@@ -11,30 +11,9 @@ import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
 
-# A room knows those below it, and none beside it. Modules at the top of the package are rooms of one file.
-LAYERS = [
-    rooms.split()
-    for rooms in (
-        "printable synonyms",
-        "errors",
-        "files screen versions hardware batching",
-        "config",
-        "monitor",
-        "user_code _torch",
-        "world",
-        "checkpoint",
-        "data models nn training strategies record",
-        "launchers checks",
-        "runs doctor",
-        "steps",
-        "sessions",
-        "engine",
-        "task verify",
-        "compare",
-        "cli",
-        "__main__ __init__",
-    )
-]
+# Top down, as the map of the house draws them: a room knows those below it, and none beside it.
+MAP = (SOURCE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+LAYERS = [re.split(r"\s{3,}", line)[0].split() for line in MAP.split("```")[1].strip().splitlines()][::-1]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 FILES = {path.relative_to(SOURCE): path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))}
 
@@ -56,6 +35,12 @@ def _imported(file: Path) -> Iterator[str]:
         else:
             continue
         yield from (name[1] for name in names if name[0] == "lockstep" and len(name) > 1 and name[1] in LEVEL)
+
+
+def test_the_map_names_every_room() -> None:
+    assert all(
+        re.search(rf"`{room}[.`]", MAP.partition("## The rooms")[2]) for room in LEVEL if not room.startswith("_")
+    )
 
 
 def test_imports_point_down() -> None:
