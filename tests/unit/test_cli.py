@@ -61,12 +61,25 @@ def test_refusals_and_help_import_no_torch() -> None:
     code = (
         "import sys; from lockstep.cli.main import main\n"
         "for words in ('--help', '--version', 'train digit', 'train digits --batch 2 --devices 3', 'info', 'eval x', "
-        "'eval --help', 'train digits --launcher spawn --nodes 2'): main(words.split())\n"
+        "'eval --help', 'train digits --launcher spawn --nodes 2', 'train digits --dry-run'): main(words.split())\n"
         "try: main(['train', '--help'])\n"
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_dry_run_says_what_would_run_and_where_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "digits", "--devices", "2", "--accelerator", "cpu", "--accumulate", "2", "--dry-run"]
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "launcher spawn, strategy ddp, accelerator cpu, devices 2 on each node" in told
+    assert "2 ranks of 2 on this node, of 1 node" in told
+    assert "global batch 64 = 2 ranks × 2 micro-batches × 16" in told
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])

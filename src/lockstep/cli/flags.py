@@ -28,7 +28,7 @@ _TRAIN = "lockstep train"
 
 @dataclass(frozen=True)
 class Arguments:
-    """Train one model on any number of devices."""
+    """Train one model on any number of devices. With --dry-run: print what would run, and where, and start nothing."""
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
     recipe: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[RECIPE]")] = None

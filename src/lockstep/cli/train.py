@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from ..batching import BatchPlan
@@ -13,37 +14,47 @@ from ..errors import RequestError, choose
 from ..launchers import table as launchers
 from ..models import table as models
 from ..runs import folders
+from ..screen import Screen
 from . import flags, output
 
 if TYPE_CHECKING:
     from ..record.result import RunResult
     from ..world.world import World
 
+DRY_RUN = "--dry-run"
+"""Print what would run, and where; start nothing."""
+
 
 def main(given: list[str]) -> int:
     """Train, and return the exit code."""
     if not given:
         raise RequestError(f"lockstep train lacks what to train: give a recipe ({', '.join(recipes())}), or flags.")
-    config = flags.parse(given, prog="lockstep train")
-    check(config)
-    if not launchers.starts_here(config):
-        launchers.launch(entry, config)
-        return 0
-    folders.check(config)
-    with folders.begun(config) as begun:
-        launchers.launch(entry, begun)
+    config = flags.parse([word for word in given if word != DRY_RUN], prog="lockstep train")
+    preflight(config)
+    planned = launchers.plan(config)
+    batches = share_out(config, planned.least_ranks)
+    if planned.starts_here:
+        folders.check(config)
+    if DRY_RUN in given:
+        Screen().say(f"{planned}\n{batches}")
+    elif planned.starts_here:
+        with folders.begun(planned.config) as begun:
+            launchers.start(entry, dataclasses.replace(planned, config=begun))
+    else:
+        launchers.start(entry, planned)
     return 0
 
 
 def check(config: RunConfig) -> None:
     """Refuse what can be seen to be impossible, a batch that cannot be shared out included."""
     preflight(config)
-    BatchPlan.solve(
-        config.batch.size,
-        launchers.least_ranks(config),
-        micro_size=config.batch.micro_batch,
-        accumulation=config.batch.accumulate,
-    )
+    share_out(config, launchers.least_ranks(config))
+
+
+def share_out(config: RunConfig, ranks: int) -> BatchPlan:
+    """Return how the global batch is cut; raise `RequestError` where it cannot be."""
+    batch = config.batch
+    return BatchPlan.solve(batch.size, ranks, micro_size=batch.micro_batch, accumulation=batch.accumulate)
 
 
 def preflight(config: RunConfig) -> None:

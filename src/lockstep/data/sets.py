@@ -36,14 +36,14 @@ def _digits(wish: Wish) -> Splits:
     return resident.build(wish, digits.read, classes=digits.CLASSES, mean=(digits.MEAN,), std=(digits.STD,))
 
 
-def _cifar(official: cifar.Cifar) -> _Entry:
+def _cifar(official: cifar.Cifar) -> Entry:
     def build(wish: Wish) -> Splits:
         from . import resident
 
         read = lambda: cifar.read(official, wish.config)  # noqa: E731
         return resident.build(wish, read, classes=official.classes, mean=official.mean, std=official.std)
 
-    return _Entry(build, lambda config: cifar.check(official, config), ("data-dir", "download", "on-device"))
+    return Entry(build, lambda config: cifar.check(official, config), ("data-dir", "download", "on-device"))
 
 
 def _by(module: str) -> Callable[[Wish], Splits]:
@@ -52,7 +52,7 @@ def _by(module: str) -> Callable[[Wish], Splits]:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
     """How a data set is built, and what is checked before any process starts."""
 
     build: Callable[[Wish], Splits]
@@ -61,13 +61,13 @@ class _Entry:
     """Flags that it reads and not every data set does."""
 
 
-_OWN = _Entry(_by("users"), lambda config: user_code.check("--data", config.name))
-_TABLE = {
-    "digits": _Entry(_digits, options=("on-device",)),
+_OWN = Entry(_by("users"), lambda config: user_code.check("--data", config.name))
+DATA_SETS = {
+    "digits": Entry(_digits, options=("on-device",)),
     "cifar10": _cifar(cifar.CIFAR10),
     "cifar100": _cifar(cifar.CIFAR100),
-    "imagefolder": _Entry(_by("folder"), tree.check, ("data-dir", "workers", "image-size", "skip-corrupt")),
-    "fake": _Entry(_by("fake"), options=("image-size", "samples")),
+    "imagefolder": Entry(_by("folder"), tree.check, ("data-dir", "workers", "image-size", "skip-corrupt")),
+    "fake": Entry(_by("fake"), options=("image-size", "samples")),
 }
 
 
@@ -76,25 +76,25 @@ def readers() -> dict[str, tuple[str, ...]]:
 
     One of the user's own may read them all: its function is handed the `DataConfig`.
     """
-    flags = sorted({flag for entry in _TABLE.values() for flag in entry.options})
-    return {flag: tuple(name for name, entry in _TABLE.items() if flag in entry.options) for flag in flags}
+    flags = sorted({flag for entry in DATA_SETS.values() for flag in entry.options})
+    return {flag: tuple(name for name, entry in DATA_SETS.items() if flag in entry.options) for flag in flags}
 
 
 def names() -> tuple[str, ...]:
     """Return the names of the data sets."""
-    return tuple(_TABLE)
+    return tuple(DATA_SETS)
 
 
-def _entry(name: str) -> _Entry:
+def _entry(name: str) -> Entry:
     if ":" in name:
         return _OWN
-    if name not in _TABLE:
+    if name not in DATA_SETS:
         user_code.check_no_module("--data", name, "splits")
         advice = "Your own goes with module:attribute."
         if name and Path(name).is_dir():
             advice = f"A folder of photographs goes with --data imagefolder --data-dir {name}."
-        raise unknown("data set", name, _TABLE, advice)
-    return _TABLE[name]
+        raise unknown("data set", name, DATA_SETS, advice)
+    return DATA_SETS[name]
 
 
 def preflight(config: DataConfig) -> None:

@@ -72,6 +72,17 @@ class LaunchPlan:
         """The launcher's name."""
         return self.config.parallel.launcher
 
+    def __str__(self) -> str:
+        """Return what runs where, in a few lines."""
+        parallel = self.config.parallel
+        meets = f"\nranks meet at {parallel.init_method}" if parallel.init_method else ""
+        here = f"{counted(self.processes, 'rank')} of {'at least ' if parallel.nodes != parallel.most_nodes else ''}"
+        return (
+            f"launcher {self.launcher}, strategy {parallel.strategy}, accelerator {parallel.accelerator}, devices "
+            f"{parallel.gpus or parallel.devices or 'all'} on each node\n"
+            f"{here}{self.least_ranks} on this node, of {counted(parallel.nodes, 'node')}{meets}"
+        )
+
 
 def plan(config: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
     """Return what a run will be by its flags and the environment, by default this process's own.
@@ -98,8 +109,12 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None
         raise RequestError(f"launch takes a RunConfig, such as recipe('digits') returns; found {config!r}.")
     if not callable(entry):
         raise RequestError(f"launch takes a function of (config, world) that each rank calls; found {entry!r}.")
+    return start(entry, plan(config, env), env)
+
+
+def start(entry: Entry, planned: LaunchPlan, env: Mapping[str, str] | None = None) -> Any | None:
+    """Run `entry(config, world)` on all ranks of a plan; return rank 0's value, None on other ranks."""
     env = os.environ if env is None else env
-    planned = plan(config, env)
     found = LAUNCHERS[planned.launcher]
     module = found.module
     if found.on_several and planned.config.parallel.most_nodes > 1:

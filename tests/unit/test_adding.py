@@ -1,0 +1,54 @@
+"""A strategy, a launcher and a data set each come from one file and one line, from outside the package too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import engine
+from lockstep.config.options import override, recipe
+from lockstep.config.registry import KINDS, Kind
+from lockstep.config.schema import RunConfig
+from lockstep.data.sets import DATA_SETS, Entry
+from lockstep.data.source import Splits, Wish
+from lockstep.launchers import table
+from lockstep.strategies.single import Single
+from lockstep.world.world import World
+
+started: list[str] = []
+
+
+class Mine(Single):
+    """A strategy."""
+
+
+def launch(entry: Any, config: RunConfig, env: Mapping[str, str]) -> Any:
+    """Run the entry as the only rank."""
+    started.append(config.parallel.launcher)
+    return entry(config, World.alone())
+
+
+def build(wish: Wish) -> Splits:
+    """Return digits by another name."""
+    return DATA_SETS["digits"].build(wish)
+
+
+def test_one_file_and_one_line_add_a_strategy_a_launcher_and_a_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "mine", Kind(__name__, "Mine", "mine", has_ranks=False, drives_all=False))
+    monkeypatch.setitem(table.LAUNCHERS, "mine", table.Launcher(__name__, joins=True, refuses="is mine"))
+    monkeypatch.setitem(DATA_SETS, "mine", Entry(build))
+    ours = override(recipe("digits"), accelerator="cpu", max_steps=3, output=tmp_path / "ours")
+    mine = override(ours, strategy="mine", launcher="mine", data="mine", output=tmp_path / "mine")
+    known, found = (table.launch(engine.run, each) for each in (ours, mine))
+    assert started == ["mine"]
+    assert found.top1 == known.top1
+    told = [(each.output / "steps.jsonl").read_text() for each in (ours.record, mine.record) if each.output]
+    losses = [re.findall(r'"event": "step".*?"loss": ([\d.]+)', text) for text in told]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
