@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 
 from ..compare.grid import Cell, Words
+from ..config.options import recipes
 from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..files import parse_json, read, understanding, write_json
-from ..config.options import recipes
 from ..runs import folders
 from ..screen import Screen, line
 from ..versions import version_of
