@@ -47,6 +47,8 @@ def test_one_file_and_one_line_add_a_strategy_a_launcher_and_a_data_set(
     mine = override(ours, strategy="mine", launcher="mine", data="mine", output=tmp_path / "mine")
     known, found = (table.launch(engine.run, each) for each in (ours, mine))
     assert started == ["mine"]
+    assert found is not None
+    assert known is not None
     assert found.top1 == known.top1
     told = [(each.output / "steps.jsonl").read_text() for each in (ours.record, mine.record) if each.output]
     losses = [re.findall(r'"event": "step".*?"loss": ([\d.]+)', text) for text in told]
