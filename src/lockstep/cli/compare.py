@@ -21,12 +21,12 @@ from ..compare.report import HTML, Report, over_seeds, write
 from ..compare.rounds import Series
 from ..compare.rows import PARTS, Row
 from ..compare.whole import Aim
+from ..config.options import flatten
 from ..config.schema import RunConfig
 from ..errors import RequestError, RunError, Stopped, counted
 from ..files import own_folder, shown
-from ..config.options import flatten
 from ..launchers import table as launchers
-from ..launchers.lifeline import end_with_parent
+from ..launchers.supervisor import end_with_parent
 from ..launchers.table import visible_gpus
 from ..record.console import duration
 from ..runs import folders

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .. import locks
+from ..runs import folders
 from . import numbers, records, trials
 from .grid import Cell, Words
 from .numbers import Interval
@@ -58,7 +58,7 @@ def run(
             training = trials.done(folder)
             if training is None or training.failed:
                 tell(f"training {name}, seed {seed} ({number * len(able) + place} of {len(able) * len(aim.seeds)})")
-                locks.check_free(folder / trials.RUN)  # a comparison that was killed may have left it training
+                folders.check_free(folder / trials.RUN)  # a comparison that was killed may have left it training
                 training = _train(name, folder, command(each.cell, folder / trials.RUN, seed), aim.to_accuracy)
             mine[seed] = training
     return trained

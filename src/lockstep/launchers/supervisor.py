@@ -504,6 +504,11 @@ def _settle() -> None:
     if os.environ.get(_SAFE_PATH) == _OURS:  # the user's own programs are started as ever
         os.environ.pop(_SAFE_PATH)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends, on Linux; end it where it has already."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
