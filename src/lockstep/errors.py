@@ -16,8 +16,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from .synonyms import meant
-
 
 class LockstepError(Exception):
     """Base of all deliberate errors; `exit_code` is what the command returns."""
@@ -37,8 +35,6 @@ class AbsentError(RequestError):
 
 class RunError(LockstepError):
     """The run started and failed. `trace` is the failing rank's own traceback, where there is one."""
-
-    exit_code = 1
 
     def __init__(self, message: str, *, trace: str = "") -> None:
         super().__init__(message)
@@ -61,6 +57,22 @@ class Stopped(LockstepError):
     exit_code = 75
 
 
+_SYNONYMS = """
+a=model adam=adamw amp=bf16 amp=precision arch=model b=batch batch-size=batch bf16=precision bf16-mixed=bf16
+bfloat16=bf16 bs=batch clip-grad=clip dataparallel=dp dataset=data data-path=data-dir device=accelerator device=devices
+dist-url=init-method distributed=ddp double=fp64 dtype=precision e=epochs float16=fp16 float32=fp32 float64=fp64
+fp16=precision gpu=cuda gpu=gpus gpu-nums=devices grad-accu-steps=accumulate grad-accum-steps=accumulate grad-clip=clip
+gradient-accumulation-steps=accumulate accumulate-grad-batches=accumulate gradient-clip-val=clip half=fp16
+imagenet=imagefolder img-size=image-size input-size=image-size j=workers learning-rate=lr log-interval=log-every
+lr-gamma=gamma lr-scheduler=schedule max-epochs=epochs max-grad-norm=clip mixed=bf16 mixed-precision=precision
+model-ema=ema n-gpus=devices ngpus=devices nnodes=nodes nproc=devices nproc-per-node=devices num-classes=classes
+num-epochs=epochs num-gpus=devices num-nodes=nodes num-processes=devices num-workers=workers opt=optimizer
+output-dir=output print-freq=log-every root=data-dir save-dir=output sched=schedule scheduler=schedule single=fp32
+smoothing=label-smoothing sync-batchnorm=batchnorm sync-bn=batchnorm torchrun=environment warmup-epochs=warmup
+wd=weight-decay 16-mixed=fp16
+"""
+"""What torchvision's references, timm, torchrun, accelerate and Lightning call our options and values (theirs=ours):
+too far in spelling for the nearest name to be the right one."""
 _LIST_AT_MOST = 12
 """Names that a sentence can hold; where there are more, it says where the list is instead."""
 
@@ -73,8 +85,9 @@ def unknown(kind: str, asked: str, known: Iterable[str], hint: str = "") -> Requ
     """
     names = {name.lstrip("-"): name for name in sorted(known)}  # dashes would make all flags alike
     word = asked.lower().lstrip("-").replace("_", "-")
-    exact = [word] if word in names else []
-    near = exact or meant(word, names) or difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    synonyms = [ours for theirs, ours in (pair.split("=") for pair in _SYNONYMS.split()) if theirs == word]
+    near = [word] if word in names else [ours for ours in synonyms if ours in names]
+    near = near or difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     if near:
         offer = f"did you mean {' or '.join(names[name] for name in near)}?"
     elif len(names) <= _LIST_AT_MOST:

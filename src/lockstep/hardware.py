@@ -1,8 +1,7 @@
-"""What this machine has: processors, memory, GPUs. Read without torch, so that asking is quick.
+"""Processors, memory and GPUs that this process may use, read without torch.
 
-Numbers are those that *this process* may use: processors by its affinity mask (`taskset` or a scheduler gives fewer
-than the machine has) and the quota of its control group (a container's limit), GPUs by `CUDA_VISIBLE_DEVICES`, which
-the caller passes in.
+Processors are those of its affinity mask (`taskset`, a scheduler) within its control group's quota (a container), GPUs
+those that CUDA_VISIBLE_DEVICES leaves, which the caller passes in. This is the one client of NVML.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ import psutil
 
 Answer = TypeVar("Answer")
 
-_CPUINFO = Path("/proc/cpuinfo")
-_OWN_GROUPS = Path("/proc/self/cgroup")
-_GROUPS = Path("/sys/fs/cgroup")
 _BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512"}
-
-
 _MALLOPT = {-3: 2**28, -1: 2**31 - 1}
 """`M_MMAP_THRESHOLD` and `M_TRIM_THRESHOLD` of malloc.h, in bytes."""
 
@@ -75,21 +69,18 @@ def processors() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def quota(own_groups: Path = _OWN_GROUPS, groups: Path = _GROUPS) -> float:
-    """Return the processors' worth of time that control groups (cgroup v2) leave a process; infinite without a limit.
+def quota(own_groups: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return how many processors' time control groups (cgroup v2) leave a process; infinite without a limit.
 
-    `own_groups` is the process's /proc/PID/cgroup, `groups` where the hierarchy is mounted. Each group's `cpu.max`
-    holds the microseconds, or `max`, out of a period's (https://docs.kernel.org/admin-guide/cgroup-v2.html).
+    `own_groups` is the process's /proc/PID/cgroup, `groups` where the hierarchy is mounted. Each group's `cpu.max` has
+    the microseconds, or `max`, of a period (https://docs.kernel.org/admin-guide/cgroup-v2.html).
     """
     own = next((line[3:].strip("/") for line in _lines(own_groups) if line.startswith("0::")), "")
-    group = groups / own
     limits = [math.inf]
-    for each in (group, *group.parents):
-        if not each.is_relative_to(groups):
-            break
-        words = " ".join(_lines(each / "cpu.max")).split()
-        if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
-            limits.append(int(words[0]) / int(words[1]))
+    for group in (groups / own, *(groups / own).parents):
+        if group.is_relative_to(groups):
+            limit, _, period = " ".join(_lines(group / "cpu.max")).partition(" ")
+            limits += [int(limit) / int(period)] if limit.isdecimal() else []
     return min(limits)
 
 
@@ -99,11 +90,8 @@ def memory_bytes() -> int:
 
 
 def cpu_name() -> str:
-    """Return the processor's model name, or what kind it is where the system does not tell the model."""
-    for line in _cpuinfo():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    """Return the processor's model name, or its architecture where the system does not tell the model."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def has_bf16_units() -> bool:
@@ -113,8 +101,33 @@ def has_bf16_units() -> bool:
 
 def bf16_units() -> str:
     """Return what the CPU multiplies bf16 matrices with, AMX or AVX-512; "" without such, or where that is unknown."""
-    flags = next((line for line in _cpuinfo() if line.startswith("flags")), "").split()
+    flags = _cpuinfo("flags").split()
     return next((name for flag, name in _BF16_UNITS.items() if flag in flags), "")
+
+
+def keep_freed_memory(env: Mapping[str, str]) -> None:
+    """Have glibc keep freed memory for what is allocated next, unless `env` has settings of the user's own.
+
+    By default it gives large blocks back at once, so that the tensors of each step cost thousands of page faults: a
+    tenth to a quarter of a small convolutional net's step, and in each process another part (mallopt(3)).
+    """
+    if any(name.startswith("MALLOC_") for name in env) or "glibc.malloc" in env.get("GLIBC_TUNABLES", ""):
+        return
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        for option, size_bytes in _MALLOPT.items():
+            mallopt(option, size_bytes)
+
+
+def _cpuinfo(field: str) -> str:
+    found = (line.partition(":") for line in _lines(Path("/proc/cpuinfo")))
+    return next((value.strip() for name, _, value in found if name.strip() == field), "")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def gpus(visible: str | None) -> tuple[Gpu, ...]:
@@ -125,21 +138,20 @@ def gpus(visible: str | None) -> tuple[Gpu, ...]:
     return _nvidia(visible)[0]
 
 
-def select(found: Sequence[Gpu], visible: str | None, parts: Mapping[str, Gpu] | None = None) -> tuple[Gpu, ...]:
+def select(found: Sequence[Gpu], visible: str | None, parts: Sequence[Gpu] = ()) -> tuple[Gpu, ...]:
     """Return those of `found` that CUDA_VISIBLE_DEVICES leaves, in its order.
 
-    As CUDA reads it: indices or unambiguous beginnings of UUIDs, up to the first one that does not exist.
-    Indices count in the driver's order, which is CUDA's too where all GPUs of a machine are alike. `parts` are the
-    parts of divided GPUs (MIG) by their names; a process sees the first that is named, and nothing else.
+    As CUDA reads it: indices or unambiguous beginnings of UUIDs, up to the first one that does not exist. `parts` are
+    those of divided GPUs (MIG); a process sees the first that is named, and nothing else.
     """
     if visible is None:
         return tuple(found)
     chosen: list[Gpu] = []
-    for word in (word.strip() for word in visible.split(",")):
-        if parts and word in parts:
-            return (parts[word],)
+    for word in map(str.strip, visible.split(",")):
+        if part := [each for each in parts if each.uuid == word]:
+            return tuple(part)
         if word.isdecimal():
-            named = [found[int(word)]] if int(word) < len(found) else []
+            named = list(found[int(word) : int(word) + 1])
         else:
             named = [gpu for gpu in found if word and gpu.uuid.startswith(word)]
         if len(named) != 1:
@@ -148,27 +160,16 @@ def select(found: Sequence[Gpu], visible: str | None, parts: Mapping[str, Gpu] |
     return tuple(chosen)
 
 
-def _cpuinfo() -> list[str]:
-    return _lines(_CPUINFO)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-
-
 def driver_trouble() -> str:
     """Return why the NVIDIA driver does not answer; "" where it does, and where there is none."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
+        pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
         return "" if error.value in absent else str(error)
-    pynvml.nvmlShutdown()
     return ""
 
 
@@ -203,62 +204,29 @@ def _nvidia(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
     """Return the visible GPUs and the driver's version."""
     import pynvml
 
+    def listed(ask: Callable[..., Any], *of: Any, count: int | None) -> list[Any]:
+        found = (asked(ask, *of, index) for index in range(count or 0))
+        return [handle for handle in found if handle is not None]
+
+    def described(handles: Sequence[Any]) -> list[Gpu]:
+        return [gpu for handle in handles if (gpu := asked(describe, handle)) is not None]
+
+    def describe(handle: Any) -> Gpu:
+        memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        own_bytes = memory_bytes() if memory is None else int(memory.total)
+        return Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle), own_bytes)
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return (), ""
     try:
-        handles = [
-            handle
-            for index in range(pynvml.nvmlDeviceGetCount())
-            if (handle := asked(pynvml.nvmlDeviceGetHandleByIndex, index)) is not None
-        ]
-        found = [gpu for handle in handles if (gpu := asked(_gpu, handle)) is not None]
-        parts = (
-            {name: gpu for handle in handles for name, gpu in _parts(handle).items()}
-            if "MIG-" in (visible or "")
-            else {}
-        )
-        return select(found, visible, parts), str(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError:
-        return (), ""
+        whole = listed(pynvml.nvmlDeviceGetHandleByIndex, count=asked(pynvml.nvmlDeviceGetCount))
+        parts = []
+        for handle in whole if "MIG-" in (visible or "") else ():
+            count = asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle)
+            parts += listed(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, count=count)
+        driver = str(asked(pynvml.nvmlSystemGetDriverVersion) or "")
+        return select(described(whole), visible, described(parts)), driver
     finally:
         pynvml.nvmlShutdown()
-
-
-def _gpu(handle: Any) -> Gpu:
-    import pynvml
-
-    memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    own_bytes = int(memory.total) if memory is not None else memory_bytes()
-    return Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle), own_bytes)
-
-
-def _parts(handle: Any) -> dict[str, Gpu]:
-    """Return the parts that a GPU is divided into (MIG), by both names that CUDA knows each by."""
-    import pynvml
-
-    parts: dict[str, Gpu] = {}
-    for index in range(asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-        part = asked(lambda index: pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index), index)
-        if part is None or (gpu := asked(_gpu, part)) is None:
-            continue
-        parts[gpu.uuid] = gpu
-        gpu_instance = asked(pynvml.nvmlDeviceGetGpuInstanceId, part)
-        compute_instance = asked(pynvml.nvmlDeviceGetComputeInstanceId, part)
-        parts[f"MIG-{pynvml.nvmlDeviceGetUUID(handle)}/{gpu_instance}/{compute_instance}"] = gpu
-    return parts
-
-
-def keep_freed_memory(env: Mapping[str, str]) -> None:
-    """Have the C library keep freed memory for what is allocated next, where it is glibc.
-
-    By default it gives large blocks back to the system at once, so that the tensors of each training step cost
-    thousands of page faults: of a small convolutional net's step a tenth to a quarter, and in each process another
-    part. Not where `env` has settings of the user's own (see mallopt(3)).
-    """
-    if any(name.startswith("MALLOC_") for name in env) or "glibc.malloc" in env.get("GLIBC_TUNABLES", ""):
-        return
-    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        for option, size_bytes in _MALLOPT.items():
-            mallopt(option, size_bytes)

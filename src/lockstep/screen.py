@@ -18,44 +18,41 @@ Part = str | tuple[str, str]
 
 
 def line(*parts: Part) -> Text:
-    """Return the parts in one line, whatever the names in them hold: a cell of a table, or a sentence."""
+    """Return the parts in one line, whatever they hold: a cell of a table, or a sentence."""
     pairs = [(part, "") if isinstance(part, str) else part for part in parts]
     return Text.assemble(*((visible(text).replace("\n", " "), style) for text, style in pairs))
 
 
 class Screen(Console):
-    """A rich console on which foreign text has no power, and which raises where its reader has gone (`| head`).
-
-    Strings are no markup here: a name such as `[red]` or `:smile:` stands as it is, and styles go by `Part`.
-    """
+    """A rich console that shows foreign text as it is: neither as markup nor as escape codes."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **how)
 
     def say(self, *parts: Part, style: str = "") -> None:
-        """Print a sentence in one line, however long it is, for whoever searches it."""
+        """Print a sentence in one line, however long: programs search for it."""
         self.print(line(*parts), style=style, soft_wrap=True)
 
     def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1) -> None:
-        """Print rows under their heads: the first columns so many texts, which fold, the others numbers.
+        """Print rows under their heads: first `texts` columns of text, then numbers.
 
-        A row without a number, "–", is faint. Lines are long where nobody watches.
+        A row without a number, "–", is faint. Without a terminal, lines are long.
         """
         if not self.is_terminal:
             self.width = max(self.width, _WIDE)
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for number, head in enumerate(heads):
-            is_text = number < texts
-            table.add_column(head, justify="left" if is_text else "right", overflow="fold" if is_text else "ellipsis")
+            how: dict[str, Any] = {"overflow": "fold"} if number < texts else {"justify": "right"}
+            table.add_column(head, **how)
         for row in rows:
             table.add_row(*map(line, row), style="dim" if "–" in row else "")
         self.print(table)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield what is to be written, with a visible character for each that a terminal would obey."""
+        """Yield what is to be written, made `visible`."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Pass the BrokenPipeError on, instead of ending the process."""
+        """Raise BrokenPipeError where the reader has gone (`| head`), in place of ending the process."""
         raise

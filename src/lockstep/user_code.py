@@ -1,10 +1,11 @@
-"""What a user brings by name: `module:attribute`, looked up with the current folder importable."""
+"""Code that a user names as `module:attribute`, looked up with the current folder importable."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import importlib.util
+import operator
 import sys
 import traceback
 from collections.abc import Iterator
@@ -15,27 +16,29 @@ from typing import Any
 from .errors import RequestError
 from .monitor import failures
 
+_PACKAGE = str(Path(__file__).parent)
+
 
 def check_no_module(flag: str, name: str, example: str) -> None:
-    """Raise `RequestError` where `name`, which is none of ours, names a module alone; `example` is an attribute.
+    """Raise `RequestError` where `name`, which is none of ours, is a module's; `example` is an attribute.
 
-    Nothing is imported, not even the parents of a module: the name may be that of a file's.
+    Nothing is imported, not even the parents of a module: the name may come from a file.
     """
     module = name.removesuffix(".py")
-    spec = None if "." in module else _find(module)
-    if spec is not None and spec.origin is not None:  # a folder without a module in it is found too, of no origin
+    spec = None if "." in module else find(module)
+    if spec is not None and spec.origin is not None:  # a folder without a module in it has no origin
         raise RequestError(f"{flag} {name} is a module; say what to take from it, as in {flag} {module}:{example}.")
 
 
 def check(flag: str, name: str) -> tuple[str, str]:
-    """Return module and attribute of `name`, given with `flag`; imports only the module's parents.
+    """Return module and attribute of `name`; imports only the module's parents.
 
-    Raises `RequestError` where the name is not of the form or its module cannot be found.
+    Raises `RequestError` where the name is not of that form or its module cannot be found.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise RequestError(f"{flag} {name}: write module:attribute, such as my_module:name.")
-    if _find(module) is None:
+    if find(module) is None:
         raise RequestError(
             f"{flag} {name}: no module {module!r} in {Path.cwd()} or among the installed packages; "
             "start in the folder that holds it, or install it."
@@ -44,20 +47,17 @@ def check(flag: str, name: str) -> tuple[str, str]:
 
 
 def load(flag: str, name: str) -> Any:
-    """Return the callable that `name` names.
-
-    Raises `RequestError` where its module cannot be imported, or has no such attribute, or it cannot be called.
-    """
+    """Return the callable that `name` names; raise `RequestError` where there is none."""
     module, attribute = check(flag, name)
     try:
         with _current_folder_importable():
             found: Any = importlib.import_module(module)
     except Exception as error:
         raise RequestError(f"{flag} {name}: importing {module} {raised(error)}.") from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise RequestError(f"{flag} {name}: {module} has no {attribute!r}; check the name after the colon.")
-        found = getattr(found, part)
+    try:
+        found = operator.attrgetter(attribute)(found)
+    except AttributeError:
+        raise RequestError(f"{flag} {name}: {module} has no {attribute!r}; check the name after the colon.") from None
     if not callable(found):
         raise RequestError(f"{flag} {name} is an object of type {type(found).__name__}; give a class or function.")
     return found
@@ -66,31 +66,26 @@ def load(flag: str, name: str) -> Any:
 def raised(error: Exception) -> str:
     """Return in words what the user's code raised: `raised KeyError at /home/me/net.py:12: 'depth'`.
 
-    The place is the deepest frame that is neither a library's nor ours; it is left out where there is none, as where
-    a call does not fit the signature.
+    The place is the deepest frame of the user's; there is none where a call does not fit the signature.
     """
-    package = str(Path(__file__).parent)
     places = [
         f" at {frame.filename}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(package) and not failures.is_library(frame.filename)
+        if not frame.filename.startswith(_PACKAGE) and not failures.is_library(frame.filename)
     ]
     text = " ".join(str(error).split()).removesuffix(".")
     return f"raised {type(error).__name__}{places[-1] if places else ''}{': ' if text else ''}{text}"
 
 
-def _find(module: str) -> ModuleSpec | None:
+def find(module: str) -> ModuleSpec | None:
     """Return where a module is, None where there is none; imports only its parents."""
-    try:
-        with _current_folder_importable():
-            return importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # no parent package; no name, or a relative one
-        return None
+    with contextlib.suppress(ImportError, ValueError), _current_folder_importable():  # no parent; a relative name
+        return importlib.util.find_spec(module)
+    return None
 
 
 @contextlib.contextmanager
 def _current_folder_importable() -> Iterator[None]:
-    """Put the current folder first among those that are searched for modules, for the time of the block."""
     folder = str(Path.cwd())
     sys.path.insert(0, folder)
     importlib.invalidate_caches()

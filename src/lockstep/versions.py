@@ -1,4 +1,4 @@
-"""The versions of packages, as their installers wrote them down."""
+"""Versions of installed packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of `package`; None where it is not installed, but perhaps lies on the path."""
+    """Return the version of `package`; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

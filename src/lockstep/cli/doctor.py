@@ -11,7 +11,7 @@ from functools import partial
 
 from .. import hardware
 from ..config.options import leaves
-from ..config.schema import ParallelConfig, RunConfig
+from ..config.schema import ParallelConfig, RecordConfig, RunConfig
 from ..doctor.examine import Examination, Report
 from ..errors import RequestError, RunError, counted
 from ..launchers import table as launchers
@@ -48,19 +48,18 @@ def main(given: list[str]) -> int:
     if output.helped(given, _USAGE):
         return 0
     own, rest = words.take(given, {"--json": bool})
-    named = {word.partition("=")[0].replace("_", "-") for word in rest}
     base = RunConfig(parallel=ParallelConfig(stall_timeout=_STALL_S))
     config = flags.parse(rest, prog="lockstep doctor", base=base, imports=False, check=_check_flags)
+    has_data = any(word.replace("_", "-").startswith("--data-dir") for word in rest)
+    tell = partial(_tell, as_json="--json" in own, since_s=time.time())
     examination = Examination(
         output=(config.record.output or folders.RUNS).absolute(),
-        data=config.data.dir.absolute() if "--data-dir" in named else None,
+        data=config.data.dir.absolute() if has_data else None,
         chosen_cpu=config.parallel.accelerator == "cpu",
-        tell=(tell := partial(_tell, as_json=own.get("--json", False), since_s=time.time())),
+        tell=tell,
     )
-    # A failure leaves nothing in the output folder.
-    config = dataclasses.replace(_usable(config), record=dataclasses.replace(config.record, output=None))
-    launchers.least_ranks(config)  # devices that this machine lacks are refused before anything starts
-    report = launchers.launch(examination, config)
+    # Without --output, so that a failure leaves nothing in that folder.
+    report = launchers.launch(examination, dataclasses.replace(_usable(config), record=RecordConfig()))
     if report is not None:  # else this process is another rank than the one that tells
         tell(report)
     return 0
@@ -96,6 +95,6 @@ def _tell(report: Report, *, as_json: bool, since_s: float) -> None:
             show(report.findings, report.hosts, report.accelerator, took_s)
     if red := [each.name for each in report.findings if each.state == "red"]:
         raise RunError(
-            f"No job can run here: {counted(len(red), 'finding')} {'is' if len(red) == 1 else 'are'} red "
-            f"({', '.join(dict.fromkeys(red))}); what to do stands with each."
+            f"No job can run here: {counted(len(red), 'red finding')} ({', '.join(dict.fromkeys(red))}); what to do "
+            "stands with each."
         )

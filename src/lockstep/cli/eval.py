@@ -16,7 +16,7 @@ from ..errors import RequestError, choose
 from ..files import DEFECTS, parse_json, read, shown
 from ..launchers import table as launchers
 from ..screen import Screen
-from . import flags, output, unread, words
+from . import flags, output, words
 from .train import preflight
 
 if TYPE_CHECKING:
@@ -35,17 +35,16 @@ not depend on the devices, so the run's own are not asked for again: this machin
   --output FOLDER       where scores.json goes: all scores, and those of each class (default: the run's folder)
 """
 
+SPLITS = ("validation", "test", "train")
+_AT_ONCE = 1024
+"""The most images of 224 pixels that a rank evaluates at once because the run, which many may have trained, says so."""
 _OF_TRAINING = (
     *("augment", "accumulate", "micro-batch", "drop-last", "epochs", "max-steps", "eval-every", "patience"),
     "find-unused",
 )
-SPLITS = ("validation", "test", "train")
-_AT_ONCE = 1024
-"""The most images of 224 pixels that a rank evaluates at once because the run, which many may have trained, says so."""
 _OF_SECTIONS = ("optim", "checkpoint", "record", "proof")
-"""Options, one by one and by section, that an evaluation could only ignore: it takes no step."""
+"""Options, one by one and by section, that an evaluation does not read, except for the next ones."""
 _READ = ("loss", "output")
-"""Options of these sections that it does not ignore."""
 
 
 def main(given: list[str]) -> int:
@@ -56,29 +55,16 @@ def main(given: list[str]) -> int:
         raise RequestError(
             "lockstep eval lacks the run to evaluate, which comes first, as in lockstep eval runs/digits-resnet8."
         )
-    if given[1:] and not given[1].startswith("-"):
-        raise RequestError(f"lockstep eval takes one run at a time, found {given[0]} and {given[1]}.")
-    path = Path(given[0])
-    source = _file_of(path)
-    _check_loop(source.parent)
-    own, given = words.take(given[1:], {"--split": str, "--predictions": str})
-    split = choose("split", own.get("--split", "test"), SPLITS)
+    own, rest = words.take(given[1:], {"--split": str, "--predictions": str})
+    split, path = choose("split", own.get("--split", "test"), SPLITS), Path(given[0])
+    source = _config_file(path)
     predictions = Path(own["--predictions"]).absolute() if "--predictions" in own else None
-    base = read_toml(source)
-    most = max(1, min(_AT_ONCE, _AT_ONCE * 224**2 // base.data.image_size**2))
-    size, at_once = (min(number or most, most) for number in (base.batch.size, base.batch.eval_batch))
-    batch = dataclasses.replace(base.batch, size=size, eval_batch=base.batch.eval_batch and at_once)
-    # Not that start's own devices, workers and folders; and nothing is downloaded to where only the run says.
-    downloads = base.data.download and base.data.dir.exists()
-    data = dataclasses.replace(base.data, workers=DataConfig().workers, download=downloads)
-    base = dataclasses.replace(base, batch=batch, data=data, parallel=ParallelConfig(), record=RecordConfig())
-    config = flags.parse(given, prog="lockstep eval RUN", base=base, source=source, check=_check_flags)
+    config = flags.parse(rest, prog="lockstep eval RUN", base=_base(source), source=source, check=_check_flags)
     folder = (config.record.output or source.parent).absolute()
-    resuming = dataclasses.replace(config.checkpoint, resume=str(path))
-    config = dataclasses.replace(config, checkpoint=resuming, record=RecordConfig())
     preflight(config)
     _check_writable(folder, predictions)
-    launchers.least_ranks(config)  # devices that this machine lacks are refused before anything starts
+    resuming = dataclasses.replace(config.checkpoint, resume=str(path))
+    config = dataclasses.replace(config, checkpoint=resuming, record=RecordConfig())
     scores = launchers.launch(partial(_entry, split=split, folder=folder, predictions=predictions), config)
     if scores is not None:
         # Of five classes or fewer it is 100 % whatever the model does.
@@ -91,25 +77,30 @@ def main(given: list[str]) -> int:
     return 0
 
 
-def _file_of(path: Path) -> Path:
+def _config_file(path: Path) -> Path:
     """Return the config.toml of the run that `path` is, or is a checkpoint of."""
-    above, *higher = path.absolute().parents
-    is_checkpoint = above.name == "checkpoints"
-    file = (higher[0] if is_checkpoint else above if path.name == "checkpoints" else path) / "config.toml"
-    if file.is_file():
-        return file
-    found = "lies in no run's folder: there is no config.toml" if path.exists() else "is not there"
-    raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")
-
-
-def _check_loop(run: Path) -> None:
-    """Raise `RequestError` for a run whose model and scores only a loop or step of the user's own knows."""
+    above = path.absolute().parent
+    run = above.parent if above.name == "checkpoints" else above if path.name == "checkpoints" else path
+    if not (run / "config.toml").is_file():
+        found = "lies in no run's folder: there is no config.toml" if path.exists() else "is not there"
+        raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")
     with contextlib.suppress(*DEFECTS):  # what else is wrong with the run is told by what reads it
         if parse_json(read(run / "manifest.json"))["chosen"].get("loop") == "own":
             raise RequestError(
                 f"{shown(run)} is of a loop or a step of your own, which alone knows its scores: evaluate in a "
                 "script, over session.evaluating(loader); --step evaluates after each epoch."
             )
+    return run / "config.toml"
+
+
+def _base(source: Path) -> RunConfig:
+    """Return the run's config without what was its machine's: devices, workers, folders, large batches."""
+    run = read_toml(source)
+    most, own = max(1, min(_AT_ONCE, _AT_ONCE * 224**2 // run.data.image_size**2)), run.batch.eval_batch
+    batch = dataclasses.replace(run.batch, size=min(run.batch.size, most), eval_batch=own and min(own, most))
+    downloads = run.data.download and run.data.dir.exists()  # nothing is downloaded to where only the run says
+    data = dataclasses.replace(run.data, workers=DataConfig().workers, download=downloads)
+    return dataclasses.replace(run, batch=batch, data=data, parallel=ParallelConfig(), record=RecordConfig())
 
 
 def _check_flags(given: Collection[str], config: RunConfig) -> None:
@@ -117,7 +108,7 @@ def _check_flags(given: Collection[str], config: RunConfig) -> None:
     for key in given:
         if key in idle:
             raise RequestError(f"lockstep eval has no use for --{key}: it trains nothing; leave it out.")
-    unread.check(given, config)
+    flags.check_read(given, config)
 
 
 def _check_writable(folder: Path, predictions: Path | None) -> None:

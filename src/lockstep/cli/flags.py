@@ -1,29 +1,41 @@
 """From the command line to a `RunConfig`: recipe, then file, then flags.
 
-tyro makes the command line of the dataclasses, so that there is no other list of flags. What it would refuse in a box
-of its own is looked for beforehand, and said in a sentence.
+Flags are the options of `config.options` by their keys, so their values are converted and checked as those of a TOML
+file are; tyro draws the help from the same dataclasses.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import tyro
 
-from ..config.options import Leaf, code, leaves, read_toml, recipe
+from ..config.options import apply, code, flatten, leaves, read_toml, recipe
+from ..config.registry import KINDS
 from ..config.schema import RunConfig
+from ..config.validity import Leaf
+from ..data import sets
 from ..errors import RequestError, unknown
 from ..files import shown
 from ..runs import folders
-from . import output, unread
+from . import output
 
-_HELP = ("--help", "-h")
-_TRAIN = "lockstep train"
-"""Whose --help lists the flags of a run, wherever they may stand."""
+_READERS = {
+    "milestones": ("schedule", ("step", "multistep")),
+    "gamma": ("schedule", ("step", "multistep")),
+    "momentum": ("optimizer", ("sgd", "muon")),
+    "nesterov": ("optimizer", ("sgd", "muon")),
+    "base-batch": ("lr-rule", ("linear", "sqrt")),
+}
+"""{flag: the one on which its effect depends, and the values with which it has one}"""
+_CONFIG = Leaf("config", None, "", Path, False, None)
+_FLAG = re.compile("--?[A-Za-z]")
+"""How a flag begins, and no value does, such as a negative number."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +49,33 @@ class Arguments:
     """A TOML file with options by their flags' names; flags beat it, it beats the recipe."""
 
 
-@dataclass(frozen=True)
-class _Flag:
+class _Flag(NamedTuple):
     """A flag as it was written, such as --data_dir, and the words up to the next one."""
 
     text: str
-    words: tuple[str, ...]
+    words: list[str]
 
     @property
     def name(self) -> str:
         return self.text.removeprefix("--").replace("_", "-")
+
+
+def check_read(given: Iterable[str], config: RunConfig) -> None:
+    """Raise `RequestError` for the first of the flags `given` (without dashes) that `config` leaves without effect.
+
+    Whoever gives a flag expects it to matter; a recipe or a file may hold what a flag has made idle.
+    """
+    values, readers = flatten(config), _READERS | {flag: ("data", names) for flag, names in sets.readers().items()}
+    for flag in {flag for kind in KINDS.values() for flag in kind.options}:
+        readers[flag] = ("strategy", tuple(name for name, kind in KINDS.items() if flag in kind.options))
+    for flag in (flag for flag in given if flag in readers and values[flag] is not False):
+        chooser, fitting = readers[flag]
+        chosen = values[chooser]
+        if chosen not in (*fitting, "auto") and ":" not in chosen:  # code of the user's own may read any
+            raise RequestError(
+                f"--{flag} has no effect with --{chooser} {chosen}: it belongs to {' and '.join(fitting)}; "
+                f"leave it out, or choose another --{chooser}."
+            )
 
 
 def parse(
@@ -56,7 +85,7 @@ def parse(
     base: RunConfig | None = None,
     source: Path | None = None,
     imports: bool = True,
-    check: Callable[[Collection[str], RunConfig], None] = unread.check,
+    check: Callable[[Collection[str], RunConfig], None] = check_read,
 ) -> RunConfig:
     """Return the config that the arguments ask for, over `base`; without a base, a recipe may come first.
 
@@ -67,32 +96,82 @@ def parse(
     """
     leading, flags = _read(given)
     named = leading[:1] if base is None else []
-    listing = advice = f"{_TRAIN if base is None else ' '.join(prog.split()[:2])} --help lists all."
-    if base is None and not named:
-        advice = "a recipe comes first, as in lockstep train digits --batch 64."
-    _check_stray(leading[len(named) :], advice)
-    known = {leaf.key: leaf for leaf in leaves()}
-    canonical = [word for flag in flags for word in _checked(flag, known, advice, listing)]
+    _check_stray(leading[len(named) :])
+    asks_help = any(flag.text in ("--help", "-h") for flag in flags)
+    values = {} if asks_help else _values(flags)
+    names = [*values]
     base = recipe(named[0]) if named else base or RunConfig()
-    for flag in flags:
-        if flag.text == "--config":
-            source = Path(flag.words[0])
-            base = read_toml(source, base=base, through_links=True)
-    with output.written():  # the help, if it is asked for
-        arguments = tyro.cli(
-            Arguments,
-            args=[*named, *canonical],
-            prog=prog,
-            default=Arguments(run=base),
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
-    names = [flag.name.removeprefix("no-") for flag in flags]
+    if asks_help:
+        _help(prog, base)
+    if "config" in values:
+        source = Path(values.pop("config"))
+        base = read_toml(source, base=base, through_links=True)
     if imports:
         _check_code(code(base), names, source)
-    check(names, arguments.run)
+    config = apply(base, values, source="the command line")
+    check(names, config)
     if "config" in names and source is not None:
-        folders.check_meant(arguments.run, source)
-    return arguments.run
+        folders.check_meant(config, source)
+    return config
+
+
+def without(given: list[str], names: Collection[str]) -> list[str]:
+    """Return the words `given` without the flags of these names (without dashes) and their values."""
+    leading, flags = _read(given)
+    return [*leading, *(word for flag in flags if flag.name not in names for word in (flag.text, *flag.words))]
+
+
+def _read(given: list[str]) -> tuple[list[str], list[_Flag]]:
+    """Return the words before the first flag, and the flags."""
+    leading: list[str] = []
+    flags: list[_Flag] = []
+    for word in given:
+        if _FLAG.match(word):
+            text, equals, value = word.partition("=")
+            flags.append(_Flag(text, [value] if equals else []))
+        else:
+            (flags[-1].words if flags else leading).append(word)
+    return leading, flags
+
+
+def _values(flags: Iterable[_Flag]) -> dict[str, Any]:
+    """Return {key: value} of the flags; raise `RequestError` where there is no such flag or value."""
+    known = {leaf.key: leaf for leaf in (*leaves(), _CONFIG)}
+    known |= {f"no-{key}": leaf for key, leaf in known.items() if leaf.kind is bool}
+    values: dict[str, Any] = {}
+    for flag in flags:
+        if (leaf := known.get(flag.name)) is None:
+            raise unknown("flag", flag.text, [f"--{name}" for name in known], "lockstep train --help lists all.")
+        found = [_typed(leaf, flag.text, word) for word in flag.words]
+        if leaf.kind is bool:
+            if found:
+                raise RequestError(
+                    f"{flag.text} takes no value, found {found[0]!r}; write --{leaf.key} or --no-{leaf.key}."
+                )
+            found = [flag.name == leaf.key]
+        elif not found and not get_args(leaf.kind):
+            raise RequestError(f"{flag.text} lacks its value; give {leaf.takes}.")
+        elif not get_args(leaf.kind):
+            _check_stray(found[1:])
+        values[leaf.key] = found if get_args(leaf.kind) else found[0]
+    return values
+
+
+def _typed(leaf: Leaf, flag: str, word: str) -> Any:
+    kind = next(iter(get_args(leaf.kind)), leaf.kind)
+    if leaf.optional and word.lower() == "none":
+        return None
+    try:
+        return kind(word) if kind in (int, float) else word
+    except ValueError:
+        raise RequestError(f"{flag} {word or repr(word)}: give {leaf.takes}.") from None
+
+
+def _check_stray(words: Iterable[object]) -> None:
+    for word in words:
+        raise RequestError(
+            f"{word!r} belongs to no flag; a recipe comes first, as in lockstep train digits --batch 64."
+        )
 
 
 def _check_code(found: Mapping[str, str], names: Collection[str], source: Path | None) -> None:
@@ -104,92 +183,8 @@ def _check_code(found: Mapping[str, str], names: Collection[str], source: Path |
         )
 
 
-def without(given: list[str], names: Collection[str]) -> list[str]:
-    """Return the words `given` without the flags of these names (without dashes) and their values."""
-    leading, flags = _read(given)
-    kept = [flag for flag in flags if flag.name not in names]
-    return [*leading, *(word for flag in kept for word in (flag.text, *flag.words))]
-
-
-def _read(given: list[str]) -> tuple[list[str], list[_Flag]]:
-    """Return the words before the first flag, and the flags."""
-    leading: list[str] = []
-    flags: list[_Flag] = []
-    for word in given:
-        if _is_flag(word):
-            text, equals, value = word.partition("=")
-            flags.append(_Flag(text, (value,) if equals else ()))
-        elif flags:
-            flags[-1] = _Flag(flags[-1].text, (*flags[-1].words, word))
-        else:
-            leading.append(word)
-    return leading, flags
-
-
-def _is_flag(word: str) -> bool:
-    """Whether a word is a flag and no value, such as a negative number."""
-    if not word.startswith("-") or word == "-":
-        return False
-    try:
-        float(word)
-    except ValueError:
-        return True
-    return False
-
-
-def _checked(flag: _Flag, known: Mapping[str, Leaf], advice: str, listing: str) -> list[str]:
-    """Return the flag with its words as tyro takes them.
-
-    `advice` is what to do about a word that is too many, and `listing` says where all flags stand.
-    Raises `RequestError` where there is no such flag or value.
-    """
-    if flag.text in _HELP:
-        return [flag.text]
-    if flag.text == "--config":
-        _check_one(flag, "a path", advice)
-        return [flag.text, *flag.words]
-    switches = {f"{no}{key}" for key, leaf in known.items() if leaf.kind is bool for no in ("", "no-")}
-    if not flag.text.startswith("--") or flag.name not in (known.keys() | switches):
-        raise unknown("flag", flag.text, [f"--{name}" for name in sorted({*known, *switches, "config"})], listing)
-    if flag.name in switches:
-        _check_switch(flag, advice)
-        return [f"--{flag.name}"]
-    leaf = known[flag.name]
-    if not get_args(leaf.kind):
-        _check_one(flag, leaf.takes, advice)
-    words = ["None" if leaf.optional and word.lower() == "none" else word for word in flag.words]
-    for word in words:
-        _check_word(flag, leaf, word)
-    return [f"--{leaf.key}", *words] if get_args(leaf.kind) else [f"--{leaf.key}={words[0]}"]
-
-
-def _check_one(flag: _Flag, takes: str, advice: str) -> None:
-    if not flag.words:
-        raise RequestError(f"{flag.text} lacks its value; give {takes}.")
-    _check_stray(flag.words[1:], advice)
-
-
-def _check_switch(flag: _Flag, advice: str) -> None:
-    if flag.words and flag.words[0].lower() in ("true", "false", "yes", "no", "on", "off", "0", "1", ""):
-        name = flag.name.removeprefix("no-")
-        raise RequestError(f"{flag.text} takes no value, found {flag.words[0]!r}; write --{name} or --no-{name}.")
-    _check_stray(flag.words, advice)
-
-
-def _check_word(flag: _Flag, leaf: Leaf, word: str) -> None:
-    """Raise `RequestError` where a word is not a value of the leaf's kind."""
-    kind = next(iter(get_args(leaf.kind)), leaf.kind)
-    if leaf.optional and word == "None":
-        return
-    try:
-        if kind in (int, float):
-            kind(word)
-        elif kind is Path and not word:
-            raise ValueError
-    except ValueError:
-        raise RequestError(f"{flag.text} {word or repr(word)}: give {leaf.takes}.") from None
-
-
-def _check_stray(words: Iterable[str], advice: str) -> None:
-    for word in words:
-        raise RequestError(f"{word!r} belongs to no flag; {advice}")
+def _help(prog: str, base: RunConfig) -> None:
+    """Print the flags with their values in `base`, and exit 0."""
+    with output.written():
+        default, config = Arguments(run=base), (tyro.conf.OmitArgPrefixes,)
+        tyro.cli(Arguments, args=["--help"], prog=prog, default=default, config=config)

@@ -1,4 +1,4 @@
-"""`lockstep VERB …`: finds the verb, says what went wrong in one sentence, and returns the exit code.
+"""`lockstep VERB …`: finds the verb, prints an error as one sentence, and returns the exit code.
 
 Nothing here imports torch, so that help and refusals answer at once; a verb is a file beside this one.
 """
@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import threading
-from collections.abc import Iterator
 from importlib import import_module
 
 from ..errors import LockstepError, RunError, Stopped, unknown
-from ..monitor.signals import OUTSIDE, SIGNALS
+from ..monitor.signals import OUTSIDE, heeded
 from ..printable import one_line, visible
 from ..screen import Screen
 from ..versions import version_of
@@ -48,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 refused, 3 a proof failed, 75 stopped."""
     output.survive()
     try:
-        with _ended_alike():
+        with heeded(signal.default_int_handler):  # SIGTERM and SIGHUP end as Ctrl-C does: with a sentence
             return _dispatch(sys.argv[1:] if arguments is None else arguments)
     except LockstepError as error:
         return _say(error)
@@ -58,57 +56,35 @@ def main(arguments: list[str] | None = None) -> int:
             return _say(RunError("ended by a signal after another rank was lost, whose own message says why."))
         return _say(Stopped(OUTSIDE))
     except BrokenPipeError:
-        return 1  # whoever read what we say, such as `head`, has seen enough
+        return 1  # the reader, such as `head`, has seen enough
     finally:
         output.let_go()
 
 
-def _lost_another(stop: KeyboardInterrupt) -> bool:
+def _lost_another(stop: BaseException) -> bool:
     """Whether this rank was about to end already, since it had lost another one."""
-    from ..monitor.failures import is_echo
+    from ..monitor.failures import is_echo  # late: it knows the options, and so takes time
 
     error = stop.__context__
-    while error is not None:
-        if is_echo(error):
-            return True
-        error = error.__context__
-    return False
-
-
-@contextlib.contextmanager
-def _ended_alike() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end what comes before and after training as Ctrl-C does: with a sentence."""
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                before[number] = signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return error is not None and (is_echo(error) or _lost_another(error))
 
 
 def _dispatch(given: list[str]) -> int:
-    verb = given[0] if given else "--help"
-    if verb in ("-h", "--help", "help"):
-        lines = [f"  {name:<8} {phrase}" for name, phrase in VERBS.items()]
-        with output.written():
-            print(_USAGE.format(version=_version(), verbs="\n".join(lines)), end="")
-        return 0
+    verb, *rest = given or ["--help"]
+    if verb in VERBS:
+        code: int = import_module(f".{verb}", __package__).main(rest)
+        return code
+    version = version_of("lockstep-torch") or "(not installed)"
     if verb in ("-V", "--version"):
-        with output.written():
-            print(f"lockstep {_version()}")
-        return 0
-    if verb not in VERBS:
+        text = f"lockstep {version}\n"
+    elif verb in ("-h", "--help", "help"):
+        verbs = "\n".join(f"  {name:<8} {phrase}" for name, phrase in VERBS.items())
+        text = _USAGE.format(version=version, verbs=verbs)
+    else:
         raise unknown("verb", verb, VERBS)
-    code: int = import_module(f".{verb}", __package__).main(given[1:])
-    return code
-
-
-def _version() -> str:
-    return version_of("lockstep-torch") or "(not installed)"
+    with output.written():
+        print(text, end="")
+    return 0
 
 
 def _say(error: LockstepError) -> int:

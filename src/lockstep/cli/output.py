@@ -1,4 +1,4 @@
-"""What the command says: past terminals that lack a character, disks that are full, and readers that have gone."""
+"""What the command prints, past a terminal that lacks a character, a full disk and a reader that has gone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import RunError
 
 
 def survive() -> None:
-    """Show a question mark for a character that this process's output cannot encode, such as × in plain ASCII."""
+    """Print a question mark for a character that the output cannot encode, such as × in plain ASCII."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -20,25 +20,25 @@ def survive() -> None:
 
 @contextlib.contextmanager
 def written() -> Iterator[None]:
-    """See to it that what the block prints is written when it ends.
+    """Flush what the block prints when it ends.
 
-    Raises `RunError` where it cannot be, such as on a full disk, and BrokenPipeError where its reader has gone.
+    Raises `RunError` where it cannot be written, such as on a full disk, BrokenPipeError where its reader has gone.
     """
     try:
         try:
             yield
         finally:
-            if sys.stdout is not None:  # it is where the command was started with `>&-`
+            if sys.stdout is not None:  # None where the command was started with `>&-`
                 sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise RunError(f"What there is to say cannot be written to the standard output: {error.strerror}.") from error
+        raise RunError(f"The standard output cannot be written: {error.strerror}.") from error
 
 
 def helped(given: Sequence[str], usage: str) -> bool:
     """Print `usage` where the words `given` to a verb begin with --help; return whether they do."""
-    asked = bool(given) and given[0] in ("-h", "--help")
+    asked = given[:1] in (["-h"], ["--help"])
     if asked:
         with written():
             print(usage, end="")
@@ -46,7 +46,7 @@ def helped(given: Sequence[str], usage: str) -> bool:
 
 
 def let_go() -> None:
-    """Drop what could not be written: the interpreter would try once more as it ends, and complain."""
+    """Drop what could not be written, which the interpreter would try again as it ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

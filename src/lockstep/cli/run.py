@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import textwrap
-import warnings
 from collections.abc import Collection
-from importlib.machinery import PathFinder
 from pathlib import Path
 
+from .. import user_code
 from ..config.options import leaves
 from ..config.registry import KINDS, kind, per_device
 from ..config.schema import DataConfig, ModelConfig, RunConfig
@@ -37,15 +35,15 @@ _KEYS = ("seed", "max-steps", "accumulate", "micro-batch", "precision", "determi
 
 def main(given: list[str]) -> int:
     """Run the script on every rank, and return the exit code."""
-    known = sorted(_known())
-    if output.helped(
-        [word for word in split(given)[0] if word in ("-h", "--help")], _USAGE.format(flags=_listed(known))
-    ):
+    names = " ".join(f"--{name}" for name in sorted(_known()))
+    listed = textwrap.fill(names, 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    if output.helped([word for word in split(given)[0] if word in ("-h", "--help")], _USAGE.format(flags=listed)):
         return 0
     config, script = asked(given, prog="lockstep run")
-    if launchers.starts_here(config):
+    planned = launchers.plan(config)
+    if planned.starts_here:
         folders.check(config)
-    return launchers.launch(script, config) or 0
+    return launchers.start(script, planned) or 0
 
 
 def asked(given: list[str], *, prog: str) -> tuple[RunConfig, Script]:
@@ -55,7 +53,7 @@ def asked(given: list[str], *, prog: str) -> tuple[RunConfig, Script]:
     """
     ours, rest = split(given)
     is_module = rest[:1] == ["-m"]
-    name, arguments = next(iter(rest[is_module:]), ""), tuple(rest[is_module + 1 :])
+    name, *arguments = rest[is_module:] or [""]
     names: set[str] = set()
 
     def check(found: Collection[str], config: RunConfig) -> None:
@@ -66,19 +64,17 @@ def asked(given: list[str], *, prog: str) -> tuple[RunConfig, Script]:
     # The script decides on model and data; its name is that of the default folder.
     base = RunConfig(model=ModelConfig(name=name if is_module else Path(name).stem), data=DataConfig(name=""))
     config = flags.parse(ours, prog=prog, base=base, imports=False, check=check)
-    _check_strategy(config.parallel.strategy)
-    _check_module(name) if is_module else _check_script(name)
-    return config, Script(name, arguments, is_module, frozenset(names))
-
-
-def _known() -> set[str]:
-    known = {leaf.key for leaf in leaves() if leaf.section in _SECTIONS or leaf.key in _KEYS}
-    return known - {flag for kind in KINDS.values() for flag in kind.options}
-
-
-def _listed(names: Collection[str]) -> str:
-    words = " ".join(f"--{name}" for name in sorted(names))
-    return textwrap.fill(words, 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    strategy = config.parallel.strategy
+    if strategy != "auto" and kind(strategy).drives_all:
+        raise RequestError(
+            f"--strategy {strategy} drives several devices from one process, and each process of a script has one; "
+            f"take {per_device()}, or leave it out."
+        )
+    if not is_module:
+        _check_script(name)
+    elif user_code.find(name.partition(".")[0]) is None:
+        raise RequestError(f"-m {name}: there is no such module in {Path.cwd()} or among the installed packages.")
+    return config, Script(name, tuple(arguments), is_module, frozenset(names))
 
 
 def names_script(given: list[str], switches: Collection[str] = ()) -> bool:
@@ -92,8 +88,8 @@ def split(given: list[str], switches: Collection[str] = ()) -> tuple[list[str], 
 
     `switches` are flags without a value beside those of a run.
     """
-    ours = {f"--{no}{leaf.key}" for leaf in leaves() if leaf.kind is bool for no in ("", "no-")} | {"--help", "-h"}
-    switches = {*ours, *switches}
+    ours = {f"--{no}{leaf.key}" for leaf in leaves() if leaf.kind is bool for no in ("", "no-")}
+    switches = {*ours, *switches, "--help", "-h"}
     at = 0
     while at < len(given) and given[at].startswith("-") and given[at] != "-m":
         flag, equals, _ = given[at].partition("=")
@@ -101,37 +97,18 @@ def split(given: list[str], switches: Collection[str] = ()) -> tuple[list[str], 
     return given[:at], given[at:]
 
 
-def _check_strategy(name: str) -> None:
-    if name != "auto" and kind(name).drives_all:
-        raise RequestError(
-            f"--strategy {name} drives several devices from one process, and each process of a script has one; take "
-            f"{per_device()}, or leave it out."
-        )
+def _known() -> set[str]:
+    known = {leaf.key for leaf in leaves() if leaf.section in _SECTIONS or leaf.key in _KEYS}
+    return known - {flag for kind in KINDS.values() for flag in kind.options}
 
 
 def _check_script(name: str) -> None:
     """Raise `RequestError` where there is no such script, or Python cannot read it."""
     if not name:
         raise RequestError("lockstep run lacks the script to run, as in lockstep run --devices 2 train.py.")
-    path = Path(name)
-    if path.is_dir():
-        raise RequestError(f"{name} is a folder; give a script, or -m MODULE.")
     try:
-        source = path.read_bytes()
+        compile(Path(name).read_bytes(), name, "exec", dont_inherit=True)
     except OSError as error:
         raise RequestError(f"{name} cannot be read: {error.strerror}; give the path of a script.") from error
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks show them
-            compile(source, name, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise RequestError(f"{name} is no script that Python can read: {error}.") from error
-
-
-def _check_module(name: str) -> None:
-    """Raise `RequestError` where there is no such module, as far as can be seen without importing anything."""
-    top = name.partition(".")[0]
-    if not top or not (PathFinder.find_spec(top, [str(Path.cwd())]) or importlib.util.find_spec(top)):
-        raise RequestError(
-            f"-m {name or repr(name)}: there is no such module in {Path.cwd()} or among the installed packages."
-        )

@@ -32,11 +32,12 @@ def main(given: list[str]) -> int:
     config = flags.parse([word for word in given if word != DRY_RUN], prog="lockstep train")
     preflight(config)
     planned = launchers.plan(config)
-    batches = share_out(config, planned.least_ranks)
+    batches = _share_out(config, planned.least_ranks)
     if planned.starts_here:
         folders.check(config)
     if DRY_RUN in given:
-        Screen().say(f"{planned}\n{batches}")
+        with output.written():
+            Screen().print(f"{planned}\n{batches}", soft_wrap=True)
     elif planned.starts_here:
         with folders.begun(planned.config) as begun:
             launchers.start(entry, dataclasses.replace(planned, config=begun))
@@ -48,13 +49,7 @@ def main(given: list[str]) -> int:
 def check(config: RunConfig) -> None:
     """Refuse what can be seen to be impossible, a batch that cannot be shared out included."""
     preflight(config)
-    share_out(config, launchers.least_ranks(config))
-
-
-def share_out(config: RunConfig, ranks: int) -> BatchPlan:
-    """Return how the global batch is cut; raise `RequestError` where it cannot be."""
-    batch = config.batch
-    return BatchPlan.solve(batch.size, ranks, micro_size=batch.micro_batch, accumulation=batch.accumulate)
+    _share_out(config, launchers.least_ranks(config))
 
 
 def preflight(config: RunConfig) -> None:
@@ -64,9 +59,14 @@ def preflight(config: RunConfig) -> None:
     sets.preflight(config.data)
 
 
+def _share_out(config: RunConfig, ranks: int) -> BatchPlan:
+    batch = config.batch
+    return BatchPlan.solve(batch.size, ranks, micro_size=batch.micro_batch, accumulation=batch.accumulate)
+
+
 def entry(config: RunConfig, world: World) -> RunResult | dict[str, float]:
-    # Imported by the ranks alone: a parent that starts and watches them needs no torch.
-    output.survive()  # a rank is a process of its own
+    """Train as one rank (*collective*)."""
+    output.survive()  # a rank is a process of its own, and the only one that imports torch
     if config.optim.step:
         from .. import task
 

@@ -1,4 +1,4 @@
-"""The flags that a verb has for itself: those of a run are options of a config, which `flags.parse` reads."""
+"""The flags that a verb has for itself; those of a run are options of a config, which `flags.parse` reads."""
 
 from __future__ import annotations
 
@@ -18,24 +18,20 @@ def take(given: list[str], own: Mapping[str, type]) -> tuple[dict[str, Any], lis
     rest: list[str] = []
     words = iter(given)
     for word in words:
-        name, equals, value = word.partition("=")
-        name = name.replace("_", "-")
-        if name not in own:
+        name, equals, text = word.partition("=")
+        kind = own.get(name := name.replace("_", "-"))
+        if kind is None:
             rest.append(word)
-            continue
-        if own[name] is bool:
+        elif kind is bool:
             if equals:
-                raise RequestError(f"{name} takes no value, found {value!r}; write {name} alone.")
+                raise RequestError(f"{name} takes no value, found {text!r}; write {name} alone.")
             values[name] = True
-            continue
-        text = value if equals else next(words, "")
-        is_value = equals or own[name] is list or not text.startswith("--")
-        if not text or not is_value:
-            raise RequestError(f"{name} lacks its value.")
-        if own[name] is list:
-            values.setdefault(name, []).append(text)
         else:
-            values[name] = tolerance(name, text) if own[name] is float else text
+            text = text if equals else next(words, "")
+            if not text or (not equals and kind is not list and text.startswith("--")):
+                raise RequestError(f"{name} lacks its value.")
+            held = tolerance(name, text) if kind is float else text
+            values[name] = [*values.get(name, []), held] if kind is list else held
     return values, rest
 
 
@@ -45,6 +41,6 @@ def tolerance(name: str, text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not (number >= 0 and math.isfinite(number)):
+    if not 0 <= number < math.inf:
         raise RequestError(f"{name} {text}: give 0 or more, such as 1e-6.")
     return number

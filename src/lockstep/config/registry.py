@@ -1,11 +1,7 @@
-"""The strategies there are, as far as it concerns how many processes they need: a line each, and no torch.
-
-A launcher has to know that before it starts anything; `strategies/table.py` makes the object once there is a world.
-"""
+"""The strategies: a line each with what a launcher has to know before it starts anything. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..errors import choose
@@ -35,19 +31,14 @@ class Kind(NamedTuple):
         return self.has_ranks and self.drives_all
 
 
-_UNUSED = ("find-unused",)
+_DP = "one process drives several devices (threads on a CPU)"
+_DDP = "one process a device, gradients all-reduced while backward runs"
+_HYBRID = "one process a node drives several devices (threads on a CPU), gradients all-reduced between processes"
 KINDS = {
     "single": Kind(".single", "Single", "one device", False, False),
-    "dp": Kind(".data_parallel", "DataParallel", "one process drives several devices (threads on a CPU)", False, True),
-    "ddp": Kind(".ddp", "DDP", "one process a device, gradients all-reduced while backward runs", True, False, _UNUSED),
-    "hybrid": Kind(
-        ".hybrid",
-        "Hybrid",
-        "one process a node drives several devices (threads on a CPU), gradients all-reduced between processes",
-        True,
-        True,
-        _UNUSED,
-    ),
+    "dp": Kind(".data_parallel", "DataParallel", _DP, False, True),
+    "ddp": Kind(".ddp", "DDP", _DDP, True, False, ("find-unused",)),
+    "hybrid": Kind(".hybrid", "Hybrid", _HYBRID, True, True, ("find-unused",)),
 }
 
 
@@ -58,39 +49,26 @@ def kind(strategy: str) -> Kind:
 
 def with_ranks() -> str:
     """Return, for a sentence, the strategies under which several processes share the work."""
-    return _either(name for name, each in KINDS.items() if each.has_ranks)
+    return " or ".join(name for name, each in KINDS.items() if each.has_ranks)
 
 
 def per_device() -> str:
     """Return, for a sentence, the strategies that have a process for each device."""
-    return _either(name for name, each in KINDS.items() if each.process_per_device)
-
-
-def plainer(strategy: str, *, ranks: int, devices: int) -> str:
-    """Return the strategy that comes to the same on `ranks` ranks of `devices` devices and has no second level.
-
-    "" where there is none.
-    """
-    each = KINDS[strategy]
-    if not each.has_two_levels or (ranks > 1 and devices > 1):
-        return ""
-    return next(
-        name
-        for name, other in KINDS.items()
-        if (other.process_per_device if ranks > 1 else other.drives_all and not other.has_ranks)
-    )
+    return " or ".join(name for name, each in KINDS.items() if each.process_per_device)
 
 
 def with_several() -> str:
     """Return, for a sentence, the strategies that share out work over several devices."""
-    return _either(name for name, each in KINDS.items() if each.has_ranks or each.drives_all)
+    return " or ".join(name for name, each in KINDS.items() if each.has_ranks or each.drives_all)
+
+
+def plainer(strategy: str, *, ranks: int, devices: int) -> str:
+    """Return the one-level strategy that comes to the same on `ranks` ranks of `devices` devices; "" for none."""
+    if not KINDS[strategy].has_two_levels or (ranks > 1 and devices > 1):
+        return ""
+    return auto(several=True) if ranks > 1 else "dp"
 
 
 def auto(*, several: bool) -> str:
-    """Return the name that `--strategy auto` stands for where there are several devices or ranks, or one."""
+    """Return the strategy that `--strategy auto` stands for with several devices or ranks, or one."""
     return "ddp" if several else "single"
-
-
-def _either(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last

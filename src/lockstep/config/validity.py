@@ -1,51 +1,105 @@
-"""What is asked of the numbers in a config: each check raises `RequestError` with the flag and what to give instead."""
+"""One option, read off a field of a dataclass: its key, its type, and the values that it takes."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from ..errors import RequestError
+from ..errors import RequestError, choose
 
-LONGEST_WAIT_S = 366 * 24 * 3600
-"""A year: what torch and the operating system count time-outs in holds little more than centuries."""
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", Path: "a path"}
+_LISTS = {str: "a list of words", float: "a list of numbers"}
 
 
 def require(holds: bool, sentence: str) -> None:
-    """Raise with `sentence` unless it `holds`."""
+    """Raise `RequestError` with `sentence` unless it `holds`."""
     if not holds:
         raise RequestError(sentence)
 
 
-def check_whole(flag: str, value: int | None, least: int = 1, unit: str = "") -> None:
-    """Raise where a whole number, if there is one, is below `least` or beyond what 64 bits hold."""
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers that an option takes; by default all finite ones."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def check(self, flag: str, value: float) -> None:
+        """Raise `RequestError` for a number outside."""
+        require(-math.inf < value < math.inf, f"--{flag} {value}: give a finite number.")
+        require(value >= self.least, f"--{flag} {value}: give {self.least:,} or more.")
+        require(value > self.above, f"--{flag} {value}: give a number above {self.above:,}.")
+        require(value < self.below, f"--{flag} {value}: give a number below {self.below:,}.")
+
+
+class OneOf(tuple[str, ...]):
+    """The words that an option takes."""
+
+    def check(self, flag: str, value: str) -> None:
+        """Raise `RequestError`, with the nearest words, for another one."""
+        choose(f"--{flag}", value, self)
+
+
+_WHOLE = Bounds(least=1, below=2**63)
+_USUAL = {int: _WHOLE, float: Bounds()}
+
+
+def check_whole(flag: str, value: int | None) -> None:
+    """Raise `RequestError` where a whole number, if given, is below 1 or has more than 64 bits."""
     if value is not None:
-        require(value >= least, f"--{flag} {value}: give {least} or more{unit}.")
-        require(value < 2**63, f"--{flag} {value}: give a number below 2**63.")
+        _WHOLE.check(flag, value)
 
 
-def check_finite(section: object) -> None:
-    """Raise where a number is nan or infinite: nan slips through comparisons, infinity through those with one bound."""
-    for item in dataclasses.fields(section):  # type: ignore[arg-type]
-        value = getattr(section, item.name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float) and not math.isfinite(number):
-                raise RequestError(f"--{item.name.replace('_', '-')} {number}: give a finite number.")
+@dataclass(frozen=True)
+class Leaf:
+    """One option: its public `key`, the config's `section` that holds it (None: the config itself), its attribute."""
+
+    key: str
+    section: str | None
+    attribute: str
+    kind: Any
+    """The type of its values: int, float, bool, str, Path, or a tuple of str or float."""
+    optional: bool
+    """Whether it may be unset."""
+    rule: Bounds | OneOf | None
+
+    @property
+    def takes(self) -> str:
+        """What its values are, in words."""
+        return _LISTS[get_args(self.kind)[0]] if get_args(self.kind) else _NAMES[self.kind]
+
+    def of(self, config: object) -> Any:
+        """Return its value in a config."""
+        return getattr(getattr(config, self.section) if self.section else config, self.attribute)
 
 
-def check_text(flag: str, value: object) -> None:
-    """Raise where a text or a path is not UTF-8, which the run's config.toml could not hold."""
-    try:
-        str(value).encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"--{flag} {str(value)!r} is not UTF-8: rename it, or make a link to it.") from None
+@functools.cache
+def leaves_of(owner: type, section: str | None = None) -> tuple[Leaf, ...]:
+    """Return the options of a dataclass, and of the dataclasses in it, in their order."""
+    found: list[Leaf] = []
+    for name, hint in get_type_hints(owner, include_extras=True).items():
+        plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if is_dataclass(plain):
+            found += leaves_of(plain, name)
+            continue
+        optional = NoneType in get_args(plain)
+        kind = get_args(plain)[0] if optional else plain
+        rules = [mark for mark in marks if isinstance(mark, Bounds | OneOf)]
+        usual = _USUAL.get(next(iter(get_args(kind)), kind))
+        keys = [mark.name for mark in marks if getattr(mark, "name", None)]
+        found.append(Leaf([*keys, name.replace("_", "-")][0], section, name, kind, optional, [*rules, usual][0]))
+    return tuple(found)
 
 
-def listed(numbers: tuple[float, ...]) -> str:
-    """Return numbers as they are written after a flag."""
-    return " ".join(f"{number:g}" for number in numbers) or "none"
-
-
-def check_wait(flag: str, seconds: float) -> None:
-    """Raise where nobody could wait so long."""
-    require(0 < seconds <= LONGEST_WAIT_S, f"--{flag} {seconds:g}: give seconds above 0, and at most a year.")
+def check(config: object) -> None:
+    """Raise `RequestError` for the first option whose value is none that it takes."""
+    for leaf in leaves_of(type(config)):
+        value = leaf.of(config)
+        for each in value if isinstance(value, tuple) else () if value is None else (value,):
+            if leaf.rule is not None:
+                leaf.rule.check(leaf.key, each)
