@@ -222,7 +222,7 @@ def _nvidia(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
         return (), ""
     try:
         whole = listed(pynvml.nvmlDeviceGetHandleByIndex, count=asked(pynvml.nvmlDeviceGetCount))
-        parts = []
+        parts: list[Any] = []
         for handle in whole if "MIG-" in (visible or "") else ():
             count = asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle)
             parts += listed(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, count=count)

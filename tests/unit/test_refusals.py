@@ -35,20 +35,19 @@ eval trained --split valid             | 'valid' | did you mean validation?
 eval trained --predictions x.txt       | x.txt | a file .csv
 diff                                   | compares two checkpoints, found 0
 diff a b --tolerance nan               | --tolerance nan: give 0 or more
-diff a b --fast                        | no flag --fast; lockstep diff --help
 submit pbs digits                      | Unknown scheduler 'pbs'
 submit slurm digits                    | sbatch is not on PATH
+doctor --batch 3                       | no use for --batch
 """
 
 TRAIN = """
 --batch two                            | --batch two | a whole number
---holdout 1                            | --holdout 1.0 | not including, 1
---patience 0                           | --patience 0 | 1
+--devices --seed 1                     | --devices lacks its value
+--holdout 1                            | --holdout 1.0 | below 1
 --nesterov true                        | 'true' | --nesterov or --no-nesterov
 --config gone.toml                     | gone.toml | No such file
 --config broken.toml                   | broken.toml | not valid TOML
 --config mistyped.toml                 | mistyped.toml | batch | a whole number
---model xyzzy                          | 'xyzzy' | lockstep info
 --model no_such_module:Net             | 'no_such_module' | start in the folder
 --model mine.py                        | is a module | --model mine:Net
 --data photos                          | --data imagefolder --data-dir photos
@@ -65,8 +64,9 @@ TRAIN = """
 --batch 2 --devices 3                  | batch 2 | 3 ranks
 --accumulate 33 --devices 2            | use --accumulate 32 or less, or --batch 66 or more
 --rank 2 --world-size 2                | --rank 2 | --world-size 2
+--nodes 3:2                            | --nodes '3:2' | such as 1:4
 --nodes 2                              | torchrun --nnodes 2
---strategy single --devices 2          | take dp, ddp or hybrid, or one device
+--strategy single --devices 2          | take dp or ddp or hybrid, or one device
 --devices 2 --gpus 0                   | --devices 2 | --gpus 0 | give one
 --gpus 0                               | --gpus 0 | this machine shows no GPU
 --accelerator cuda                     | --accelerator cuda | this machine shows no GPU | --accelerator cpu
@@ -77,14 +77,12 @@ TRAIN = """
 # A flag and what was given, and what is told; other programs' names of flags, and ours.
 NEARLY = """
 --modle x: --model, --device 2: --accelerator or --devices?, --model resnet81: resnet8, --strategy dpp: dp or ddp?,
---launcher spwan: spawn?, --data digit: digits?, --precision fp23: fp32, --optimizer sdg: sgd?,
---schedule cosin: cosine, --loss cross_entropi: cross_entropy, --lr-rule liner: linear, --accelerator gpu: cuda?,
---batchnorm snyc: sync?, --augment crop flup: flip?, --learning_rate 1: --lr?, --num-workers 1: --workers?
+--launcher spwan: spawn?, --data digit: digits?, --optimizer sdg: sgd?, --loss cross_entropi: cross_entropy,
+--accelerator gpu: cuda?, --augment crop flup: flip?, --learning_rate 1: --lr?, --num-workers 1: --workers?
 """
 
 BEYOND = """
-lr 0, gamma -1, clip 0, momentum 1, ema 1, label-smoothing 1, timeout 1e9, stall-timeout 0, batch 0, classes 0,
-epochs 0, base-batch 0, samples 9223372036854775808
+lr 0, clip 0, momentum 1, ema 1, timeout 1e9, stall-timeout 0, batch 0, samples 9223372036854775808
 """
 
 STARTS = """
@@ -111,11 +109,21 @@ SUBMIT = """
 --sbatch=--nodes=3 digits              | --nodes=3 | give --nodes
 --nodes 2 digits --devices 4           | --devices 4 | --gpus-per-
 digits --launcher spawn                | --launcher spawn | srun starts the ranks
-digits --max-restarts 3                | --max-restarts 3 | srun
 digits --accelerator cuda              | add --gpus-per-node
 --nodes 2 --ntasks-per-node 64 digits  | batch 64 | 128 ranks
-digits --resume runs/x                 | --output RUN --resume auto
-digits --output held                   | held holds a run already | --resume auto
+"""
+
+RUN = """
+                                       | lacks the script to run
+absent.py                              | absent.py cannot be read: No such file or directory
+broken.py                              | broken.py is no script that Python can read | (broken.py, line 1)
+-m absent_module                       | -m absent_module: there is no such module
+--model mlp --devices 2 --lr 1 mine.py --batch 3 | takes no --model, --lr: the script decides
+--config mistyped.toml mine.py         | takes no --config
+--find-unused --seed=1 mine.py         | takes no --find-unused
+--devcies 2 mine.py                    | did you mean --devices
+--strategy dp mine.py                  | drives several devices from one process
+--output mine.py mine.py               | --output mine.py is a file
 """
 
 CURVE = """
@@ -127,12 +135,24 @@ CURVE = """
 [torchrun]                             | starts all ranks itself | unset RANK WORLD_SIZE LOCAL_RANK
 """
 
+SCRIPTS = """
+absent.py                              | absent.py cannot be read
+--lr 1 mine.py                         | lockstep verify curve takes no --lr: the script decides
+--rank 0 --world-size 2 --init-method file:///x mine.py --rank 1 | no use for --rank 0
+"""
+
+FIRST_STEP = """
+--max-steps 3 mine.py                  | --max-steps has no use
+--all mine.py                          | --all has no use here
+--lr 1 mine.py                         | lockstep verify gradients takes no --lr
+"""
+
 # What reaches the model, the data set or the loss: refused on the first rank, with torch, before anything trains.
 OWN = """
 --model {own}:none                     | returned None | an nn.Module
 --model {own}:buggy                    | called with (classes=10) | raised TypeError at | refused.py:20
 --model {own}:Missing                  | has no 'Missing'
---model broken:Net                     | importing broken | ModuleNotFoundError at | broken.py:2 | no_such_package
+--model lacking:Net                    | importing lacking | ModuleNotFoundError at | lacking.py:2 | no_such_package
 --model {own}:narrow                   | cannot take this data set's samples | (1, 8, 8)
 --model {own}:noted                    | more than tensors in its state (1._extra_state)
 --model {own}:unnormed                 | without running statistics (1)
@@ -153,34 +173,18 @@ OWN = """
 --resume gone                          | gone | no checkpoint
 """.replace("{own}", "tests.refused")
 
-SCRIPTS = """
-absent.py                    | absent.py cannot be read
--m no_such_module            | -m no_such_module: there is no such module
---lr 1 mine.py               | lockstep verify curve takes no --lr: the script decides
---strategy dp mine.py        | --strategy dp drives several devices | each process of a script has one
---rank 0 --world-size 2 --init-method file:///x mine.py --rank 1 | no use for --rank 0
---devices 1 mine.py          | --devices 1 leaves nothing to compare
-"""
-
-FIRST_STEP = """
-absent.py                    | absent.py cannot be read
---max-steps 3 mine.py        | --max-steps has no use
---all mine.py                | --all has no use here
---lr 1 mine.py               | lockstep verify gradients takes no --lr
---world-size 2 --rank 0 --init-method file:///x mine.py | lockstep verify gradients has no use for --rank 0
-"""
-
 TABLES = {
     "": COMMANDS,
     "train digits": TRAIN,
     "train digits --accelerator cpu": STARTS,
+    "run": RUN,
     "submit slurm --dry-run": SUBMIT,
     "verify curve digits --accelerator cpu": CURVE,
     "verify curve --accelerator cpu": SCRIPTS,
     "verify gradients --accelerator cpu": FIRST_STEP,
     "train --accelerator cpu --model mlp": OWN,
 }
-ROWS = [(begun, *row.split("|", 1)) for begun, rows in TABLES.items() for row in rows.strip().splitlines()]
+ROWS = [(begun, *row.split("|", 1)) for begun, rows in TABLES.items() for row in rows.strip("\n").splitlines()]
 
 
 @pytest.fixture
@@ -195,7 +199,8 @@ def refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     files = {
         "file": "",
         "mine.py": "class Net: ...",
-        "broken.py": "import math\nimport no_such_package",
+        "broken.py": "main(",
+        "lacking.py": "import math\nimport no_such_package",
         "broken.toml": "batch = = 3",
         "mistyped.toml": 'batch = "3"',
         "held/manifest.json": "",
@@ -234,7 +239,7 @@ def test_what_is_nearly_a_name_is_told_the_name(refuses: Refuses) -> None:
 
 def test_a_number_out_of_its_range(refuses: Refuses) -> None:
     for flag, value in (each.split() for each in BEYOND.split(",")):
-        fit = {"samples": "--data fake", "gamma": "--schedule step"}.get(flag, "")
+        fit = "--data fake" if flag == "samples" else ""
         refuses(f"train digits {fit} --{flag} {value}", [f"--{flag} {value[:1]}"])
 
 

@@ -25,7 +25,7 @@ from ..files import shown
 from ..runs import folders
 from . import output
 
-_READERS = {
+_READERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "milestones": ("schedule", ("step", "multistep")),
     "gamma": ("schedule", ("step", "multistep")),
     "momentum": ("optimizer", ("sgd", "muon")),
