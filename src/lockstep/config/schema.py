@@ -30,7 +30,6 @@ _NotNegative = Annotated[float, Bounds(least=0)]
 _Share = Annotated[float, Bounds(least=0, below=1)]
 _Seconds = Annotated[float, Bounds(above=0, below=366 * 24 * 3600)]
 _Switch = Annotated[str, OneOf(("auto", "on", "off"))]
-LOSSES = ("cross_entropy",)
 SPANNING_SCHEDULES = ("cosine", "onecycle")
 """Those whose learning rates depend on how many epochs the run has."""
 
@@ -55,21 +54,20 @@ class ModelConfig:
 class DataConfig:
     """The images, and how they are varied."""
 
-    name: Annotated[str, _key(name="data")] = "digits"
-    """digits, cifar10, cifar100, imagefolder, fake, or module:attribute of your own."""
+    name: Annotated[str, _key(name="data")] = (
+        "digits"  # digits, cifar10, cifar100, imagefolder, fake, module:attribute.
+    )
     dir: Annotated[Path, _key(name="data-dir")] = Path("data")  # Where the data set is, or is downloaded to.
     download: bool = True  # Download the data set, with its checksum, where --data-dir lacks it.
     workers: Annotated[_MaybeInt, _FromZero] = None
     """Processes for each rank that decode JPEGs (imagefolder and your own data sets); 0 decodes in the rank itself. By
     default as many as it has processors, and 4 at most."""
-    augment: Annotated[tuple[str, ...], OneOf(("crop", "flip", "cutout"))] = ()
-    """Variations of the training images: any of crop, flip, cutout."""
+    augment: Annotated[tuple[str, ...], OneOf(("crop", "flip", "cutout"))] = ()  # Any of crop, flip, cutout.
     image_size: Annotated[int, Bounds(least=1, below=4097)] = 224  # Side in pixels of imagefolder's and fake's images.
     samples: Annotated[int, Bounds(least=4, below=2**63)] = 1024  # Training images of the fake data set.
     holdout: _Share = 0.0  # Share of the training set held out as a validation set, chosen by --seed; 0 for none.
     skip_corrupt: bool = False  # Leave images out that cannot be decoded, and count them, instead of stopping.
-    collate: str = ""
-    """With --step: module:attribute of your own that makes a batch of a list of samples; by default torch's."""
+    collate: str = ""  # With --step: module:attribute that makes a batch of a list of samples; by default torch's.
     on_device: _Switch = "auto"  # Keep small data sets in the accelerator's memory: auto, on, off.
 
 
@@ -88,17 +86,13 @@ class OptimConfig:
     weight_decay: _NotNegative = 1e-4  # Weight decay (decoupled for adamw and muon).
     schedule: Annotated[str, OneOf(("constant", "step", "multistep", "cosine", "onecycle"))] = "constant"
     """constant, step, multistep, cosine or onecycle."""
-    milestones: tuple[float, ...] = ()
-    """Epochs at which multistep multiplies the rate by gamma; for step, the one number of epochs between cuts."""
+    milestones: tuple[float, ...] = ()  # Epochs at which multistep multiplies by gamma; for step, the epochs between.
     gamma: _Positive = 0.1  # Factor of step and multistep.
     warmup: _NotNegative = 0.0  # Epochs of linear warm-up before the schedule (onecycle: its rising part).
-    lr_rule: Annotated[str, OneOf(("none", "linear", "sqrt"))] = "none"
-    """How --lr follows the batch: none, linear or sqrt of batch ÷ base-batch."""
+    lr_rule: Annotated[str, OneOf(("none", "linear", "sqrt"))] = "none"  # none, linear or sqrt of batch ÷ base-batch.
     base_batch: _MaybeInt = None  # The batch that --lr was tuned for; needed by --lr-rule linear and sqrt.
-    clip: Annotated[float | None, Bounds(above=0), _key(metavar="FLOAT")] = None
-    """Largest gradient norm, measured over the whole model after unscaling."""
-    loss: str = "cross_entropy"
-    """cross_entropy, or module:attribute of your own: called as loss(scores, labels, reduction="sum")."""
+    clip: Annotated[float | None, Bounds(above=0), _key(metavar="FLOAT")] = None  # Largest norm of all gradients.
+    loss: str = "cross_entropy"  # Or module:attribute, called as loss(scores, labels, reduction="sum").
     step: str = ""
     """module:attribute of your own, for any task: called as step(model, batch), it returns the sum of the loss over the
     batch, alone or with the number of things that it is a sum over (tokens, say; by default samples)."""
@@ -240,7 +234,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     optim, batch, parallel = config.optim, config.batch, config.parallel
     has_own_loss, milestones = ":" in optim.loss, " ".join(map("{:g}".format, optim.milestones)) or "none"
     if not has_own_loss:
-        choose("--loss", optim.loss, LOSSES)
+        choose("--loss", optim.loss, ["cross_entropy"])
     elif optim.label_smoothing:
         yield f"--label-smoothing belongs to cross_entropy, and --loss is {optim.loss}; smooth the labels there."
     if optim.metric and not optim.step:
