@@ -38,9 +38,8 @@ SPANNING_SCHEDULES = ("cosine", "onecycle")
 class ModelConfig:
     """The network."""
 
-    name: Annotated[str, _key(name="model")] = (
-        "resnet18"  # From lockstep info or torchvision, or your module:attribute.
-    )
+    name: Annotated[str, _key(name="model")] = "resnet18"
+    """A name from `lockstep info`, a torchvision classifier, or module:attribute of your own."""
     classes: _MaybeInt = None  # Number of classes; by default the data set's own.
     init_from: str = ""
     """Weights that a new run begins with: of a run or a checkpoint, a .safetensors or .pth file, or pretrained for
@@ -54,9 +53,8 @@ class ModelConfig:
 class DataConfig:
     """The images, and how they are varied."""
 
-    name: Annotated[str, _key(name="data")] = (
-        "digits"  # digits, cifar10, cifar100, imagefolder, fake, module:attribute.
-    )
+    name: Annotated[str, _key(name="data")] = "digits"
+    """digits, cifar10, cifar100, imagefolder, fake, or module:attribute of your own."""
     dir: Annotated[Path, _key(name="data-dir")] = Path("data")  # Where the data set is, or is downloaded to.
     download: bool = True  # Download the data set, with its checksum, where --data-dir lacks it.
     workers: Annotated[_MaybeInt, _FromZero] = None
