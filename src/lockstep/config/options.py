@@ -48,7 +48,7 @@ def flatten(config: RunConfig) -> dict[str, Any]:
     """Return {public key: value} of every option, paths and tuples as TOML and JSON hold them."""
     flat = {}
     for leaf in leaves():
-        value = getattr(getattr(config, leaf.section) if leaf.section else config, leaf.attribute)
+        value = leaf.of(config)
         flat[leaf.key] = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
     return flat
 
