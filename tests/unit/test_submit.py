@@ -1,4 +1,4 @@
-"""What is asked of Slurm: understood, laid out, written as a script, or refused before anything is submitted."""
+"""What is asked of Slurm: laid out and written as a script, before anything is submitted."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_a_run_without_a_name_gets_the_next_default_folder(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "tasks", "more"),
     [
-        ("--nodes 2 --gpus-per-node 2 digits", 2, "2 nodes × 2 tasks, strategy ddp"),
-        ("--ntasks-per-node 3 digits --strategy ddp", 3, ""),
+        ("--nodes 2 --gpus-per-node 2 digits", 2, "4 ranks on 2 nodes, strategy ddp"),
+        ("--tasks-per-node 3 digits --strategy ddp", 3, ""),
         ("digits", 1, "strategy single"),
         ("--gpus-per-node 4 digits --strategy dp", 1, " --devices 4 "),
         ("--nodes 2 --gpus-per-node 4 digits --strategy hybrid", 1, " --nodes 2 --devices 4 "),

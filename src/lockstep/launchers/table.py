@@ -191,14 +191,13 @@ def _auto(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> str:
 def _check(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> None:
     """Raise `RequestError` where flags, or the environment, ask for what a launcher does not do."""
     name, launcher = parallel.launcher, LAUNCHERS[parallel.launcher]
-    is_one_host = not launcher.on_several or parallel.most_nodes == 1
     flags = {
         "--init-method": parallel.init_method if meets_by_url(parallel) else None,
         "--interface": parallel.interface or None,
         "--rank": parallel.rank,
         "--world-size": parallel.world_size,
     }
-    taken = () if launcher.on_several and is_one_host else launcher.takes
+    taken = () if launcher.on_several and parallel.most_nodes == 1 else launcher.takes
     given = [f"{flag} {value}" for flag, value in flags.items() if value is not None and flag not in taken]
     started, several = started_ranks(env), counted(parallel.most_nodes, "node")
     why = ""
@@ -209,8 +208,6 @@ def _check(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> None:
         )
     elif given:
         why = f"settles how ranks meet: {', '.join(given)} belongs to --launcher manual; drop it, or take that."
-    elif not is_one_host and not parallel.init_method.startswith("tcp:"):
-        why = f"lets {several} meet at the same --init-method tcp://HOST:PORT; give it on each, or take torchrun."
     elif name != "elastic" and parallel.max_restarts:
         why = "starts ranks once: drop --max-restarts, take --launcher elastic, or give torchrun its own."
     elif name in ("manual", "ray") and parallel.nodes != parallel.most_nodes:
