@@ -80,7 +80,8 @@ class Cluster:
         for each in (each for node in self.nodes for each in _tree(node)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 parent = each.parent()
-                if parent is not None and any("lockstep.launchers.ray" in word for word in parent.cmdline()):
+                started_by = " ".join(parent.cmdline()) if parent is not None else ""
+                if parent is not None and "launchers.ray" in started_by and "spawn_main" in " ".join(each.cmdline()):
                     found[each] = parent.create_time()
         return sorted(found, key=lambda each: found[each])
 

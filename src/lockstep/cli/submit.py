@@ -34,7 +34,11 @@ time limit and when it is pre-empted, and goes on from its last checkpoint.
   --sbatch=OPTION       any other option of sbatch, such as --sbatch=--exclusive; may be given several times
   --dry-run             print the script, and submit nothing
 """
-_OWN = {**dict.fromkeys((*submit.OPTIONS, "--tasks-per-node"), str), "--sbatch": list, "--dry-run": bool}
+_OWN: dict[str, type] = {
+    **dict.fromkeys((*submit.OPTIONS, "--tasks-per-node"), str),
+    "--sbatch": list,
+    "--dry-run": bool,
+}
 _GIVEN = ("output", "resume", "devices", "nodes", "accelerator", "launcher")
 """Options of the run that the script gives itself."""
 

@@ -267,13 +267,14 @@ class Node:
                 self._child.wait(GRACE_S)
             self._child.kill()
         code = self._child.wait()
-        kind = Stopped.__name__ if code == -signal.SIGTERM else ""  # before it could hear of it
-        return ended or Failure(0, kind, f"A node's process ended (code {code}) before its ranks were done.", "")
+        how = Stopped.__name__ if code == -signal.SIGTERM else ""  # before it could hear of it
+        return ended or Failure(0, how, f"A node's process ended (code {code}) before its ranks were done.", "")
 
     def stop(self) -> None:
         """Have the ranks save and end."""
-        if self._child is not None:
-            self._child.terminate()
+        while self._child is None:  # `run` is about to start it
+            time.sleep(_LOOK_S)
+        self._child.terminate()
 
     def printed(self, number: int, start: int) -> bytes:
         """Return what the process has printed to stdout (0) or stderr (1) from a byte on."""
