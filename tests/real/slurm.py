@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..command import until
+from ..command import Running, until
 from ..needs import need
 from ..ports import free_port
 
@@ -117,11 +117,11 @@ def running_cluster() -> Iterator[Cluster]:
         daemons.callback(shutil.rmtree, folder, ignore_errors=True)
         _prepare(folder)
         of_munge = [f"--{name}={folder}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
-        _start(daemons, folder, "munged", "--foreground", "--force", f"--key-file={folder}/munge.key", *of_munge)
+        munge = ("munged", "--foreground", "--force", f"--key-file={folder}/munge.key", *of_munge)
+        daemons.enter_context(_daemon(folder, *munge))
         until((folder / "munge.socket").exists, 20)
-        _start(daemons, folder, "slurmctld", "-D", **running.env)
-        for node in ("n1", "n2"):
-            _start(daemons, folder, "slurmd", "-D", "-N", node, **running.env)
+        for words in (("slurmctld", "-D"), ("slurmd", "-D", "-N", "n1"), ("slurmd", "-D", "-N", "n2")):
+            daemons.enter_context(_daemon(folder, *words, **running.env))
         until(running.is_ready, 60)
         try:
             yield running
@@ -146,25 +146,16 @@ def _prepare(folder: Path) -> None:
     (folder / "cgroup.conf").write_text("CgroupAutomount=no\n", encoding="utf-8")
 
 
-def _start(daemons: contextlib.ExitStack, folder: Path, name: str, *words: str, **env: str) -> None:
-    with (folder / "daemons.out").open("ab") as log:
-        process = subprocess.Popen(
-            [str(shutil.which(name, path=_PATH)), *words],
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            # The kernel ends a daemon when the tests are killed, which then cannot do it.
-            preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
-
-    def stop() -> None:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    daemons.callback(stop)
+def _daemon(folder: Path, name: str, *words: str, **env: str) -> Running:
+    log = (folder / f"{name}.out").open("ab")
+    return Running(
+        [str(shutil.which(name, path=_PATH)), *words],
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        text=True,
+        start_new_session=True,
+        # The kernel ends a daemon when the tests are killed, which then cannot do it.
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+    )

@@ -131,12 +131,11 @@ def test_a_loop_of_the_users_own_is_one_model_and_tells_its_failure_once(cluster
 def test_a_driver_that_is_stopped_has_the_ranks_save(cluster: Cluster, tmp_path: Path) -> None:
     with start(tmp_path, *RAY, *ENDLESS, "--nodes", 2, **cluster.env) as driver:
         until(lambda: len(losses(tmp_path / "run")) > 1)
-        found = cluster.ranks()
         driver.send_signal(signal.SIGTERM)
         told = sentence(end(driver), code=75)
     assert re.match(r"Stopped on request at step \d+ of .* and saved; continue", told)
     assert (tmp_path / "run" / "checkpoints" / "last").is_dir()
-    until(lambda: gone(found), 10)
+    until(lambda: not cluster.ranks(), 10)
 
 
 def test_a_rank_that_is_killed_is_named_with_its_node_and_nobody_is_left(cluster: Cluster, tmp_path: Path) -> None:

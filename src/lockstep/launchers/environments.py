@@ -144,7 +144,7 @@ def read(env: Env) -> Place:
             address=address,
             port=port,
         ),
-        {**names, "--nodes": program.nodes},
+        {**names, "--nodes": program.nodes or "the number of nodes"},
         file=file,
         served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         job=env.get("TORCHELASTIC_RUN_ID", ""),
