@@ -191,15 +191,22 @@ def follow(job: int, log: Path, show: Callable[[bytes], None], say: Callable[[st
     `show` gets what the log has grown by, `say` a line when the job begins to wait. Raises `RunError` for a job that
     ended in another way than by an exit code of its own.
     """
+    ask = ["scontrol", "show", "job", "--oneliner", str(job)]
     shown, told, silent = 0, "", 0
     while silent <= _UNKNOWN_LIMIT:
-        about = _about(job)
+        answer, more = "", b""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            answer = subprocess.run(ask, capture_output=True, text=True, timeout=_ASK_S, check=False).stdout
+        about = dict(re.findall(r"(\w+)=(\S*)", answer))
         silent = 0 if about else silent + 1
         state, reason = about.get("JobState", ""), about.get("Reason", "")
         if state == "PENDING" and reason not in ("None", told):
             say(f"job {job} waits ({reason}); scancel {job} ends it")
         told = reason if state == "PENDING" else ""
-        if more := _read_from(log, shown):
+        with contextlib.suppress(OSError), log.open("rb") as file:  # which the node may not have begun
+            file.seek(shown)
+            more = file.read()
+        if more:
             show(more)
             shown += len(more)
         code, _, number = about.get("ExitCode", "").partition(":")
@@ -212,22 +219,6 @@ def follow(job: int, log: Path, show: Callable[[bytes], None], say: Callable[[st
             )
         time.sleep(_LOOK_S)
     raise RunError(f"Slurm no longer tells of job {job}; its log is {log}, and sacct -j {job} may know more.")
-
-
-def _about(job: int) -> dict[str, str]:
-    """Return what the controller says about the job; empty where it says nothing."""
-    words = ["scontrol", "show", "job", "--oneliner", str(job)]
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=_ASK_S, check=False)
-        return dict(re.findall(r"(\w+)=(\S*)", answer.stdout))
-    return {}
-
-
-def _read_from(log: Path, start: int) -> bytes:
-    with contextlib.suppress(OSError), log.open("rb") as file:  # which the node may not have begun
-        file.seek(start)
-        return file.read()
-    return b""
 
 
 _SCRIPT = """\

@@ -1,12 +1,5 @@
 """What a run will be: resolved once, without torch, from its config and the environment; and started so.
 
-    inline        this process is the only rank
-    spawn         this process starts its host's ranks
-    elastic       the same, again where one is lost; on several nodes with agents that agree
-    environment   another program, such as torchrun, srun or mpirun, has started this rank
-    manual        a person has: the ranks meet at --init-method
-    ray           Ray starts the ranks, on the nodes of its cluster
-
 `auto` asks in this order: do flags say where ranks meet (manual)? Has a program started the ranks (environment)? Are
 lost ranks to be started again, or do nodes meet (elastic)? Are several processes needed (spawn)? Else it is inline.
 """
@@ -43,12 +36,13 @@ class Launcher(NamedTuple):
 
 
 LAUNCHERS = {
-    "inline": Launcher(".join", joins=True),
-    "spawn": Launcher(".supervisor", joins=False),
+    "inline": Launcher(".join", joins=True),  # this process is the only rank
+    "spawn": Launcher(".supervisor", joins=False),  # this process starts its host's ranks
+    # The same, again where one is lost; on several nodes with agents that agree.
     "elastic": Launcher(".supervisor", False, ("--init-method", "--interface"), ".nodes"),
-    "environment": Launcher(".join", True, ("--rank", "--world-size", "--interface")),
-    "manual": Launcher(".join", True, ("--init-method", "--rank", "--world-size", "--interface")),
-    "ray": Launcher(".ray", joins=False),
+    "environment": Launcher(".join", True, ("--rank", "--world-size", "--interface")),  # torchrun, srun or mpirun has
+    "manual": Launcher(".join", True, ("--init-method", "--rank", "--world-size", "--interface")),  # a person has
+    "ray": Launcher(".ray", joins=False),  # Ray starts the ranks, on the nodes of its cluster
 }
 
 
@@ -85,8 +79,7 @@ class LaunchPlan:
 def plan(config: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
     """Return what a run will be by its flags and the environment, by default this process's own.
 
-    Raises `RequestError` for an unknown launcher, for flags of another one, for devices that this machine lacks, and
-    for several nodes without a way to meet.
+    Raises `RequestError` for what does not go together, devices that this machine lacks, and nodes that cannot meet.
     """
     env = os.environ if env is None else env
     config = resolve(config, env)
@@ -124,8 +117,8 @@ def start(entry: Entry, planned: LaunchPlan, env: Mapping[str, str] | None = Non
 def joined(config: RunConfig, env: Mapping[str, str] | None = None) -> Iterator[tuple[RunConfig, World]]:
     """Be the rank that flags or the environment name, or the only one, while the block runs (*collective*).
 
-    For a script that torchrun, srun, mpirun or a person has started. Gives the resolved config and the world. Raises
-    what `launch` does, and `RequestError` where the config asks for processes that somebody has yet to start.
+    For a script that runs already. Gives the resolved config and the world. Raises what `launch` does, and
+    `RequestError` where the config asks for processes that are not started yet.
     """
     from . import join
 
@@ -139,7 +132,7 @@ def joining(config: RunConfig, env: Mapping[str, str]) -> LaunchPlan:
     """Return the plan by which this process, which runs already, is a rank."""
     planned, asked = plan(config, env), config.parallel
     if planned.launcher == "spawn" and asked.devices is None and not asked.gpus:
-        # `python train.py` on a machine with several GPUs: nobody has asked for more processes than there are.
+        # `python train.py` on a machine with several GPUs has not asked for more processes than this one.
         planned = plan(dataclasses.replace(config, parallel=dataclasses.replace(asked, devices=1)), env)
     if not LAUNCHERS[planned.launcher].joins:
         raise RequestError(
