@@ -393,7 +393,7 @@ two ranks share a GPU: launchers/rollcall.py
 a store that answers late changes the exit code: __main__.py
 - if bounded.any_left() or code
 + if code
-= real/test_requeue.py::test_a_job_requeues_itself_unless_it_is_done_cancelled_or_never_reaches_a_checkpoint
+= unit/test_submit.py::test_a_job_requeues_itself_unless_it_is_done_cancelled_or_never_reaches_a_checkpoint
 a job that never reaches a checkpoint requeues itself for ever: launchers/submit.py
 - _IDLE_STARTS = 3
 + _IDLE_STARTS = 10**6

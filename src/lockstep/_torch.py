@@ -1,4 +1,4 @@
-"""What lockstep uses of torch, and of Ray, that they do not promise: each with its reason."""
+"""What lockstep uses of torch that it does not promise: each with its reason."""
 
 from __future__ import annotations
 
@@ -116,21 +116,6 @@ def as_default_group(group: Any) -> Iterator[None]:
 def set_timeout(limit: timedelta) -> None:
     """Set the time limit of the default group's collectives: public from torch 2.15 on, before by a private name."""
     (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(limit)
-
-
-@contextlib.contextmanager
-def one_host_in_ray() -> Iterator[None]:
-    """Have a Ray cluster that is started in the block be of one host, and listen where it is told to.
-
-    Ray takes a host's outward address even where it is given 127.0.0.1, unless clusters of several hosts are off.
-    """
-    from ray._private import ray_constants
-
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..command import until
+from ..command import Running, until
 from ..needs import need
 from ..ports import free_port
 
@@ -25,7 +25,8 @@ NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontro
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/sbin"])
 _PR_SET_PDEATHSIG = 1
 
-# Each node claims to have four processors, whatever the machine has, and two GPUs.
+# Each node claims to have four processors, whatever the machine has, and two GPUs. No part of the machine is changed:
+# neither control groups nor accounts. Jobs of one partition have to make room for those of the other, in a minute.
 _CONF = """\
 ClusterName=lockstep
 SlurmctldHost=localhost(127.0.0.1)
@@ -40,7 +41,6 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
-# No part of the machine is changed: neither control groups nor accounts.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -57,12 +57,12 @@ MinJobAge=300
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 Gres=gpu:2
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 Gres=gpu:2
-# Jobs of one partition have to make room for those of the other: they are told, and have a minute.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=all Nodes=n[1-2] Default=YES MaxTime=60 State=UP OverSubscribe=NO PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=n[1-2] MaxTime=60 State=UP OverSubscribe=NO PriorityTier=2 PreemptMode=OFF
 """
+_LAST = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,7 @@ class Cluster:
 
     def ended(self, job: int) -> str:
         """Wait until the job has ended for good; return its last state."""
-        last = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        until(lambda: self.about(job)["JobState"] in last)
+        until(lambda: self.about(job)["JobState"] in _LAST)
         return self.about(job)["JobState"]
 
     def is_ready(self) -> bool:
@@ -113,16 +112,16 @@ def running_cluster() -> Iterator[Cluster]:
     """Start a cluster of two nodes; end every process of it afterwards."""
     need([name for name in NEEDED if shutil.which(name, path=_PATH) is None])
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # a short path: that of a socket is limited to 107 characters
-    running = Cluster({"SLURM_CONF": str(folder / "slurm.conf")})
+    running = Cluster({"SLURM_CONF": str(folder / "slurm.conf"), "MASTER_ADDR": "127.0.0.1"})  # n1 is in no DNS
     with contextlib.ExitStack() as daemons:
         daemons.callback(shutil.rmtree, folder, ignore_errors=True)
         _prepare(folder)
         of_munge = [f"--{name}={folder}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
-        _start(daemons, folder, "munged", "--foreground", "--force", f"--key-file={folder}/munge.key", *of_munge)
+        munge = ("munged", "--foreground", "--force", f"--key-file={folder}/munge.key", *of_munge)
+        daemons.enter_context(_daemon(folder, *munge))
         until((folder / "munge.socket").exists, 20)
-        _start(daemons, folder, "slurmctld", "-D", **running.env)
-        for node in ("n1", "n2"):
-            _start(daemons, folder, "slurmd", "-D", "-N", node, **running.env)
+        for words in (("slurmctld", "-D"), ("slurmd", "-D", "-N", "n1"), ("slurmd", "-D", "-N", "n2")):
+            daemons.enter_context(_daemon(folder, *words, **running.env))
         until(running.is_ready, 60)
         try:
             yield running
@@ -137,37 +136,26 @@ def running_cluster() -> Iterator[Cluster]:
 
 def _prepare(folder: Path) -> None:
     (folder / "state").mkdir()
-    key = folder / "munge.key"
-    key.touch(mode=0o600)
-    key.write_bytes(secrets.token_bytes(128))
+    (folder / "munge.key").touch(mode=0o600)
+    (folder / "munge.key").write_bytes(secrets.token_bytes(128))
     folder.chmod(0o755)  # munge refuses a socket that others cannot reach
-    text = _CONF.format(folder=folder, user=getpass.getuser(), ports=[free_port() for _ in range(3)])
-    (folder / "slurm.conf").write_text(text, encoding="utf-8")
-    # Files that are everywhere stand for the devices: what is tested is how GPUs are asked for.
+    conf = _CONF.format(folder=folder, user=getpass.getuser(), ports=[free_port() for _ in range(3)])
+    (folder / "slurm.conf").write_text(conf, encoding="utf-8")
+    # Files that are everywhere stand for the devices; and Slurm looks for the last file beside slurm.conf.
     (folder / "gres.conf").write_text("NodeName=n[1-2] Name=gpu File=/dev/null,/dev/zero\n", encoding="utf-8")
-    # Slurm looks for this file beside slurm.conf, and else at the machine's own place.
     (folder / "cgroup.conf").write_text("CgroupAutomount=no\n", encoding="utf-8")
 
 
-def _start(daemons: contextlib.ExitStack, folder: Path, name: str, *words: str, **env: str) -> None:
-    with (folder / "daemons.out").open("ab") as log:
-        process = subprocess.Popen(
-            [str(shutil.which(name, path=_PATH)), *words],
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            # The kernel ends a daemon when the tests are killed, which then cannot do it.
-            preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
-    daemons.callback(_end, process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _daemon(folder: Path, name: str, *words: str, **env: str) -> Running:
+    log = (folder / f"{name}.out").open("ab")
+    return Running(
+        [str(shutil.which(name, path=_PATH)), *words],
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        text=True,
+        start_new_session=True,
+        # The kernel ends a daemon when the tests are killed, which then cannot do it.
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+    )

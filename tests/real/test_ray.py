@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import re
 import secrets
 import shutil
@@ -19,19 +18,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ..command import GATED, command, end, gone, losses, processes, refusal, sentence, start, until, weights
+from ..command import GATED, command, end, gone, losses, refusal, sentence, start, until, weights
+from ..needs import need
 from ..ports import free_port
 from .test_script import are_alike, check_failed_once, looped
 
 pytestmark = pytest.mark.long
-HAS_RAY = importlib.util.find_spec("ray") is not None
-needs_ray = pytest.mark.skipif(
-    not HAS_RAY and os.environ.get("CI") != "true", reason="Ray is not installed: pip install 'lockstep-torch[ray]'"
-)
 RAY = (*GATED, "--launcher", "ray")
 ENDLESS = ("--epochs", 10**6)
 _START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", "1", "--disable-usage-stats")
-_MEMORY_BYTES = 100_000_000  # the least object store that Ray takes is 75 MB
+_SMALL = ("--object-store-memory", "100000000", "--min-worker-port", "0", "--max-worker-port", "0")
+
+
+def _tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        return [parent, *parent.children(recursive=True)]
+    return []
 
 
 @dataclass
@@ -49,8 +52,7 @@ class Cluster:
     def add(self) -> subprocess.Popen[bytes]:
         """Start one more node, at an address of its own."""
         address = f"127.0.0.{len(self.nodes) + 2}"
-        words = ["--node-ip-address", address, "--object-store-memory", str(_MEMORY_BYTES)]
-        words += ["--min-worker-port", "0", "--max-worker-port", "0"]
+        words = ["--node-ip-address", address, *_SMALL]
         if self.nodes:
             words += ["--address", self.env["RAY_ADDRESS"]]
         else:
@@ -64,42 +66,31 @@ class Cluster:
         assert node.poll() is None, log.read_text()
         return node
 
-    def processes(self) -> list[psutil.Process]:
-        """Return all nodes' processes."""
-        found = []
-        for node in self.nodes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                parent = psutil.Process(node.pid)
-                found += [parent, *parent.children(recursive=True)]
-        return found
-
-    def lose(self, node: subprocess.Popen[bytes]) -> None:
+    @staticmethod
+    def lose(node: subprocess.Popen[bytes]) -> None:
         """Kill all of a node at once."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(node.pid)
-            for each in (parent, *parent.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
+        for each in _tree(node):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
         node.wait()
 
     def ranks(self) -> list[psutil.Process]:
         """Return the processes of ranks, rank 0 first."""
         found = {}
-        for each in self.processes():
+        for each in (each for node in self.nodes for each in _tree(node)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 parent = each.parent()
-                if parent is not None and any("lockstep.launchers.ray" in word for word in parent.cmdline()):
+                started_by = " ".join(parent.cmdline()) if parent is not None else ""
+                if parent is not None and "launchers.ray" in started_by and "spawn_main" in " ".join(each.cmdline()):
                     found[each] = parent.create_time()
         return sorted(found, key=lambda each: found[each])
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes. Ray's sockets need a short path."""
-    if not HAS_RAY:
-        pytest.fail("Ray is not installed: pip install 'lockstep-torch[ray]'")
-    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
-    made = Cluster(folder)
+    """Two nodes."""
+    need(["ray"] if importlib.util.find_spec("ray") is None else [])
+    made = Cluster(Path(tempfile.mkdtemp(prefix="ray", dir="/tmp")))  # a short path, for Ray's sockets
     # Whether Ray asks for a token by itself differs between its versions, and between a head and those that join it.
     kept = pytest.MonkeyPatch()
     kept.setenv("RAY_AUTH_MODE", "token")
@@ -112,26 +103,9 @@ def cluster() -> Iterator[Cluster]:
         for node in made.nodes:
             made.lose(node)
         kept.undo()
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(made.folder, ignore_errors=True)
 
 
-@needs_ray
-def test_a_cluster_of_our_own_listens_on_loopback_alone_and_ends_with_the_run(tmp_path: Path) -> None:
-    """Before the tests' own cluster is there, which would be joined."""
-    with start(tmp_path, *RAY, *ENDLESS, "--devices", 2, RAY_ADDRESS="") as driver:
-        until(lambda: len(losses(tmp_path / "run")) > 1)
-        found = processes(driver)
-        assert {"gcs_server", "raylet"} <= {each.name() for each in found}
-        listening = [held for each in found for held in each.net_connections("tcp") if held.status == "LISTEN"]
-        assert {held.laddr.ip.removeprefix("::ffff:") for held in listening} == {"127.0.0.1"}
-        driver.send_signal(signal.SIGTERM)
-        told = sentence(end(driver), code=75)
-        until(lambda: gone(found), 10)
-    assert re.match(r"Stopped on request at step \d+ of .* and saved; continue", told)
-    assert (tmp_path / "run" / "checkpoints" / "last").is_dir()
-
-
-@needs_ray
 def test_two_nodes_train_the_bits_that_two_processes_train(cluster: Cluster, undisturbed: Path, tmp_path: Path) -> None:
     ended = command(tmp_path, *RAY, "--nodes", 2, "--devices", 1, **cluster.env)
     assert ended.code == 0, ended.err
@@ -143,7 +117,6 @@ def test_two_nodes_train_the_bits_that_two_processes_train(cluster: Cluster, und
     until(lambda: not cluster.ranks(), 10)
 
 
-@needs_ray
 def test_a_loop_of_the_users_own_is_one_model_and_tells_its_failure_once(cluster: Cluster, tmp_path: Path) -> None:
     path, alone = looped(tmp_path)
     ray = ("run", "--launcher", "ray", "--nodes", 2, "--devices", 1)
@@ -155,7 +128,16 @@ def test_a_loop_of_the_users_own_is_one_model_and_tells_its_failure_once(cluster
     check_failed_once(failed.err, path)
 
 
-@needs_ray
+def test_a_driver_that_is_stopped_has_the_ranks_save(cluster: Cluster, tmp_path: Path) -> None:
+    with start(tmp_path, *RAY, *ENDLESS, "--nodes", 2, **cluster.env) as driver:
+        until(lambda: len(losses(tmp_path / "run")) > 1)
+        driver.send_signal(signal.SIGTERM)
+        told = sentence(end(driver), code=75)
+    assert re.match(r"Stopped on request at step \d+ of .* and saved; continue", told)
+    assert (tmp_path / "run" / "checkpoints" / "last").is_dir()
+    until(lambda: not cluster.ranks(), 10)
+
+
 def test_a_rank_that_is_killed_is_named_with_its_node_and_nobody_is_left(cluster: Cluster, tmp_path: Path) -> None:
     with start(tmp_path, *RAY, *ENDLESS, "--nodes", 2, "--workers", 1, **cluster.env) as process:
         until(lambda: len(losses(tmp_path / "run")) > 10)
@@ -164,21 +146,11 @@ def test_a_rank_that_is_killed_is_named_with_its_node_and_nobody_is_left(cluster
         assert len(found) >= 4  # each has a data worker
         ranks[1].kill()
         told = sentence(end(process, 30), code=1)
-    assert re.match(r"Rank \d .*was killed by SIGKILL", told), told
-    assert "on node 127.0.0." in told
+    assert re.match(r"Rank \d on node 127\.0\.0\..* was killed by SIGKILL", told), told
     assert told.endswith("continue with --resume auto.")
     until(lambda: gone(found), 5)
 
 
-@needs_ray
-def test_what_the_cluster_cannot_give_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    told = sentence(command(tmp_path, *RAY, "--nodes", 3, "--timeout", 3, **cluster.env))
-    assert "within --timeout 3 s; its cluster has 2 nodes (CPUs: 1, 1), and 2 CPUs are free" in told
-    assert "1 CPU on each of 3 nodes" in told
-    assert not (tmp_path / "run").exists()
-
-
-@needs_ray
 def test_a_node_that_is_lost_is_named(cluster: Cluster, tmp_path: Path) -> None:
     node = cluster.add()
     address = f"127.0.0.{len(cluster.nodes) + 1}"
@@ -193,17 +165,22 @@ def test_a_node_that_is_lost_is_named(cluster: Cluster, tmp_path: Path) -> None:
     until(lambda: gone(ranks), 10)
 
 
-@needs_ray
-def test_a_cluster_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_what_the_cluster_cannot_give_is_refused_and_so_is_one_that_is_not_there(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    told = sentence(command(tmp_path, *RAY, "--nodes", 4, "--timeout", 3, **cluster.env))
+    assert "1 CPU on each of 4 nodes within --timeout 3 s" in told
+    assert re.search(r"its cluster has \d nodes \(CPUs: 1, 1.*\), and \d CPUs are free", told)
     told = sentence(command(tmp_path, *RAY, RAY_ADDRESS="127.0.0.1:1"))
     assert "RAY_ADDRESS is 127.0.0.1:1, and no Ray cluster answers there" in told
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_ray_cannot_honour_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert refusal(capsys, *RAY).endswith("install it on every node: pip install 'lockstep-torch[ray]'.")
     assert "Ray chooses each rank's GPUs" in refusal(capsys, "train", "digits", "--launcher", "ray", "--gpus", "0")
-    assert "starts its ranks itself: --world-size 2 belongs to" in refusal(capsys, *RAY, "--world-size", 2)
+    assert "--world-size 2 belongs to --launcher manual" in refusal(capsys, *RAY, "--world-size", 2)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "another program, such as torchrun, has started 2 ranks" in refusal(capsys, *RAY)

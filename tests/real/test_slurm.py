@@ -65,30 +65,19 @@ def test_a_submitted_run_has_the_bits_of_spawned_ranks(
 def test_a_script_of_the_users_own_starts_ranks_by_srun_or_torchrun(
     cluster: Cluster, spawned: dict[str, bytes], tmp_path: Path
 ) -> None:
+    path, alone = looped(tmp_path)
     script = f"""#!/bin/bash
-#SBATCH --nodes=1 --ntasks=2 --output={tmp_path}/log
-srun {_PYTHON} {_TRAIN} --output {tmp_path}/srun
-{sys.executable} -m torch.distributed.run --nproc-per-node 2 -m lockstep {_TRAIN} --output {tmp_path}/torchrun
+#SBATCH --nodes=2 --ntasks=2 --exclusive --output={tmp_path}/log
+srun --nodes=1 {_PYTHON} {_TRAIN} --output srun; echo "exit $?"
+{sys.executable} -m torch.distributed.run --nproc-per-node 2 -m lockstep {_TRAIN} --output torchrun; echo "exit $?"
+srun {sys.executable} train.py two; echo "exit $?"
+srun --error=told {_PYTHON} run --output failed train.py - broken; echo "exit $?"
 """
-    job = cluster.submit(script, tmp_path, **CODE)
-    assert cluster.ended(job) == "COMPLETED", (tmp_path / "log").read_text()
+    cluster.ended(cluster.submit(script, tmp_path, CUDA_VISIBLE_DEVICES="", **CODE))
+    assert re.findall(r"exit (\d+)", log := (tmp_path / "log").read_text()) == ["0", "0", "0", "1"], log
     for name in ("srun", "torchrun"):
         assert _topology(tmp_path / name) == ("environment", 2, 1)
         assert weights(tmp_path / name) == spawned
-
-
-def test_a_loop_of_the_users_own_under_srun_is_one_model_and_tells_its_failure_once(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    path, alone = looped(tmp_path)
-    script = f"""#!/bin/bash
-#SBATCH --nodes=2 --ntasks=2 --output={tmp_path}/log
-srun {sys.executable} train.py two; echo "exit $?"
-srun --error={tmp_path}/told {_PYTHON} run --output failed train.py - broken; echo "exit $?"
-"""
-    job = cluster.submit(script, tmp_path, CUDA_VISIBLE_DEVICES="", **CODE)
-    cluster.ended(job)
-    assert re.findall(r"exit (\d+)", log := (tmp_path / "log").read_text()) == ["0", "1"], log
     assert _topology(tmp_path / "two")[1:] == (2, 2)
     assert are_alike(losses(tmp_path / "two"), alone)
     check_failed_once((tmp_path / "told").read_text(), path)
@@ -127,44 +116,30 @@ def test_a_run_that_is_stopped_saves_requeues_itself_and_ends_with_the_same_bits
     assert not list(run.glob(".slurm-*"))
 
 
-def test_a_job_that_is_cancelled_saves_and_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    gate(tmp_path, 3)
-    with start(tmp_path, *_SUBMIT, *GATED[1:], **cluster.env) as submitted:
-        until(lambda: len(losses(run)) >= 3)
-        cluster.ask("scancel", str(job := _job_of(run)))
-        until(lambda: STOPPING in _log(run).read_text())
-        gate(tmp_path, OPEN)
-        ended = end(submitted)
-    assert ended.code == 1
-    assert f"Job {job} ended because it was cancelled; submit it again with --resume auto" in ended.err
-    assert "and saved; continue with" in ended.out
-    assert (run / "checkpoints" / "last").exists()
-    assert cluster.about(job)["JobState"] == "CANCELLED"
-
-
-def test_ctrl_c_ends_the_following_and_not_the_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_what_is_told_of_a_job_that_waits_is_refused_fails_or_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    told = sentence(command(tmp_path, *_SUBMIT, "--partition", "none-such", "digits", **cluster.env))
+    assert "sbatch refused the job: invalid partition specified: none-such;" in told
+    assert not any((tmp_path / "runs").iterdir())
+    if not hardware.gpus(None):  # else the nodes have the GPUs that they claim to have
+        ended = command(tmp_path, *_SUBMIT, "--gpus-per-node", 2, "digits", "--output", "failed", **cluster.env)
+        assert ended.code == 2
+        assert "--accelerator cuda: this machine shows no GPU" in ended.out
+        assert re.search(r"job \d+ ended with exit code 2; its log is ", ended.err)
     with start(tmp_path, *_SUBMIT, "--nodes", 9, "digits", **cluster.env) as submitted:
-        submitted.says("(PartitionConfig), and will not start as it was asked for: end it with scancel")
-        submitted.send_signal(signal.SIGINT)
+        submitted.says("waits (PartitionConfig); scancel")
+        submitted.send_signal(signal.SIGINT)  # which ends the following, and not the job
         told = sentence(end(submitted), code=75)
     found = re.fullmatch(r"Job (\d+) goes on, no longer followed: tail -F (\S+) .* and scancel \1 ends it\.", told)
     assert found, told
     assert Path(found[2]) == tmp_path / "runs" / "digits-resnet8" / f"slurm-{found[1]}.out"
     assert cluster.about(int(found[1]))["JobState"] == "PENDING"
     cluster.ask("scancel", found[1])
-
-
-def test_what_sbatch_refuses_is_told_in_its_words(cluster: Cluster, tmp_path: Path) -> None:
-    told = sentence(command(tmp_path, *_SUBMIT, "--partition", "none-such", "digits", **cluster.env))
-    assert "sbatch refused the job: invalid partition specified: none-such;" in told
-    assert told.endswith("; nothing was submitted.")
-    assert not any((tmp_path / "runs").iterdir())
-
-
-@pytest.mark.skipif(bool(hardware.gpus(None)), reason="the nodes then have the GPU that they claim to have")
-def test_the_jobs_exit_code_is_the_commands(cluster: Cluster, tmp_path: Path) -> None:
-    ended = command(tmp_path, *_SUBMIT, "--gpus-per-node", 2, "digits", **cluster.env)
-    assert ended.code == 2
-    assert "--accelerator cuda: this machine shows no GPU" in ended.out
-    assert re.search(r"job \d+ ended with exit code 2; its log is ", ended.err)
+    gate(tmp_path, 3)
+    with start(tmp_path, *_SUBMIT, *GATED[1:], **cluster.env) as submitted:
+        until(lambda: len(losses(tmp_path / "run")) >= 3)
+        cluster.ask("scancel", str(job := _job_of(tmp_path / "run")))
+        until(lambda: STOPPING in _log(tmp_path / "run").read_text())
+        gate(tmp_path, OPEN)
+        ended = end(submitted)
+    assert (ended.code, "and saved; continue with" in ended.out) == (1, True), ended
+    assert f"Job {job} ended as CANCELLED" in ended.err

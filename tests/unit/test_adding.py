@@ -41,7 +41,7 @@ def test_one_file_and_one_line_add_a_strategy_a_launcher_and_a_data_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KINDS, "mine", Kind(__name__, "Mine", "mine", has_ranks=False, drives_all=False))
-    monkeypatch.setitem(table.LAUNCHERS, "mine", table.Launcher(__name__, joins=True, refuses="is mine"))
+    monkeypatch.setitem(table.LAUNCHERS, "mine", table.Launcher(__name__, joins=True))
     monkeypatch.setitem(DATA_SETS, "mine", Entry(build))
     ours = override(recipe("digits"), accelerator="cpu", max_steps=3, output=tmp_path / "ours")
     mine = override(ours, strategy="mine", launcher="mine", data="mine", output=tmp_path / "mine")

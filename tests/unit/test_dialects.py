@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import RequestError
-from lockstep.launchers import environments as dialects
-from lockstep.launchers import join, table
+from lockstep.launchers import devices, environments, join, table
 
 from ..environments import environment
-from ..hostile import environments, often
+from ..hostile import environments as drawn
+from ..hostile import often
 from ..starting import config
 
 PORT = 10_000 + 7 * 16
@@ -23,39 +23,46 @@ PORT = 10_000 + 7 * 16
 
 def test_the_first_host_of_a_list_is_scontrols() -> None:
     lists = ("n[1-3,5],m2", "m2,n[1-3]", "n[08-11]-ib", "r[1-2]n[3,5]", "n[1-99999999]", f"n[{'9' * 5000}]")
-    assert [dialects.first_host(text) for text in lists] == ["n1", "m2", "n08-ib", "r1n3", "n1", f"n{'9' * 5000}"]
+    assert [environments.first_host(text) for text in lists] == ["n1", "m2", "n08-ib", "r1n3", "n1", f"n{'9' * 5000}"]
 
 
 @pytest.mark.parametrize(
     ("words", "place"),
     [
-        ("srun", {"rank": 2, "size": 3, "node": 1, "nodes": 2, "address": "localhost", "port": PORT}),
+        ("srun", {"rank": 2, "size": 3, "local_size": 1, "node": 1, "nodes": 2, "address": "localhost", "port": PORT}),
         ("srun-one-node", {"rank": 2, "size": 3, "local_rank": 2, "local_size": 3, "port": PORT}),
         ("srun MASTER_ADDR=10.0.0.1 MASTER_PORT=5", {"rank": 2, "size": 3, "address": "10.0.0.1", "port": 5}),
+        ("torchrun", {"rank": 3, "size": 4, "local_rank": 1, "local_size": 2, "node": 1, "nodes": 2}),
         # What scripts for srun often export; the roll call finds the nodes, as for an MPI on several hosts.
         ("ranks -LOCAL_WORLD_SIZE", {"rank": 1, "size": 2, "knows_node": False}),
         ("open-mpi OMPI_COMM_WORLD_SIZE=4 MASTER_ADDR=h MASTER_PORT=5", {"rank": 1, "size": 4, "knows_node": False}),
-        # torchrun numbers its ranks as the agents come: they need not be those of who has started it.
+        # The most specific program is heard; torchrun numbers its ranks as the agents come.
         ("ranks open-mpi OMPI_COMM_WORLD_RANK=0 TORCHELASTIC_RUN_ID=none", {"rank": 1}),
-        # The most specific program is heard.
         ("srun ranks", {"rank": 1, "size": 2, "port": 29500}),
+        ("srun WORLD_SIZE=2 MASTER_ADDR=h", {"rank": 2, "size": 3}),
         ("srun mpich", {"rank": 1, "size": 2}),
         ("batch open-mpi", {"rank": 1, "size": 2}),
     ],
 )
 def test_variables_say_the_place(words: str, place: dict[str, Any]) -> None:
     env = environment(words)
-    found = dialects.read(env)
-    expected = dataclasses.asdict(found.topology) | {"knows_node": found.knows_node}
-    assert {name: expected[name] for name in place} == place
-    assert table.resolve(config(), env).parallel.strategy == "ddp"
+    found = environments.read(env)
+    told = dataclasses.asdict(found.topology) | {"knows_node": found.knows_node}
+    assert {name: told[name] for name in place} == place
+    assert devices.resolve(config(), env).parallel.strategy == "ddp"
 
 
 def test_steps_of_neighbouring_jobs_meet_at_ports_of_their_own() -> None:
     jobs = [f"srun SLURM_JOB_ID={job} SLURM_STEP_ID={step}" for job in range(1000, 1100) for step in range(4)]
-    ports = {dialects.read(environment(words)).topology.port for words in jobs}
+    ports = {environments.read(environment(words)).topology.port for words in jobs}
     assert len(ports) == len(jobs)
     assert max(ports) < 32_768
+
+
+def test_ranks_follow_from_the_place_in_an_array_of_even_steps() -> None:
+    assert environments.of_array(environment("array")) == (2, 4)
+    with pytest.raises(RequestError, match="such as --array=0-3 of one task each"):
+        environments.of_array(environment("array SLURM_ARRAY_TASK_COUNT=3"))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,7 @@ def test_a_process_that_is_alone_may_be_so(words: str) -> None:
 
 def test_more_tasks_than_gpus_are_refused() -> None:
     asked = dataclasses.replace(config(strategy="ddp").parallel, accelerator="cuda")
-    place = dialects.read(environment("srun-one-node SLURM_GPUS_ON_NODE=2"))
+    place = environments.read(environment("srun-one-node SLURM_GPUS_ON_NODE=2"))
     with pytest.raises(RequestError, match="TASKS_PER_NODE is 3, but SLURM_GPUS_ON_NODE is 2: each rank needs a GPU"):
         join._check_node(asked, place, {"CUDA_VISIBLE_DEVICES": ""})
 
@@ -85,17 +92,13 @@ _FUZZED = ("srun", "srun-one-node", "array", "ranks", "torchrun", "open-mpi", "m
 
 
 @often
-@given(st.sampled_from(_FUZZED).flatmap(lambda words: environments(environment(words))))
+@given(st.sampled_from(_FUZZED).flatmap(lambda words: drawn(environment(words))))
 def test_no_environment_does_more_than_be_refused(env: dict[str, str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dialects, "_resolves", lambda name: len(name) < 9)  # no name server is asked
-        for ask in (
-            lambda: table.plan(config(), env),
-            lambda: table.plan(config(launcher="environment"), env),
-            lambda: dialects.read(env),
-            lambda: dialects.check_started(env),
-            lambda: dialects.started_elsewhere(env),
-            lambda: dialects.of_array(env),
-        ):
-            with contextlib.suppress(RequestError):
-                ask()
+    for ask in (
+        lambda: table.plan(config(), env),
+        lambda: table.plan(config(launcher="environment"), env),
+        lambda: environments.read(env),
+        lambda: environments.of_array(env),
+    ):
+        with contextlib.suppress(RequestError):
+            ask()

@@ -97,7 +97,6 @@ STARTS = """
 --world-size 2 --rank 0 --init-method file://x | file://x | three slashes
 [RANK=0]                               | WORLD_SIZE is not set
 [RANK=0 WORLD_SIZE=2]                  | MASTER_ADDR is not set
-[srun SLURM_STEP_NODELIST=no-such-name] | no-such-name | set MASTER_ADDR
 [open-mpi OMPI_COMM_WORLD_SIZE=4]      | LOCAL_SIZE is 2 | -x MASTER_ADDR
 [batch]                                | SLURM_NTASKS is 4 | --launcher spawn
 [SLURM_NTASKS=2]                       | SLURM_NTASKS is 2 | left over, unset it

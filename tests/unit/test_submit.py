@@ -1,4 +1,4 @@
-"""What is asked of Slurm: understood, laid out, written as a script, or refused before anything is submitted."""
+"""What is asked of Slurm: laid out and written as a script, which bash runs; no Slurm is needed."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import pytest
 
 from lockstep.cli.main import main
 
+Capture = pytest.CaptureFixture[str]
+
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", "/nowhere")  # nor is Slurm needed
+    monkeypatch.setenv("PATH", "/nowhere")
 
 
-def _script(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def _script(capsys: Capture, *words: str) -> str:
     assert main(["submit", "slurm", "--dry-run", *words]) == 0
     return capsys.readouterr().out
 
 
-def test_a_dry_run_prints_a_script_that_bash_reads_and_makes_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_dry_run_prints_a_script_that_bash_reads_and_makes_nothing(capsys: Capture, tmp_path: Path) -> None:
     flags = ("--nodes", "2", "--gpus-per-node", "a100:4", "--time", "20:00", "--sbatch=--exclusive", "--mem", "8G")
     asked = ("digits", "--lr", "0.2", "--output", str(tmp_path / "it's 100% mine"))
     script = _script(capsys, *flags, *asked)
@@ -40,7 +40,7 @@ def test_a_dry_run_prints_a_script_that_bash_reads_and_makes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_without_a_name_gets_the_next_default_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_without_a_name_gets_the_next_default_folder(capsys: Capture, tmp_path: Path) -> None:
     (tmp_path / "runs" / "digits-resnet8").mkdir(parents=True)
     assert f"folder={tmp_path}/runs/digits-resnet8-2\n" in _script(capsys, "digits")
     # One that is to be continued keeps its own, where it holds a run too.
@@ -51,24 +51,64 @@ def test_a_run_without_a_name_gets_the_next_default_folder(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "tasks", "more"),
     [
-        ("--nodes 2 --gpus-per-node 2 digits", 2, "2 nodes × 2 tasks, strategy ddp"),
-        ("--ntasks-per-node 3 digits --strategy ddp", 3, ""),
+        ("--nodes 2 --gpus-per-node 2 digits", 2, "4 ranks on 2 nodes, strategy ddp"),
+        ("--tasks-per-node 3 digits --strategy ddp", 3, ""),
         ("digits", 1, "strategy single"),
         ("--gpus-per-node 4 digits --strategy dp", 1, " --devices 4 "),
         ("--nodes 2 --gpus-per-node 4 digits --strategy hybrid", 1, " --nodes 2 --devices 4 "),
     ],
 )
-def test_there_is_one_task_a_gpu_or_one_a_node(
-    words: str, tasks: int, more: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_there_is_one_task_a_gpu_or_one_a_node(words: str, tasks: int, more: str, capsys: Capture) -> None:
     script = _script(capsys, *words.split())
     assert f"#SBATCH --ntasks-per-node={tasks}\n" in script
     assert more in script
 
 
-def test_short_limits_get_no_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_limits_get_no_warning(capsys: Capture) -> None:
     for time, is_warned in (("5", True), ("4:59", False), ("1-0", True), ("UNLIMITED", True)):
         assert main(["submit", "slurm", "--dry-run", "--time", time, "digits"]) == 0
         told = capsys.readouterr()
         assert ("#SBATCH --signal" in told.out) == is_warned
         assert (f"--time {time}: no warning can come that early" in told.err) != is_warned
+
+
+_FAKES = {
+    # Of its words, the fourth is what each rank runs in bash, and the fifth is that one's note.
+    "srun": '[ -z "$SAVED" ] || ln -sfn "$SAVED" run/checkpoints/last; bash -c "$4" "$5" sh -c "exit $CODE"',
+    "squeue": 'echo "$STATE"',
+    "scontrol": 'echo "asked to $1"',
+}
+_STARTS = (
+    # the ranks' exit code, the job's state, the checkpoint that they save; the job's exit code, whether it is requeued
+    (0, "RUNNING", "", 0, False),
+    (1, "RUNNING", "", 1, False),
+    (75, "COMPLETING", "", 75, False),
+    (143, "RUNNING", "step-20", 75, True),
+    (75, "RUNNING", "", 75, True),
+    (75, "RUNNING", "step-30", 75, True),
+    (75, "RUNNING", "", 75, True),
+    (75, "RUNNING", "", 75, True),
+    (75, "RUNNING", "", 75, False),
+)
+
+
+def test_a_job_requeues_itself_unless_it_is_done_cancelled_or_never_reaches_a_checkpoint(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    script = _script(capsys, "digits", "--output", "run")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for name, text in _FAKES.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    for row in _STARTS:
+        code, state, saved, exits, is_requeued = row
+        env = {
+            "CODE": f"{code}",
+            "STATE": state,
+            "SAVED": saved,
+            "SLURM_JOB_ID": "7",
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+        }
+        done = subprocess.run(["/bin/bash", "-c", script], env=env, capture_output=True, text=True, check=False)
+        assert (done.returncode, "asked to requeue" in done.stdout) == (exits, is_requeued), (row, done)
+    assert "stopped 3 times without a new checkpoint" in done.stdout

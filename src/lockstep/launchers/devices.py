@@ -1,7 +1,8 @@
-"""How many devices there are, and so how many processes: what `auto` means, decided before torch is imported."""
+"""Accelerator, devices and processes of a node: what `auto` stands for, decided without torch."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +12,7 @@ from .. import hardware
 from ..config.registry import auto, kind, with_ranks, with_several
 from ..config.schema import ParallelConfig, RunConfig
 from ..errors import RequestError, counted
-from .environments import of_array, ranks_told
+from .environments import of_array, started_ranks
 
 if TYPE_CHECKING:
     from ..world.world import World  # which imports torch; a launcher is chosen without it
@@ -22,46 +23,44 @@ Gpu = TypeVar("Gpu")
 
 
 def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
-    """Return `config` with the strategy and the accelerator named, `auto` no more; a resolved one stays as it is.
+    """Return `config` with the strategy and the accelerator that `auto` stands for; under Ray that is found out there.
 
-    Under Ray, whose nodes are other machines than this one, that is found out there. Raises `RequestError` for devices
-    that this machine lacks, and for strategies that cannot use what was asked.
+    Raises `RequestError` for devices that this machine lacks, and for strategies that cannot use what was asked.
     """
     asked = config.parallel
     if asked.launcher == "ray":
         return config
-    accelerator = _accelerator(asked, 0 if asked.accelerator == "cpu" else _count_gpus(env))
-    parallel = dataclasses.replace(asked, accelerator=accelerator)
+    parallel = dataclasses.replace(asked, accelerator=_accelerator(asked, env))
+    devices, ranks = _devices(parallel, env), max(asked.most_nodes, known_ranks(asked, env))
     if asked.strategy == "auto":
-        several = max(devices_here(parallel, env), parallel.most_nodes, ranks_elsewhere(parallel, env)) > 1
-        parallel = dataclasses.replace(parallel, strategy=auto(several=several))
-    if not kind(parallel.strategy).has_ranks:
-        _check_one_process(parallel, env)
-    if not kind(parallel.strategy).process_per_device:
-        count = devices_here(parallel, env) if kind(parallel.strategy).drives_all else 1
-        parallel = dataclasses.replace(parallel, devices=count)
+        parallel = dataclasses.replace(parallel, strategy=auto(several=max(devices, ranks) > 1))
+    strategy, chosen = parallel.strategy, kind(parallel.strategy)
+    if ranks > 1 and not chosen.has_ranks:
+        raise RequestError(
+            f"--strategy {strategy} is one process, but --nodes, --world-size or the environment ask for {ranks} "
+            f"ranks; take --strategy {with_ranks()}."
+        )
+    if chosen.process_per_device:
+        return dataclasses.replace(config, parallel=parallel)
+    named = asked.devices or len(asked.gpu_indices)
+    if named > 1 and not chosen.drives_all:
+        raise RequestError(
+            f"--strategy {strategy} uses one device, but {named} were asked for; take {with_several()}, or one device."
+        )
+    parallel = dataclasses.replace(parallel, devices=devices if chosen.drives_all else 1)
     return dataclasses.replace(config, parallel=parallel)
 
 
 def processes(config: RunConfig, env: Mapping[str, str]) -> int:
     """Return the number of processes that a config needs on this node; 1 where it is not resolved, as under Ray."""
     strategy = config.parallel.strategy
-    return devices_here(config.parallel, env) if strategy != "auto" and kind(strategy).process_per_device else 1
+    return _devices(config.parallel, env) if strategy != "auto" and kind(strategy).process_per_device else 1
 
 
-def devices_here(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
-    """Return the number of devices to use on this node: --devices, the --gpus, all GPUs, or one CPU process."""
-    if parallel.devices is not None:
-        return parallel.devices
-    if parallel.gpu_indices:
-        return len(parallel.gpu_indices)
-    return _count_gpus(env) if parallel.accelerator == "cuda" else 1
-
-
-def ranks_elsewhere(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
-    """Return a lower bound of the world size that flags or the environment already tell."""
+def known_ranks(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
+    """Return the least world size by flags and the environment, whatever devices there are."""
     array = of_array(env) if parallel.world_size is None and meets_by_url(parallel) else None
-    return max(parallel.nodes, parallel.world_size or 1, ranks_told(env)[1], array[1] if array else 1)
+    return max(parallel.nodes, parallel.world_size or 1, started_ranks(env), array[1] if array else 1)
 
 
 def gpu_ids(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -78,12 +77,8 @@ def gpu_index(parallel: ParallelConfig, env: Mapping[str, str], local_rank: int)
 
 
 def of_rank(gpus: Sequence[Gpu], local_rank: int, *, drives_all: bool) -> Sequence[Gpu]:
-    """Return those of the GPUs that its process may take which are a local rank's; none where there are too few.
-
-    A process that drives several takes all. Of the others, one with a single GPU takes it, whatever its local rank:
-    somebody has given each rank its own, by --gpus, by CUDA_VISIBLE_DEVICES, or by a scheduler that binds one to each
-    task.
-    """
+    """Return a local rank's own of the GPUs that its process may take; none where there are too few."""
+    # A single GPU is taken whatever the local rank: --gpus, CUDA_VISIBLE_DEVICES or a scheduler gave each rank its own.
     return gpus if drives_all or len(gpus) == 1 else gpus[local_rank : local_rank + 1]
 
 
@@ -99,61 +94,42 @@ def meets_by_url(parallel: ParallelConfig) -> bool:
 
 def host_and_port(url: str) -> tuple[str, int]:
     """Return the two that tcp://HOST:PORT names. Raises `RequestError` where it does not."""
-    parts = urlsplit(url)
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host or not port or parts.path.strip("/") or parts.query:
-        raise RequestError(
-            f"--init-method {url}: give an address and a port from 1 to 65535, such as tcp://10.0.0.1:29500."
-        )
-    return host, port
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        if parts.hostname and parts.port and not parts.path.strip("/") and not parts.query:
+            return parts.hostname, parts.port
+    raise RequestError(
+        f"--init-method {url}: give an address and a port from 1 to 65535, such as tcp://10.0.0.1:29500."
+    )
+
+
+def _devices(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
+    """Return the number of devices to use on this node: --devices, the --gpus, all GPUs, or one CPU process."""
+    asked = parallel.devices or len(parallel.gpu_indices)
+    return asked or (_count_gpus(env) if parallel.accelerator == "cuda" else 1)
 
 
 def _chosen(parallel: ParallelConfig, visible: int) -> Sequence[int]:
     """Return the indices of the GPUs that this process may take, among its `visible` ones."""
-    if drives_all(parallel) and not parallel.gpu_indices:
-        return range(parallel.devices or visible)
-    return parallel.gpu_indices or range(visible)
+    every = range(parallel.devices or visible) if drives_all(parallel) else range(visible)
+    return parallel.gpu_indices or every
 
 
 def _count_gpus(env: Mapping[str, str]) -> int:
     return len(hardware.gpus(env.get("CUDA_VISIBLE_DEVICES")))
 
 
-def _accelerator(asked: ParallelConfig, gpus: int) -> str:
-    """Return cuda or cpu; raise where GPUs were asked for that do not exist."""
-    there_are = f"this machine shows {counted(gpus, 'GPU') if gpus else 'no GPU'}"
-    if asked.accelerator == "cuda" and gpus == 0:
-        raise RequestError(
-            f"--accelerator cuda: {there_are}; check nvidia-smi and CUDA_VISIBLE_DEVICES, or take --accelerator cpu."
-        )
-    missing = [index for index in asked.gpu_indices if index >= gpus]
-    if missing:
-        indices = f", with indices 0 to {gpus - 1}" if gpus else ""
-        raise RequestError(f"--gpus {asked.gpus}: there is no GPU {missing[0]}; {there_are}{indices}.")
-    chosen = asked.accelerator if asked.accelerator != "auto" else ("cuda" if gpus else "cpu")
-    if chosen == "cuda" and (asked.devices or 1) > gpus:
-        raise RequestError(
-            f"--devices {asked.devices}: {there_are}; ask for at most that many, "
-            "or take --accelerator cpu for CPU processes."
-        )
-    return chosen
-
-
-def _check_one_process(parallel: ParallelConfig, env: Mapping[str, str]) -> None:
-    """Raise where a strategy of one process was asked to be several, or to use more devices than it can."""
-    ranks = max(parallel.most_nodes, ranks_elsewhere(parallel, env))
-    if ranks > 1:
-        raise RequestError(
-            f"--strategy {parallel.strategy} is one process, but {ranks} ranks were asked for (by --nodes, "
-            f"--world-size or the environment's {ranks_told(env)[0] or 'WORLD_SIZE'}); take --strategy {with_ranks()}, "
-            "or start one process."
-        )
-    asked = parallel.devices or len(parallel.gpu_indices)
-    if asked > 1 and not kind(parallel.strategy).drives_all:
-        raise RequestError(
-            f"--strategy {parallel.strategy} uses one device, but {asked} were asked for; take {with_several()}, "
-            "or one device."
-        )
+def _accelerator(asked: ParallelConfig, env: Mapping[str, str]) -> str:
+    """Return cuda or cpu. Raises `RequestError` for GPUs that do not exist."""
+    if asked.accelerator == "cpu":
+        return "cpu"
+    gpus = _count_gpus(env)
+    shown = f"this machine shows {counted(gpus, 'GPU') if gpus else 'no GPU'}"
+    if missing := [index for index in asked.gpu_indices if index >= gpus]:
+        raise RequestError(f"--gpus {asked.gpus}: there is no GPU {missing[0]}; {shown}, counted from 0.")
+    if asked.accelerator == "auto" and not gpus:
+        return "cpu"
+    if (asked.devices or 1) > gpus:
+        flag = f"--devices {asked.devices}" if gpus else "--accelerator cuda"
+        raise RequestError(f"{flag}: {shown}; see nvidia-smi and CUDA_VISIBLE_DEVICES, or take --accelerator cpu.")
+    return "cuda"

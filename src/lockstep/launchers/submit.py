@@ -1,20 +1,20 @@
-"""A run as a job of Slurm: what is asked of it, one sbatch script that a person can read, and the job until its end."""
+"""A run as a job of Slurm: what is asked for, one sbatch script that a person can read, and the job until its end."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
-import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ..config.options import flatten
 from ..config.registry import auto, kind
 from ..config.schema import RunConfig
-from ..config.validity import check_whole, require
+from ..config.validity import require
 from ..errors import RequestError, RunError, counted
 
 NAME = "submit.sh"
@@ -24,105 +24,96 @@ _WARN_S = 90
 _IDLE_STARTS = 3
 _LOOK_S = 1.0
 _ASK_S = 60.0
-_UNKNOWN_LIMIT = 30
-"""Looks in a row at which the controller does not answer, before we give up."""
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
-_FORMS = {
-    "gpus_per_node": (r"(\w+:)?[1-9]\d*", "a number from 1 up, or a type with it, such as a100:4"),
-    "mem": (r"\d+[KMGT]?", "the memory of a node, such as 32G"),
-    **dict.fromkeys(
-        ("partition", "account", "qos", "job_name"), (r"[\w.,:@%+=/-]+", "one word, without spaces and quotes")
+_UNKNOWN_LIMIT = 30  # looks in a row at which the controller does not answer
+_COUNT = (r"[1-9][0-9]{0,8}", "a whole number from 1 up")
+_WORD = (r"[\w.,:@%+=/-]+", "one word, without spaces and quotes")
+OPTIONS = {
+    "--job-name": _WORD,
+    "--nodes": _COUNT,
+    "--ntasks-per-node": _COUNT,
+    "--gpus-per-node": (r"(\w+:)?[1-9][0-9]{0,8}", "a number from 1 up, or a type with it, such as a100:4"),
+    "--cpus-per-task": _COUNT,
+    "--mem": _WORD,
+    "--time": (
+        r"([0-9]{1,6}-)?[0-9]{1,6}(:[0-9]{1,6}){0,2}|UNLIMITED",
+        "minutes, minutes:seconds, hours:minutes:seconds, or days-hours, such as 20:00 for twenty minutes",
     ),
+    **dict.fromkeys(("--partition", "--account", "--qos"), _WORD),
 }
-"""What may stand in a script, and in words."""
-_OURS = {
-    **dict.fromkeys(("--nodes", "-N"), "--nodes"),
-    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node", "--tasks-per-node"), "--ntasks-per-node"),
-    **dict.fromkeys(("--gpus-per-node",), "--gpus-per-node"),
-    **dict.fromkeys(("--time", "-t"), "--time"),
-    **dict.fromkeys(("--output", "-o"), "--output"),
-}
-"""What --sbatch would say a second time, and the flag that says it here."""
-_NOT_OURS = ("--array", "-a", "--wrap", "--open-mode", "--chdir", "-D", "--parsable", "--wait", "-W", "--test-only")
-"""What the script does not allow for."""
-_SETTLED = {
-    "gpus": "the job sees the GPUs that Slurm gives it; give --gpus-per-node",
-    "launcher": "srun starts the ranks",
-    "rank": "srun says who is which rank",
-    "world-size": "it follows from --nodes and --gpus-per-node or --ntasks-per-node",
-    "init-method": "the ranks meet on the job's first node",
-    "max-restarts": "srun starts the ranks once; the same command with --output RUN goes on after a failure",
-}
-"""Flags of a run that the job settles, and how."""
-_ENDED = {
-    "FAILED": "by signal {number}",
-    "CANCELLED": "because it was cancelled; submit it again with --resume auto to continue",
-    "TIMEOUT": "at its time limit; submit it again with --resume auto and a longer --time",
-    "NODE_FAIL": "because a node was lost; submit it again with --resume auto to continue",
-    "OUT_OF_MEMORY": "because it used more memory than it was given; ask for more with --mem",
-    **{state: f"as {state}" for state in ("PREEMPTED", "DEADLINE", "BOOT_FAIL")},
-}
-"""States in which a job has ended without an exit code of its own, in words."""
-_NEVER = frozenset({"PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints"})
-"""Reasons to wait that go only when somebody changes the job or the cluster."""
+"""Options of sbatch that are flags here: the form of the value, and the same in words."""
+_WRITTEN = (
+    *OPTIONS,
+    *("--output", "--open-mode", "--chdir", "--tasks-per-node", "--ntasks", "-N", "-n", "-t", "-o", "-D"),
+    *("--array", "-a", "--wrap", "--parsable", "--wait", "-W", "--test-only"),
+)
+"""Options of sbatch that the script has, or does not allow for."""
+_SETTLED = ("gpus", "launcher", "rank", "world-size", "init-method", "max-restarts")
+_ENDED = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE", "BOOT_FAIL")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlurmRequest:
-    """What the scheduler is asked for. Raises `RequestError` for what Slurm would not understand."""
+class Job(NamedTuple):
+    """What the scheduler is asked for, and how the run's processes lie on the nodes."""
 
-    nodes: int = 1
-    gpus_per_node: str = ""
-    """A number, or a type and a number, such as a100:4; empty for none."""
-    ntasks_per_node: int | None = None
-    cpus_per_task: int | None = None
-    time: str = ""
-    mem: str = ""
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    job_name: str = ""
-    sbatch: tuple[str, ...] = ()
-    """Further options of sbatch, each as it stands in a script, such as --exclusive."""
+    options: Mapping[str, str]
+    """Values of `OPTIONS`, --nodes and --ntasks-per-node included."""
+    sbatch: Sequence[str]
+    """Further options of sbatch, each as it stands in a script."""
+    strategy: str
+    """What --strategy auto stands for there."""
+    ranks: int
+    """Processes on all nodes."""
+    devices: int
+    """Devices of each process."""
+    flags: Sequence[str]
+    """Flags of the run that follow from the job."""
 
-    def __post_init__(self) -> None:
-        for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
-            check_whole(name.replace("_", "-"), getattr(self, name))
-        for name, (form, words) in _FORMS.items():
-            value, flag = getattr(self, name), name.replace("_", "-")
-            require(not value or bool(re.fullmatch(form, value)), f"--{flag} {value!r}: give {words}.")
-        for option in self.sbatch:
-            _check_option(option)
-        self.time_s  # noqa: B018  # which raises
 
-    @property
-    def gpus(self) -> int:
-        """GPUs of a node; 0 where none were asked for."""
-        return int(self.gpus_per_node.rpartition(":")[2] or 0)
+def lay_out(options: Mapping[str, str], sbatch: Sequence[str], config: RunConfig) -> Job:
+    """Return how the run uses what is asked for: a task a GPU, or one a node where a process drives them all.
 
-    @property
-    def time_s(self) -> int | None:
-        """Seconds until the time limit; None where the partition's own holds."""
-        if not self.time or self.time.upper() in ("UNLIMITED", "INFINITE"):
-            return None
-        seconds = _seconds(self.time)
+    Raises `RequestError` for what Slurm would not understand, what does not go together, and what the job settles.
+    """
+    for flag, value in options.items():
+        form, words = OPTIONS[flag]
+        require(bool(re.fullmatch(form, value)), f"{flag} {value}: give {words}.")
+    for option in sbatch:
+        _check_option(option)
+    given, untouched = flatten(config), flatten(RunConfig())
+    for flag in _SETTLED:
         require(
-            seconds > 0,
-            f"--time {self.time}: give minutes, minutes:seconds, hours:minutes:seconds, or days-hours, such as 20:00 "
-            "for twenty minutes.",
+            given[flag] == untouched[flag],
+            f"--{flag} {given[flag]}: srun starts the ranks, once, and gives each its place; leave --{flag} out.",
         )
-        return seconds
-
-
-def _seconds(time: str) -> int:
-    """Return the seconds in a time as Slurm writes it: numbers mean other things by how many there are; 0 for none."""
-    found = _TIME.fullmatch(time)
-    if not found:
-        return 0
-    parts = [int(part) for part in (found["first"], found["second"], found["third"]) if part]
-    first_is_hours = found["days"] or len(parts) == 3
-    units = (3600, 60, 1) if first_is_hours else (60, 1)
-    return sum(part * unit for part, unit in zip(parts, units, strict=False)) + 86_400 * int(found["days"] or 0)
+    nodes, gpus = int(options.get("--nodes", 1)), int(options.get("--gpus-per-node", "0").rpartition(":")[2])
+    asked, devices, accelerator = int(options.get("--ntasks-per-node", 0)), given["devices"], given["accelerator"]
+    strategy = given["strategy"]
+    if strategy == "auto":
+        strategy = auto(several=nodes * (gpus or asked or 1) > 1)
+    chosen, with_gpus = kind(strategy), f"--strategy {strategy} with --gpus-per-node {gpus}"
+    tasks = (gpus or asked or 1) if chosen.process_per_device else 1
+    for is_wrong, sentence in (
+        (nodes > 1 and not chosen.has_ranks, f"--nodes {nodes}: --strategy {strategy} is one process; take another."),
+        (
+            asked not in (0, tasks),
+            f"--ntasks-per-node {asked}: {with_gpus} is {counted(tasks, 'task')} a node; leave it out.",
+        ),
+        (gpus > tasks and not chosen.drives_all, f"{with_gpus}: that uses one device; take another strategy."),
+        (gpus and accelerator == "cpu", f"--accelerator cpu disagrees with --gpus-per-node {gpus}; leave one out."),
+        (not gpus and accelerator == "cuda", "--accelerator cuda: add --gpus-per-node N, or the job has no GPU."),
+        (
+            devices is not None and (chosen.process_per_device or (gpus and devices != gpus)),
+            f"--devices {devices}: on Slurm that is --gpus-per-node {devices}, or --ntasks-per-node {devices} on CPUs.",
+        ),
+    ):
+        require(not is_wrong, sentence)
+    each = (gpus or devices) if chosen.drives_all else None
+    flags = ["--resume", "auto"]
+    flags += ["--nodes", f"{nodes}"] if nodes > 1 else []
+    flags += ["--devices", f"{each}"] if each else []
+    # On a node without a working driver the run is then refused, and does not train on the CPU.
+    flags += ["--accelerator", "cuda"] if gpus else ["--accelerator", "cpu"] if accelerator == "cpu" else []
+    options = {**options, "--nodes": f"{nodes}", "--ntasks-per-node": f"{tasks}"}
+    return Job(options, sbatch, strategy, nodes * tasks, each or 1, flags)
 
 
 def _check_option(option: str) -> None:
@@ -131,167 +122,66 @@ def _check_option(option: str) -> None:
         f"--sbatch {option!r}: give one option of sbatch as it stands in a script, such as --sbatch=--exclusive.",
     )
     # sbatch takes -o/x for -o /x, and --outp for --output; --gpus is an option besides --gpus-per-node.
-    given = re.split(r"[= ]", option, maxsplit=1)[0] if option.startswith("--") else option[:2]
-    meant = [name for name in (*_OURS, *_NOT_OURS) if name.startswith(given) and given != "--gpus"]
-    name = given if given in meant else next(iter(meant), "")
-    require(name not in _OURS, f"--sbatch {option}: lockstep submit writes that itself; give {_OURS.get(name)}.")
-    require(name not in _NOT_OURS, f"--sbatch {option}: the script that is written does not allow for {name}.")
+    given = re.split(r"[= ]", option)[0] if option.startswith("--") else option[:2]
+    meant = next((name for name in _WRITTEN if name.startswith(given) and given != "--gpus"), "")
+    instead = f"give {meant}" if meant in OPTIONS else "leave it out"
+    require(not meant, f"--sbatch {option}: the script settles {meant} by itself; {instead}.")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a run's processes lie on the nodes."""
-
-    strategy: str
-    """What --strategy auto stands for there."""
-    tasks: int
-    """Processes on each node."""
-    ranks: int
-    """Processes on all nodes."""
-    devices: int | None
-    """What --devices has to be, where one process drives several; None where it follows from the processes."""
-
-
-def lay_out(request: SlurmRequest, strategy: str, devices: int | None) -> Layout:
-    """Return how `strategy` uses what is asked for: one task a GPU, or one a node where a process drives them all.
-
-    `devices` are those asked for with --devices. Raises `RequestError` where they do not go together.
-    """
-    asked, gpus, on_gpus = request.ntasks_per_node, request.gpus, f"--gpus-per-node {request.gpus_per_node}"
-    if strategy == "auto":
-        strategy = auto(several=request.nodes * (gpus or asked or 1) > 1)
-    chosen = kind(strategy)
-    require(
-        chosen.has_ranks or request.nodes == 1,
-        f"--strategy {strategy} is one process, but --nodes {request.nodes} were asked for; leave --nodes out, or "
-        "take another strategy.",
-    )
-    tasks = (gpus or asked or 1) if chosen.process_per_device else 1
-    require(
-        asked in (None, tasks),
-        f"--ntasks-per-node {asked}: --strategy {strategy} is {tasks} process{'es' * (tasks != 1)} a node"
-        f"{f' with {on_gpus}' if gpus else ''}; leave it out.",
-    )
-    if chosen.process_per_device:
-        require(
-            devices is None,
-            f"--devices {devices}: on Slurm it follows from what is asked for; give --gpus-per-node {devices}, or "
-            f"--ntasks-per-node {devices} for processes on CPUs.",
-        )
-        return Layout(strategy, tasks, tasks * request.nodes, None)
-    require(
-        chosen.drives_all or gpus <= 1,
-        f"--strategy {strategy} uses one device, but {on_gpus} asks for {counted(gpus, 'GPU')}; ask for one, or take "
-        "another strategy.",
-    )
-    require(not gpus or devices in (None, gpus), f"--devices {devices} disagrees with {on_gpus}; leave --devices out.")
-    return Layout(strategy, tasks, request.nodes, (gpus or devices) if chosen.drives_all else None)
-
-
-def check_settled(given: dict[str, object]) -> None:
-    """Raise `RequestError` for options of a run that Slurm's job settles; `given` are the run's, by their flags."""
-    untouched = flatten(RunConfig())
-    for flag, reason in _SETTLED.items():
-        if given[flag] != untouched[flag]:
-            raise RequestError(f"--{flag} {given[flag]}: with lockstep submit slurm, {reason}; leave --{flag} out.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What the script does: the run's own words, and where."""
-
-    request: SlurmRequest
-    layout: Layout
-    words: Sequence[str]
-    """Of `lockstep train`, as they were given."""
-    settled: Sequence[str]
-    """Flags that follow from the job."""
-    folder: Path
-    """The run's, absolute."""
-    submitted_from: Path
-    python: str
-
-
-def render(plan: Plan) -> str:
-    """Return the script. Raises `RequestError` for paths that cannot stand in one."""
-    for what, path, remedy in (
-        ("--output", plan.folder, "give another --output"),
-        ("The current folder", plan.submitted_from, "start the command in another one"),
-    ):
-        if not str(path).isprintable() or any(letter in str(path) for letter in '"\\'):
-            raise RequestError(
-                f"{what} {str(path)!r} has a quote, a backslash or a control character, which Slurm cannot read "
-                f"there; {remedy}."
-            )
-    if strange := next((word for word in plan.words if not word.isprintable()), None):
-        raise RequestError(
-            f"{strange!r} has a control character, which a script shows as something else; leave it out."
-        )
-    request, layout = plan.request, plan.layout
-    what = f"{counted(request.nodes, 'node')} × {counted(layout.tasks, 'task')}"
-    return _SCRIPT.format(
-        about=f"{request.job_name}: {what}, strategy {layout.strategy}",
-        directives="\n".join(_directives(plan)),
-        folder=shlex.quote(str(plan.folder)),
-        idle_starts=_IDLE_STARTS,
-        # srun no longer takes the processors from sbatch.
-        srun="srun --kill-on-bad-exit=1"
-        + (f" --cpus-per-task={request.cpus_per_task}" if request.cpus_per_task else ""),
-        command=shlex.join([plan.python, "-P", "-m", "lockstep", "train", *plan.words]),
-        settled=shlex.join(plan.settled),
-    )
-
-
-def is_unwarned(request: SlurmRequest) -> bool:
+def is_unwarned(options: Mapping[str, str]) -> bool:
     """Return whether the time limit is too short for Slurm's warning, so that the run cannot save before it."""
-    return request.time_s is not None and request.time_s < WARNED_FROM_S
+    days, dash, clock = options.get("--time", "UNLIMITED").rpartition("-")
+    if clock == "UNLIMITED":
+        return False
+    parts = [int(part) for part in clock.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    seconds = sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return int(days or 0) * 86_400 + seconds < WARNED_FROM_S
 
 
-def _directives(plan: Plan) -> Iterator[str]:
-    request = plan.request
-    names = ("job_name", "nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task", "mem", "time")
-    for name in (*names, "partition", "account", "qos"):
-        if value := plan.layout.tasks if name == "ntasks_per_node" else getattr(request, name):
-            yield f"#SBATCH --{name.replace('_', '-')}={value}"
-    yield f'#SBATCH --chdir="{plan.submitted_from}"'
-    yield "# One log for all starts of the job."
-    folder = str(plan.folder).replace("%", "%%")  # which begins a pattern there
-    yield f'#SBATCH --output="{folder}/slurm-%j.out"'
-    yield "#SBATCH --open-mode=append"
-    yield "# Slurm may start it again: after a pre-emption, when a node was lost, and when the job asks for it, below."
-    yield "#SBATCH --requeue"
-    if not is_unwarned(request):
-        yield f"# All ranks hear SIGUSR1 {_WARN_S} s before the time limit: they save, stop, and exit with 75."
-        yield f"#SBATCH --signal=USR1@{_WARN_S}"
-    else:
-        yield "# Too short a limit for a warning, which may come a minute early: at the limit the job just ends."
-    if request.sbatch:
-        yield "# As asked for with --sbatch."
-        yield from (f"#SBATCH {option}" for option in request.sbatch)
+def render(job: Job, folder: Path, train: Sequence[str]) -> str:
+    """Return the script for a run in `folder`, an absolute path: `train` is the command as it was given.
 
-
-def check_there() -> None:
-    """Raise `RequestError` on a machine without Slurm's commands."""
-    if missing := [name for name in ("sbatch", "scontrol") if shutil.which(name) is None]:
-        raise RequestError(
-            f"{missing[0]} is not on PATH: submit from a machine that has Slurm's commands, or add --dry-run, which "
-            "prints the script anywhere."
+    Raises `RequestError` for paths and words that cannot stand in a script.
+    """
+    for path in (folder, Path.cwd()):
+        require(
+            str(path).isprintable() and not {'"', "\\"} & {*str(path)},
+            f"{str(path)!r} has a quote, a backslash or a control character, which Slurm cannot read in a script; give "
+            "another --output, or start the command in another folder.",
         )
+    for word in train:
+        require(word.isprintable(), f"{word!r} has a control character, which no script shows; leave it out.")
+    log = str(folder).replace("%", "%%")  # which begins a pattern there
+    options = {**job.options, "--chdir": f'"{Path.cwd()}"', "--output": f'"{log}/slurm-%j.out"'}
+    if not is_unwarned(options):
+        options["--signal"] = f"USR1@{_WARN_S}"
+    processors = options.get("--cpus-per-task")  # which srun no longer takes from sbatch
+    return _SCRIPT.format(
+        about=f"{counted(job.ranks, 'rank')} on {counted(int(options['--nodes']), 'node')}, strategy {job.strategy}",
+        directives="\n".join(f"#SBATCH {each}" for each in (*map("=".join, options.items()), *job.sbatch)),
+        folder=shlex.quote(str(folder)),
+        name=NAME,
+        idle_starts=_IDLE_STARTS,
+        srun="srun --kill-on-bad-exit=1" + (f" --cpus-per-task={processors}" if processors else ""),
+        command=shlex.join(train),
+        settled=shlex.join(["--output", str(folder), *job.flags]),
+    )
 
 
 def submit(script: Path) -> int:
     """Hand a script to sbatch; return the job's number. Raises `RequestError`, in sbatch's words, where it refuses."""
+    words = ["sbatch", "--parsable", str(script)]
     try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=_ASK_S, check=False
-        )
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_ASK_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise RunError(
-            f"sbatch gave no answer within {_ASK_S:g} s; look with squeue --me whether the job is there."
+            f"sbatch gave no answer within {_ASK_S:g} s; squeue --me shows whether it has the job."
         ) from error
     number = done.stdout.strip().partition(";")[0]
     if done.returncode or not number.isdecimal():
-        raise RequestError(f"sbatch refused the job: {_words(done.stderr)}; nothing was submitted.")
+        lines = [re.sub(r"^sbatch: (error: )?", "", line).strip(" .") for line in done.stderr.splitlines()]
+        raise RequestError(f"sbatch refused the job: {'; '.join(filter(None, lines))}; nothing was submitted.")
     return int(number)
 
 
@@ -301,81 +191,50 @@ def follow(job: int, log: Path, show: Callable[[bytes], None], say: Callable[[st
     `show` gets what the log has grown by, `say` a line when the job begins to wait. Raises `RunError` for a job that
     ended in another way than by an exit code of its own.
     """
+    ask = ["scontrol", "show", "job", "--oneliner", str(job)]
     shown, told, silent = 0, "", 0
-    while True:
-        about = _about(job)
+    while silent <= _UNKNOWN_LIMIT:
+        answer, more = "", b""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            answer = subprocess.run(ask, capture_output=True, text=True, timeout=_ASK_S, check=False).stdout
+        about = dict(re.findall(r"(\w+)=(\S*)", answer))
         silent = 0 if about else silent + 1
-        if silent > _UNKNOWN_LIMIT:
-            raise RunError(f"Slurm no longer tells of job {job}; its log is {log}, and sacct -j {job} may know more.")
-        state = about.get("JobState", "")
-        waits = about.get("Reason", "") if state == "PENDING" else ""
-        if waits and waits != told:
-            say(_waiting(job, about))
-        told = waits
-        shown += _grown(log, shown, show)
-        if state in _ENDED or state == "COMPLETED":
-            return _code(job, state, about.get("ExitCode", ""), log)
-        time.sleep(_LOOK_S)
-
-
-def _about(job: int) -> dict[str, str]:
-    """Return what the controller says about the job; empty where it says nothing."""
-    asked = ["scontrol", "show", "job", "--oneliner", str(job)]
-    try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=_ASK_S, check=False)
-    except subprocess.TimeoutExpired:
-        return {}
-    return dict(re.findall(r"(\w+)=(\S*)", said.stdout))
-
-
-def _waiting(job: int, about: dict[str, str]) -> str:
-    reason, again = about["Reason"], "" if about.get("Restarts", "0") == "0" else "to start again "
-    if reason == "BeginTime":
-        return f"job {job} waits {again}until {about.get('StartTime')}"
-    if reason in _NEVER:
-        return f"job {job} waits ({reason}), and will not start as it was asked for: end it with scancel {job}"
-    return f"job {job} waits {again}" + ("for its turn" if reason == "None" else f"({reason})")
-
-
-def _grown(log: Path, shown: int, show: Callable[[bytes], None]) -> int:
-    """Show what the log has more than `shown` bytes; return how many."""
-    try:
-        with log.open("rb") as file:
+        state, reason = about.get("JobState", ""), about.get("Reason", "")
+        if state == "PENDING" and reason not in ("None", told):
+            say(f"job {job} waits ({reason}); scancel {job} ends it")
+        told = reason if state == "PENDING" else ""
+        with contextlib.suppress(OSError), log.open("rb") as file:  # which the node may not have begun
             file.seek(shown)
             more = file.read()
-    except OSError:  # which the node has not begun, or which this machine does not see yet
-        return 0
-    if more:
-        show(more)
-    return len(more)
-
-
-def _code(job: int, state: str, exit_code: str, log: Path) -> int:
-    code, _, number = exit_code.partition(":")
-    if state == "COMPLETED":
-        return 0
-    if state == "FAILED" and code.isdecimal() and int(code):
-        return int(code)
-    raise RunError(f"Job {job} ended {_ENDED[state].format(number=number)} (Slurm's state {state}); its log is {log}.")
-
-
-def _words(said: str) -> str:
-    """Return what Slurm's command said, without its own name in front of each line."""
-    lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in said.splitlines()]
-    return "; ".join(line.rstrip(".") for line in lines if line) or "it gave no reason"
+        if more:
+            show(more)
+            shown += len(more)
+        code, _, number = about.get("ExitCode", "").partition(":")
+        if state == "COMPLETED" or (state == "FAILED" and code != "0"):
+            return int(code)
+        if state in _ENDED:
+            raise RunError(
+                f"Job {job} ended as {state} (signal {number}); submit it again with --resume auto to continue, with a "
+                f"longer --time or more --mem where it lacked that; its log is {log}."
+            )
+        time.sleep(_LOOK_S)
+    raise RunError(f"Slurm no longer tells of job {job}; its log is {log}, and sacct -j {job} may know more.")
 
 
 _SCRIPT = """\
 #!/bin/bash
-# {about}
-# Written by `lockstep submit slurm`. Submitted again with sbatch, it continues the run.
+# Written by `lockstep submit slurm`: {about}. Submitted again with sbatch, it continues the run.
 {directives}
+# One log for all starts: Slurm may start the job again after a pre-emption, when a node was lost, and as asked below.
+#SBATCH --open-mode=append
+#SBATCH --requeue
 
 folder={folder}
+again="sbatch '$folder/{name}'"
 export PYTHONUNBUFFERED=1  # lines are in the log when they are printed
 export LOCKSTEP_SECRET="$(head -c 24 /dev/urandom | base64)"  # by which the ranks of this job know one another
 
-# Signals are for the ranks; this script has to outlive them.
+# Slurm's warning (USR1) is for the ranks, which save, stop and exit with 75; this script has to outlive them.
 trap : TERM USR1
 
 # The step of the run's last checkpoint.
@@ -400,7 +259,7 @@ rm -f "$note"
 # The ranks have saved and stopped. A job that was cancelled stays so.
 state=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)
 if [ "$state" != RUNNING ]; then
-  echo "lockstep: the job is ${{state:-over}}, so that it does not requeue itself; to continue: sbatch {{this file}}"
+  echo "lockstep: the job is ${{state:-over}}, so that it does not requeue itself; to continue: $again"
   exit 75
 fi
 
@@ -414,8 +273,6 @@ if [ -e "$idle" ] && [ "$(wc -l < "$idle")" -ge {idle_starts} ]; then
   exit 75
 fi
 echo "lockstep: the job requeues itself"
-if ! scontrol requeue "$SLURM_JOB_ID"; then
-  echo "lockstep: it could not be requeued, and scontrol says why above; to continue: sbatch {{this file}}"
-fi
+scontrol requeue "$SLURM_JOB_ID" || echo "lockstep: it could not; to continue: $again"
 exit 75
-""".replace("{{this file}}", f"'$folder/{NAME}'")
+"""

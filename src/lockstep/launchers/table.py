@@ -1,15 +1,7 @@
 """What a run will be: resolved once, without torch, from its config and the environment; and started so.
 
-    inline        this process is the only rank
-    spawn         this process starts its host's ranks
-    elastic       the same, again where one is lost; on several nodes with agents that agree
-    environment   another program, such as torchrun, srun or mpirun, has started this rank
-    manual        a person has: the ranks meet at --init-method
-    ray           Ray starts the ranks, on the nodes of its cluster
-
-`auto` asks, in this order: do flags say where ranks meet (manual)? Has somebody started the ranks already
-(environment)? Are lost ranks to be started again, or do nodes meet (elastic)? Are several processes needed (spawn)?
-Else this process is enough (inline).
+`auto` asks in this order: do flags say where ranks meet (manual)? Has a program started the ranks (environment)? Are
+lost ranks to be started again, or do nodes meet (elastic)? Are several processes needed (spawn)? Else it is inline.
 """
 
 from __future__ import annotations
@@ -23,10 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config.schema import ParallelConfig, RunConfig
-from ..errors import RequestError, counted, unknown
-from .devices import Entry, meets_by_url, processes, ranks_elsewhere
-from .devices import resolve as resolve
-from .environments import check_started, is_spoken, ranks_told, started_elsewhere
+from ..errors import RequestError, choose, counted
+from .devices import Entry, known_ranks, meets_by_url, processes, resolve
+from .environments import check_started, started_ranks, starter, variables
 
 if TYPE_CHECKING:
     from ..world.world import World
@@ -38,19 +29,20 @@ class Launcher(NamedTuple):
     module: str
     joins: bool
     """Whether this process, which runs already, is a rank; else ranks are started."""
-    refuses: str
-    """Why flags that say how ranks meet are none of its; "" where they are."""
+    takes: tuple[str, ...] = ()
+    """Which it takes of the flags that say how ranks meet."""
     on_several: str = ""
-    """The module in its place where there may be several nodes."""
+    """The module in its place where there may be several nodes, and the flags are taken."""
 
 
 LAUNCHERS = {
-    "inline": Launcher(".join", True, "is this process alone"),
-    "spawn": Launcher(".supervisor", False, "starts its ranks itself"),
-    "elastic": Launcher(".supervisor", False, "numbers the ranks itself", ".nodes"),
-    "environment": Launcher(".join", True, "lets ranks meet at the environment's MASTER_ADDR and MASTER_PORT"),
-    "manual": Launcher(".join", True, ""),
-    "ray": Launcher(".ray", False, "starts its ranks itself"),
+    "inline": Launcher(".join", joins=True),  # this process is the only rank
+    "spawn": Launcher(".supervisor", joins=False),  # this process starts its host's ranks
+    # The same, again where one is lost; on several nodes with agents that agree.
+    "elastic": Launcher(".supervisor", False, ("--init-method", "--interface"), ".nodes"),
+    "environment": Launcher(".join", True, ("--rank", "--world-size", "--interface")),  # torchrun, srun or mpirun has
+    "manual": Launcher(".join", True, ("--init-method", "--rank", "--world-size", "--interface")),  # a person has
+    "ray": Launcher(".ray", joins=False),  # Ray starts the ranks, on the nodes of its cluster
 }
 
 
@@ -75,28 +67,29 @@ class LaunchPlan:
     def __str__(self) -> str:
         """Return what runs where, in a few lines."""
         parallel = self.config.parallel
+        at_least = "at least " if parallel.nodes != parallel.most_nodes else ""
         meets = f"\nranks meet at {parallel.init_method}" if parallel.init_method else ""
-        here = f"{counted(self.processes, 'rank')} of {'at least ' if parallel.nodes != parallel.most_nodes else ''}"
         return (
             f"launcher {self.launcher}, strategy {parallel.strategy}, accelerator {parallel.accelerator}, devices "
-            f"{parallel.gpus or parallel.devices or 'all'} on each node\n"
-            f"{here}{self.least_ranks} on this node, of {counted(parallel.nodes, 'node')}{meets}"
+            f"{parallel.gpus or parallel.devices or 'all'} on each node\n{counted(self.processes, 'rank')} of "
+            f"{at_least}{self.least_ranks} on this node, of {counted(parallel.nodes, 'node')}{meets}"
         )
 
 
 def plan(config: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
     """Return what a run will be by its flags and the environment, by default this process's own.
 
-    Raises `RequestError` for an unknown launcher, for flags of another one, for devices that this machine lacks, and
-    for several nodes without a way to meet.
+    Raises `RequestError` for what does not go together, devices that this machine lacks, and nodes that cannot meet.
     """
     env = os.environ if env is None else env
     config = resolve(config, env)
-    name = _choose(config, env)
-    parallel = dataclasses.replace(config.parallel, launcher=name)
-    here = processes(config, env)
-    least = max(here * parallel.nodes, ranks_elsewhere(parallel, env))
-    starts_here = name in ("inline", "spawn") or (name == "elastic" and parallel.most_nodes == 1)
+    here, name = processes(config, env), choose("launcher", config.parallel.launcher, ["auto", *LAUNCHERS])
+    parallel = dataclasses.replace(
+        config.parallel, launcher=_auto(config.parallel, here, env) if name == "auto" else name
+    )
+    _check(parallel, here, env)
+    least = max(here * parallel.nodes, known_ranks(parallel, env))
+    starts_here = parallel.launcher in ("inline", "spawn", "elastic") and parallel.most_nodes == 1
     return LaunchPlan(dataclasses.replace(config, parallel=parallel), here, least, starts_here)
 
 
@@ -105,33 +98,27 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None
 
     Raises what `plan` does, and a `LockstepError` for whatever went wrong in any rank.
     """
-    if not isinstance(config, RunConfig):
-        raise RequestError(f"launch takes a RunConfig, such as recipe('digits') returns; found {config!r}.")
-    if not callable(entry):
-        raise RequestError(f"launch takes a function of (config, world) that each rank calls; found {entry!r}.")
     return start(entry, plan(config, env), env)
 
 
 def start(entry: Entry, planned: LaunchPlan, env: Mapping[str, str] | None = None) -> Any | None:
     """Run `entry(config, world)` on all ranks of a plan; return rank 0's value, None on other ranks."""
-    env = os.environ if env is None else env
-    found = LAUNCHERS[planned.launcher]
-    module = found.module
-    if found.on_several and planned.config.parallel.most_nodes > 1:
+    launcher = LAUNCHERS[planned.launcher]
+    module = launcher.module
+    if launcher.on_several and planned.config.parallel.most_nodes > 1:
         from .stores import import_torch
 
         import_torch()
-        module = found.on_several
-    return import_module(module, __package__).launch(entry, planned.config, env)
+        module = launcher.on_several
+    return import_module(module, __package__).launch(entry, planned.config, os.environ if env is None else env)
 
 
 @contextlib.contextmanager
 def joined(config: RunConfig, env: Mapping[str, str] | None = None) -> Iterator[tuple[RunConfig, World]]:
     """Be the rank that flags or the environment name, or the only one, while the block runs (*collective*).
 
-    For a process whose own code goes on: a script that torchrun, srun, mpirun or a person has started. Gives the
-    resolved config and the world. Raises what `launch` does, and `RequestError` where the config asks for processes
-    that somebody has yet to start; errors of the block come out as they do there.
+    For a script that runs already. Gives the resolved config and the world. Raises what `launch` does, and
+    `RequestError` where the config asks for processes that are not started yet.
     """
     from . import join
 
@@ -145,7 +132,7 @@ def joining(config: RunConfig, env: Mapping[str, str]) -> LaunchPlan:
     """Return the plan by which this process, which runs already, is a rank."""
     planned, asked = plan(config, env), config.parallel
     if planned.launcher == "spawn" and asked.devices is None and not asked.gpus:
-        # `python train.py` on a machine with several GPUs: nobody has asked for more processes than there are.
+        # `python train.py` on a machine with several GPUs has not asked for more processes than this one.
         planned = plan(dataclasses.replace(config, parallel=dataclasses.replace(asked, devices=1)), env)
     if not LAUNCHERS[planned.launcher].joins:
         raise RequestError(
@@ -161,9 +148,8 @@ def names() -> tuple[str, ...]:
 
 
 def least_ranks(config: RunConfig) -> int:
-    """Return the least number of ranks that a run will have; raises as `resolve` does."""
-    config = resolve(config, os.environ)
-    return max(processes(config, os.environ) * config.parallel.nodes, ranks_elsewhere(config.parallel, os.environ))
+    """Return the least number of ranks that a run will have; raises as `plan` does."""
+    return plan(config).least_ranks
 
 
 def starts_here(config: RunConfig) -> bool:
@@ -176,29 +162,11 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def _choose(config: RunConfig, env: Mapping[str, str]) -> str:
-    parallel = config.parallel
-    name = _auto(config, env) if parallel.launcher == "auto" else parallel.launcher
-    if name not in LAUNCHERS:
-        raise unknown("launcher", name, ["auto", *LAUNCHERS])
-    if (name == "inline" or not LAUNCHERS[name].joins) and (told := started_elsewhere(env)):
-        variables = ", ".join(f"{variable}={value}" for variable, value in told.items())
-        raise RequestError(
-            f"--launcher {name}: the environment's {variables} say that another program, such as torchrun, has started "
-            f"{ranks_told(env)[1]} ranks, and each would be a run of its own; leave --launcher out, or, if they are "
-            f"left over: unset {' '.join(told)}."
-        )
-    _check_meeting(name, parallel)
-    _check_starts(name, parallel, processes(config, env))
-    return name
-
-
-def _auto(config: RunConfig, env: Mapping[str, str]) -> str:
-    parallel = config.parallel
+def _auto(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> str:
     by_hand = parallel.rank is not None or parallel.world_size is not None
     if meets_by_url(parallel) and (by_hand or parallel.most_nodes == 1):
         return "manual"
-    if is_spoken(env):
+    if starter(env):
         return "environment"
     if not by_hand and (parallel.max_restarts or (parallel.most_nodes > 1 and parallel.init_method)):
         return "elastic"
@@ -207,58 +175,39 @@ def _auto(config: RunConfig, env: Mapping[str, str]) -> str:
     check_started(env)
     if parallel.most_nodes > 1:
         raise RequestError(
-            f"--nodes {parallel.nodes_asked}: nothing says how the nodes meet; give the same command with "
-            "--init-method tcp://HOST:PORT on each node, HOST being one of them, or start it with "
-            f"torchrun --nnodes {parallel.nodes_asked}."
+            f"--nodes {parallel.nodes_asked}: nothing says how they meet; give each the same --init-method "
+            f"tcp://HOST:PORT, HOST being one of them, or start them with torchrun --nnodes {parallel.nodes_asked}."
         )
-    return "spawn" if processes(config, env) > 1 else "inline"
+    return "spawn" if here > 1 else "inline"
 
 
-def _check_meeting(name: str, parallel: ParallelConfig) -> None:
-    """Raise where flags say how ranks meet, and the launcher settles that otherwise."""
+def _check(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> None:
+    """Raise `RequestError` where flags, or the environment, ask for what a launcher does not do."""
+    name, launcher = parallel.launcher, LAUNCHERS[parallel.launcher]
     flags = {
-        "--init-method": parallel.init_method or None,
+        "--init-method": parallel.init_method if meets_by_url(parallel) else None,
+        "--interface": parallel.interface or None,
         "--rank": parallel.rank,
         "--world-size": parallel.world_size,
-        "--interface": parallel.interface or None,
     }
-    if name == "elastic" and parallel.most_nodes > 1:  # whose nodes meet there
-        flags |= {"--init-method": None, "--interface": None}
-    if name == "environment":  # which compares rank and world size with the environment's
-        flags = {"--init-method": parallel.init_method if meets_by_url(parallel) else None}
-    given = [f"{flag} {value}" for flag, value in flags.items() if value is not None]
-    if (why := LAUNCHERS[name].refuses) and given:
-        raise RequestError(
-            f"--launcher {name} {why}: {', '.join(given)} {'belong' if given[1:] else 'belongs'} to --launcher "
-            f"manual; drop {'them' if given[1:] else 'it'}, or take --launcher manual."
+    taken = () if launcher.on_several and parallel.most_nodes == 1 else launcher.takes
+    given = [f"{flag} {value}" for flag, value in flags.items() if value is not None and flag not in taken]
+    started, several = started_ranks(env), counted(parallel.most_nodes, "node")
+    why = ""
+    if started > 1 and (name == "inline" or not launcher.joins):
+        why = (
+            f"would begin anew: another program, such as torchrun, has started {started} ranks, of which this is one; "
+            f"leave --launcher out, or, if left over: unset {' '.join(variables(env))}."
         )
-    if name == "elastic" and parallel.most_nodes > 1 and not parallel.init_method.startswith("tcp:"):
-        raise RequestError(
-            f"--nodes {parallel.nodes_asked}: nothing says where the nodes meet; give the same --init-method "
-            "tcp://HOST:PORT on each, with the address of a node that will not leave, or start with torchrun."
+    elif given:
+        why = f"settles how ranks meet: {', '.join(given)} belongs to --launcher manual; drop it, or take that."
+    elif name != "elastic" and parallel.max_restarts:
+        why = "starts ranks once: drop --max-restarts, take --launcher elastic, or give torchrun its own."
+    elif name in ("manual", "ray") and parallel.nodes != parallel.most_nodes:
+        why = "keeps its nodes: give --nodes one number, or take --launcher elastic."
+    elif (name == "inline" and here > 1) or (name in ("inline", "spawn") and parallel.most_nodes > 1):
+        why = (
+            f"is one process, or one host's, but needs {here} on each of {several}; take --launcher auto, or torchrun."
         )
-
-
-def _check_starts(name: str, parallel: ParallelConfig, here: int) -> None:
-    """Raise where flags ask for ranks, nodes or further starts that a launcher does not have."""
-    if name != "elastic" and parallel.max_restarts:
-        instead = "drop it, or give torchrun its own" if name == "environment" else "drop it, or take that"
-        raise RequestError(
-            f"--launcher {name} starts ranks once: --max-restarts {parallel.max_restarts} belongs to --launcher "
-            f"elastic; {instead}."
-        )
-    if name in ("manual", "ray") and parallel.nodes != parallel.most_nodes:
-        raise RequestError(
-            f"--nodes {parallel.nodes_asked}: under --launcher {name} the number of nodes stays as it is; give one "
-            "number, or take --launcher elastic."
-        )
-    if name == "inline" and (here > 1 or parallel.nodes > 1):
-        raise RequestError(
-            f"--launcher inline is one process, but --strategy {parallel.strategy} needs {here} on each of "
-            f"{counted(parallel.nodes, 'node')}; take --launcher auto, or --devices 1."
-        )
-    if name == "spawn" and parallel.nodes > 1:
-        raise RequestError(
-            f"--launcher spawn starts processes on this host alone, but --nodes {parallel.nodes} were "
-            "asked for; start the command on each node with torchrun, or give --init-method."
-        )
+    if why:
+        raise RequestError(f"--launcher {name} {why}")

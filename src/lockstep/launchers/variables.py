@@ -1,4 +1,4 @@
-"""Environment variables for a while: a launcher may run in a program of the user's, which gets them back."""
+"""Environment variables set for a while: a launcher may run in a user's program, which gets its own back."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from contextlib import contextmanager
 
 @contextmanager
 def having(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have these environment variables within the block, inherited by what it starts; then those from before."""
-    before = {name: os.environ.get(name) for name in variables}
+    """Set these environment variables within the block; restore the former values afterwards."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def unset(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return those that the environment does not have."""
+    """Return those of the variables that the environment does not have."""
     return {name: value for name, value in variables.items() if name not in os.environ}
