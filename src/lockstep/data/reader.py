@@ -1,7 +1,8 @@
 """Reading the samples of a user's DataLoader, the generators seeded for each of them.
 
 torch's own DataLoader reads: one more, over the user's data set and with the user's options. It is given tasks: shares
-of sample indices, or the next global batch of an iterable data set.
+of sample indices, or the next global batch of an iterable data set. Without workers there is nothing for it to do but
+to ask the data set and to collate, which is done here.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ class Reader:
         self._running: Any = None
         self._is_plain = _is_plain(loader.dataset)
         self._collates = loader.collate_fn is not default_collate
-        self._drawing = Drawing()
+        self._dataset: Any = loader.dataset
+        self._is_stream = isinstance(loader.dataset, IterableDataset)
+        is_left = self._is_stream or self._is_plain
+        if not is_left and (_reads_batches(loader.dataset) or not loader.num_workers):
+            # In workers others are left as they are: their own code there may look for its data set.
+            self._dataset = _Batched(loader.dataset, Drawing(), collates=self._collates)
 
     def shares(self, shares: Iterator[Indices], keys: counter.UInt64) -> Iterator[Any]:
         """Yield what the user's collate function makes of each share; what it and the samples draw is keyed by `keys`.
@@ -62,6 +68,9 @@ class Reader:
 
     def answers(self, tasks: Iterator[Any], keys: counter.UInt64) -> Iterator[Any]:
         """Yield what is read for each task."""
+        if not (self._user.num_workers or self._pin_memory or self._is_stream):
+            yield from map(self._read, tasks)  # not as a generator: what ends is told by who counts
+            return
         self._queue.tasks = tasks
         # What torch seeds workers with: no history of this process, and nothing drawn from its generators.
         self._generator.manual_seed(int(keys[0]) >> 1)
@@ -89,9 +98,14 @@ class Reader:
             end()
         self._running = self._loader = None
 
+    def _read(self, task: Any) -> Any:
+        dataset = self._dataset
+        samples = dataset.__getitems__(task) if _reads_batches(dataset) else [dataset[index] for index in task]
+        return self._user.collate_fn(samples)
+
     def _made(self) -> DataLoader[Any]:
         user = self._user
-        dataset: Any = user.dataset
+        dataset: Any = self._dataset
         options: dict[str, Any] = {
             "num_workers": user.num_workers,
             "pin_memory": self._pin_memory,
@@ -102,13 +116,10 @@ class Reader:
             "persistent_workers": user.persistent_workers,
             "generator": self._generator,
         }
-        if isinstance(dataset, IterableDataset):
+        if self._is_stream:
             dataset = _Stream(dataset, user.collate_fn, user.drop_last, self._plan, self._rank)
             options |= {"num_workers": min(user.num_workers, 1), "collate_fn": as_it_is}
             return DataLoader(dataset, batch_size=None, sampler=self._queue, **options)
-        if not self._is_plain and (_reads_batches(dataset) or not user.num_workers):
-            # In workers others are left as they are: their own code there may look for its data set.
-            dataset = _Batched(dataset, self._drawing, collates=self._collates)
         return DataLoader(dataset, batch_sampler=self._queue, collate_fn=user.collate_fn, **options)
 
 
