@@ -127,6 +127,7 @@ def test_an_error_is_told_where_another_excepthook_has_taken_its_place(tmp_path:
     assert "hooked labels reach 10\nrank 0 ends with ValueError('labels reach 10')\n" in ended.out
 
 
+@pytest.mark.long
 def test_ranks_of_torchruns_are_one_world_and_the_root_cause_is_shown_once(tmp_path: Path) -> None:
     path = written(tmp_path)
     ended = end(_start(tmp_path, *_torchrun(), "train.py", "read"))
