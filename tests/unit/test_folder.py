@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -19,11 +20,14 @@ import pytest
 import torch
 from hypothesis import given
 from PIL import Image
+from torch._C._distributed_c10d import TCPStore
+from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import RandomResizedCrop, v2
 
 from lockstep import failures
 from lockstep.config import DataConfig
 from lockstep.data import counter, folder
+from lockstep.data.loader import begin_worker
 from lockstep.data.sets import build
 from lockstep.data.source import Source, Splits
 from lockstep.errors import RequestError, RunError
@@ -147,6 +151,28 @@ def test_a_sample_does_not_depend_on_its_batch_or_worker_and_workers_stay_until_
     next(workers.train.stream([np.array([index]) for index in range(50)], epoch=5))
     workers.close()
     assert set(psutil.Process().children()) == before
+
+
+def test_a_worker_does_not_collect_its_ranks_garbage() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    garbage = [store]
+    garbage.append(garbage)  # type: ignore[arg-type]
+    loader = DataLoader(_Collecting(), num_workers=1, worker_init_fn=begin_worker, generator=torch.Generator())
+    gc.disable()
+    try:
+        del store, garbage
+        assert [int(x) for x in loader] == [0, 1]
+    finally:
+        gc.enable()
+
+
+class _Collecting(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        gc.collect()
+        return index
 
 
 def test_a_worker_that_is_killed_is_one_sentence() -> None:

@@ -8,6 +8,7 @@ value, and is raised here as one sentence instead of a trace through three proce
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -225,6 +226,8 @@ def begin_worker(worker: int) -> None:
             signal.siginterrupt(number, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     stacks.answer()
+    # What was garbage in the rank is not ours to collect: a process group's end would wait for threads of the rank.
+    gc.freeze()
     # torch's workers look for their parent between two tasks; one that is stuck in a sample would outlive it.
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="rank watch").start()
 
