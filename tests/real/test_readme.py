@@ -134,6 +134,7 @@ def _flags(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
 
 
+@pytest.mark.long
 def test_the_demo_at_the_top_learns_the_digits(tmp_path: Path) -> None:
     """The whole recipe; the held-out fifth is 360 digits."""
     assert "$ make demo " in README

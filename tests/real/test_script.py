@@ -87,16 +87,17 @@ def _torchrun() -> tuple[str, ...]:
     ("way", "code", "told"),
     [
         ("refused", 2, "lockstep: It was refused.\n"),
-        ("unproved", 3, "lockstep: It was not proved.\n"),
+        pytest.param("unproved", 3, "lockstep: It was not proved.\n", marks=pytest.mark.long),
         ("stopped", 75, "lockstep: It was stopped.\n"),
-        (
+        pytest.param(
             "twice",
             2,
             "lockstep: lockstep.session() was called twice: a process has one session; keep it and pass it on.\n",
+            marks=pytest.mark.long,
         ),
-        ("exit", 3, ""),
+        pytest.param("exit", 3, "", marks=pytest.mark.long),
         ("words", 1, "no more\n"),
-        ("read", 0, ""),
+        pytest.param("read", 0, "", marks=pytest.mark.long),
     ],
 )
 def test_a_script_alone_ends_as_it_should(way: str, code: int, told: str, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_refusals_and_help_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("strategy", [pytest.param("single", marks=pytest.mark.long), "ddp"])
 def test_a_rank_trains_without_the_compiler_and_has_it_when_it_is_asked_for(tmp_path: Path, strategy: str) -> None:
     code = (
         "import sys, torch; from lockstep.cli.main import main\n"
