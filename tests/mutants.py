@@ -461,11 +461,6 @@ a folder that is a link is written to: files.py
 -     check_own(path)
 -     path.mkdir(parents=True, exist_ok=True)
 +     path.mkdir(parents=True, exist_ok=True)
-= unit/test_links.py::test_what_is_opened_late_or_elsewhere_is_no_link_either[stacks of the others]
-what is behind a link is tidied away: monitor/tracebacks.py
--         check_own(folder / "output")
--         for path
-+         for path
 = unit/test_links.py::test_a_run_changes_nothing_outside_its_folder[before_link-False]
 a link in a run's folder is not refused: runs/folders.py
 - if any(fnmatch.fnmatch(each.name, name) for name in names):
@@ -522,6 +517,10 @@ an all-reduce goes around the ring once: compare/timeline.py
 ranks wait for the mean one: compare/timeline.py
 - part**ranks
 + part
+= unit/test_forecast.py::test_what_computation_and_an_exchange_cost_one_another_counts_while_both_are_under_way
+an exchange costs computation nothing: compare/timeline.py
+- both_s * cost
++ both_s
 = unit/test_forecast.py::test_of_micro_batches_the_last_ones_gradients_are_exchanged
 each micro-batch exchanges its gradients: compare/forecast.py
 - if point[0] != GRADIENT or last[point] == number

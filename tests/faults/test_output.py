@@ -13,7 +13,9 @@ TALKING = (
 )
 
 
-@pytest.mark.parametrize(("ranks", "workers", "encoding"), [(1, 0, "utf-8"), (2, 1, "ascii")])
+@pytest.mark.parametrize(
+    ("ranks", "workers", "encoding"), [pytest.param(1, 0, "utf-8", marks=pytest.mark.long), (2, 1, "ascii")]
+)
 def test_all_that_ranks_and_their_workers_say_is_in_the_run_folder(
     tmp_path: Path, ranks: int, workers: int, encoding: str
 ) -> None:

@@ -83,6 +83,7 @@ def test_what_comes_back_is_told_and_what_is_refused_not_tried_again(
     assert ended.err.count("(restart 1 of 1)") == (code == 1)
 
 
+@pytest.mark.long
 def test_the_nodes_that_are_left_go_on_and_one_that_comes_back_is_taken_in(tmp_path: Path) -> None:
     port = free_port()
     words = [*GATED, "--epochs", 1000, "--devices", 1, "--nodes", "1:2", "--max-restarts", 2]

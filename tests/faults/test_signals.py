@@ -63,7 +63,7 @@ def _held(folder: Path, way: str) -> tuple[Running, list[psutil.Process]]:
         ("single", signal.SIGTERM, True),
         ("spawn", signal.SIGINT, True),
         ("elastic", signal.SIGTERM, False),
-        ("torchrun", signal.SIGTERM, False),
+        pytest.param("torchrun", signal.SIGTERM, False, marks=pytest.mark.long),
     ],
 )
 def test_the_first_signal_saves_and_stops(way: str, number: signal.Signals, group: bool, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ..command import CODE, Running, end
 
 PROGRAM = """
@@ -52,6 +54,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_program_gets_its_process_back(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     pipe = subprocess.PIPE

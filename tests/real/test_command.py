@@ -107,7 +107,9 @@ def test_a_run_leaves_what_tools_read(whole: Whole) -> None:
     assert ended.err == ""
 
 
-@pytest.mark.parametrize("devices", [ONE, DDP], ids=["single", "ddp"])
+@pytest.mark.parametrize(
+    "devices", [pytest.param(ONE, id="single", marks=pytest.mark.long), pytest.param(DDP, id="ddp")]
+)
 def test_interrupted_at_any_step_a_run_ends_with_the_same_bits(
     whole: Whole, tmp_path: Path, devices: tuple[object, ...]
 ) -> None:

@@ -31,15 +31,15 @@ _TRAIN = (
 )
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("info",),
-        (*_TRAIN, "--devices", "2", "--output", "spawned"),
-        (*_TRAIN, "--devices", "2", "--max-restarts", "1", "--output", "restarted"),
-    ],
-    ids=["info", "spawn", "elastic"],
-)
+_ELASTIC = (*_TRAIN, "--devices", "2", "--max-restarts", "1", "--output", "restarted")
+_WAYS = [
+    pytest.param(("info",), id="info"),
+    pytest.param((*_TRAIN, "--devices", "2", "--output", "spawned"), id="spawn"),
+    pytest.param(_ELASTIC, id="elastic", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("words", _WAYS)
 def test_no_module_of_the_current_folder_is_taken_for_one_of_ours(words: tuple[str, ...], tmp_path: Path) -> None:
     for name in _NAMES:
         (tmp_path / f"{name}.py").write_text(_STRANGE.format(path=str(tmp_path)))

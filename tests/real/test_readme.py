@@ -39,6 +39,7 @@ def test_the_model_and_data_of_ones_own(tmp_path: Path) -> None:
     assert events(tmp_path / "run", "eval")[-1]["samples"] == 200
 
 
+@pytest.mark.long
 def test_training_from_python(tmp_path: Path) -> None:
     script, code = tmp_path / "script.py", _shown("From Python", r"```python\n(.*?)```").replace("epochs=3", "epochs=1")
     env = {**os.environ, "PYTHONPATH": CODE, "CUDA_VISIBLE_DEVICES": ""}
@@ -133,6 +134,7 @@ def _flags(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
 
 
+@pytest.mark.long
 def test_the_demo_at_the_top_learns_the_digits(tmp_path: Path) -> None:
     """The whole recipe; the held-out fifth is 360 digits."""
     assert "$ make demo " in README

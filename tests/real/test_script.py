@@ -87,16 +87,17 @@ def _torchrun() -> tuple[str, ...]:
     ("way", "code", "told"),
     [
         ("refused", 2, "lockstep: It was refused.\n"),
-        ("unproved", 3, "lockstep: It was not proved.\n"),
+        pytest.param("unproved", 3, "lockstep: It was not proved.\n", marks=pytest.mark.long),
         ("stopped", 75, "lockstep: It was stopped.\n"),
-        (
+        pytest.param(
             "twice",
             2,
             "lockstep: lockstep.session() was called twice: a process has one session; keep it and pass it on.\n",
+            marks=pytest.mark.long,
         ),
-        ("exit", 3, ""),
+        pytest.param("exit", 3, "", marks=pytest.mark.long),
         ("words", 1, "no more\n"),
-        ("read", 0, ""),
+        pytest.param("read", 0, "", marks=pytest.mark.long),
     ],
 )
 def test_a_script_alone_ends_as_it_should(way: str, code: int, told: str, tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_an_error_is_told_where_another_excepthook_has_taken_its_place(tmp_path:
     assert "hooked labels reach 10\nrank 0 ends with ValueError('labels reach 10')\n" in ended.out
 
 
+@pytest.mark.long
 def test_ranks_of_torchruns_are_one_world_and_the_root_cause_is_shown_once(tmp_path: Path) -> None:
     path = written(tmp_path)
     ended = end(_start(tmp_path, *_torchrun(), "train.py", "read"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ import pytest
 import torch
 from hypothesis import given
 from PIL import Image
+from torch._C._distributed_c10d import TCPStore
+from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 from lockstep.config.schema import DataConfig
 from lockstep.data import folder
+from lockstep.data.feed import begin_worker
 from lockstep.data.sets import build
 from lockstep.data.source import Source, Splits
 from lockstep.errors import RequestError, RunError
@@ -117,6 +122,30 @@ def test_a_sample_does_not_depend_on_its_batch_or_worker_and_workers_stay_until_
     next(workers.train.stream([np.array([index]) for index in range(50)], epoch=5))
     workers.close()
     assert set(psutil.Process().children()) == before
+
+
+def test_a_worker_does_not_collect_its_ranks_garbage() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    garbage = [store]
+    garbage.append(garbage)  # type: ignore[arg-type]
+    loader = DataLoader(
+        _Collecting(), num_workers=1, worker_init_fn=partial(begin_worker, None), generator=torch.Generator()
+    )
+    gc.disable()
+    try:
+        del store, garbage
+        assert [int(x) for x in loader] == [0, 1]
+    finally:
+        gc.enable()
+
+
+class _Collecting(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        gc.collect()
+        return index
 
 
 def test_a_worker_that_is_killed_is_one_sentence() -> None:

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,16 +134,24 @@ def _seen(folder: Path) -> dict[str, object]:
     return found
 
 
+def _case(moment: str, plant: Callable[..., object], ends_badly: bool, *, is_long: bool = False) -> Any:
+    name = f"{moment}{plant.__name__}-{ends_badly}"
+    return pytest.param(moment, plant, ends_badly, id=name, marks=[pytest.mark.long] * is_long)
+
+
 CASES = [
-    *(("before", plant, False) for plant in (_link, _link_to_nothing, _hard_link, _pipe)),
-    *(("as it begins", _link, True), ("as it begins", _hard_link, True), ("as it begins", _pipe, False)),
-    ("under way", _link, False),
+    _case("before", _link, False),
+    _case("before", _link_to_nothing, False, is_long=True),
+    _case("before", _hard_link, False, is_long=True),
+    _case("before", _pipe, False),
+    _case("as it begins", _link, True, is_long=True),
+    _case("as it begins", _hard_link, True),
+    _case("as it begins", _pipe, False, is_long=True),
+    _case("under way", _link, False),
 ]
 
 
-@pytest.mark.parametrize(
-    ("moment", "plant", "ends_badly"), CASES, ids=[f"{moment}{plant.__name__}-{bad}" for moment, plant, bad in CASES]
-)
+@pytest.mark.parametrize(("moment", "plant", "ends_badly"), CASES)
 def test_a_run_changes_nothing_outside_its_folder(
     moment: str, plant: Plant, ends_badly: bool, left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

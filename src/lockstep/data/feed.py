@@ -11,6 +11,7 @@ are read unseeded, and whether one has drawn is looked at afterwards; it is then
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -157,6 +158,8 @@ def begin_worker(own: Callable[[int], None] | None, worker: int) -> None:
             signal.siginterrupt(number, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     tracebacks.answer()
+    # What was garbage in the rank is not ours to collect: a process group's end would wait for threads of the rank.
+    gc.freeze()
     # torch's workers look for their parent between two tasks; one that is stuck in a sample would outlive it.
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="rank watch").start()
     if own is not None:

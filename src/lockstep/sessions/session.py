@@ -235,6 +235,8 @@ class Session:
 
             # A bound method of the object: schedules bind anew what they find, and look for the mark of their own.
             part.step = types.MethodType(functools.update_wrapper(step, own), part)  # type: ignore[method-assign]
+            if type(part).zero_grad is Optimizer.zero_grad:
+                part.zero_grad = types.MethodType(_zero_grad, part)  # type: ignore[method-assign]
             return part
         if isinstance(part, DataLoader):
             shared = self._shared(part)
@@ -710,6 +712,16 @@ def _times(loss: Tensor, factor: float | Tensor) -> Tensor:
     if not isinstance(factor, Tensor):
         return loss * factor if factor else torch.zeros_like(loss)
     return torch.where(factor > 0, loss * factor, 0)
+
+
+def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    """Do what torch's own does, less a profiler's range, which costs more than the work."""
+    if not set_to_none:
+        Optimizer.zero_grad(optimizer, set_to_none=False)
+        return
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            each.grad = None
 
 
 class Loader:
