@@ -1,8 +1,7 @@
 """CIFAR-10 and CIFAR-100 (A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009).
 
-The official Python version comes as pickles, and a pickle can run any program when it is loaded. Here none is loaded:
-after the md5 of a file has been checked, its opcodes are read as a list (`pickletools.genops`), in which the pixels are
-one long string and the labels are the integers behind their key. Addresses and checksums are torchvision's.
+They come as pickles, which could run any program when they are loaded. Here their opcodes are read as a list, in which
+the pixels are one long string and the labels are the integers behind their key. Checksums are torchvision's.
 """
 
 from __future__ import annotations

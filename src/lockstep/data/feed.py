@@ -69,7 +69,7 @@ class Batches:
         self._before: Generators | None = None
 
     def __getitem__(self, task: tuple[counter.UInt64, Indices, Any]) -> tuple[Indices, Any, Any]:
-        """Return what is collated of the samples; an error of lockstep's is a batch: torch would put a trace into it."""
+        """Return what is collated of the samples, or an error of lockstep's, into which torch would put a trace."""
         keys, indices, note = task
         try:
             return indices, note, self._read(keys, indices)

@@ -1,10 +1,8 @@
 """Folders of photographs, ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, decoded while training goes on.
 
 Where ROOT/test holds class folders too, it is the test set and val is for validation; it may also take val's place.
-With --augment crop, training images are cropped at random (8–100% of the area, sides 3:4 to 4:3) and resized, with flip
-mirrored in half of the cases: together the "Inception" augmentation (Szegedy et al., 2015), by torchvision. Other
-images are resized so that the shorter side is 256/224 of the asked one, and their centre is taken. Importing this
-module does not import torch.
+Crop and flip are the "Inception" augmentation (Szegedy et al., 2015), by torchvision; other images are resized so that
+the shorter side is 256/224 of the asked one, and their centre is taken. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ _LONGEST = 16
 
 @dataclass(frozen=True)
 class Photographs:
-    """A map-style data set of images, (bytes (size, size, 3), label); `paths` (N,) are bytes, which take less memory."""
+    """A map-style data set of images, (bytes (size, size, 3), label); `paths` (N,) are bytes, to save memory."""
 
     root: Path
     paths: Array
@@ -132,20 +130,15 @@ def check(config: DataConfig) -> None:
 
 
 def _scan(config: DataConfig) -> Arrays:
-    """Return the paths of each split's images and their labels, the classes' names, and the files left out.
-
-    Raises `RequestError` for a missing folder, a class without images, or splits whose classes differ.
-    """
+    """Return the paths of each split's images, their labels and the files left out; and the classes' names."""
     check(config)
     arrays: Arrays = {}
     classes = _classes(config.dir / "train")
     for split, name in _folders(config).items():
         root = config.dir / name
         if different := sorted({*classes} ^ {*_classes(root)}):
-            raise RequestError(
-                f"The classes of train and {name} in {config.dir} differ: {', '.join(different[:5])} "
-                f"({len(different)} in all); give both the same folders."
-            )
+            found = f"{', '.join(different[:5])} ({len(different)} in all)"
+            raise RequestError(f"The classes of train and {name} in {config.dir} differ: {found}; give both the same.")
         files = [_images(root, each) for each in classes]
         if config.skip_corrupt:
             corrupt = _corrupt([root / path for paths in files for path in paths])

@@ -1,7 +1,6 @@
 """Data on several ranks: one copy a host, and the same samples on every rank.
 
-Ranks with other samples, or with the same ones in another order, would train on some twice and on others never, or hang.
-Lengths and digests are compared exactly, and a few samples by means, whose last bits differ between decoders.
+Lengths and digests are compared exactly, and a few samples by means: last bits differ between decoders.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ _NEAR = 1e-3
 def shared(world: World, build: Callable[[], Arrays]) -> Arrays:
     """Return the arrays that `build` makes, held once a host (*collective*).
 
-    Each node's local rank 0 alone runs `build`, which must not communicate, and writes the arrays to files, in memory
-    if there is room; all ranks map these, and then nothing is left of them, however the ranks end. Every rank raises
-    the errors of `build`, as `RequestError`.
+    Each node's local rank 0 runs `build`, which must not communicate; the others map its files, which are then removed.
+    Every rank raises the errors of `build`, as `RequestError`.
     """
     node, is_alone = world.topology.node, world.topology.local_size == 1
     with ExitStack() as leaving:
@@ -78,14 +76,12 @@ def digest(*arrays: Array) -> str:
 def check_alike(world: World, asked: str, facts: dict[str, Any]) -> None:
     """Raise `RequestError`, on every rank, where one has other `facts` than rank 0 (*collective*).
 
-    `facts` is {name: number or text}, the same keys on each rank; `asked` is the data's name in the message.
+    `facts` is {name: number or text}, the same keys on each rank; `asked` names the data.
     """
     if found := world.unlike(facts):
         rank, differ = found
-        raise RequestError(
-            f"{asked} is not the same on every rank: rank {rank} has {differ}; "
-            "give every rank the same samples, in the same order."
-        )
+        advice = "give every rank the same samples, in the same order"
+        raise RequestError(f"{asked} is not the same on every rank: rank {rank} has {differ}; {advice}.")
 
 
 def signature(value: Any) -> Signature:
@@ -119,9 +115,9 @@ def compare(world: World, asked: str, own: Sequence[Signature | None]) -> str:
     """
     first, *others = world.gather(list(own))
     drawn = (
-        f"{asked}: samples differ from one reading to the next, or between ranks: lockstep seeds torch's, NumPy's and "
-        "Python's generators for each sample, and this data set draws from one of its own"
+        f"{asked}: samples differ from one reading to the next, or between ranks: only torch's, NumPy's and Python's "
     )
+    drawn += "generators are seeded for each sample, and this data set draws from one of its own"
     if any(None in each for each in (first, *others)):
         return drawn
     for rank, each in enumerate(others, start=1):
@@ -129,8 +125,7 @@ def compare(world: World, asked: str, own: Sequence[Signature | None]) -> str:
         if (same or len(first) != len(each)) and not any(same):
             raise RequestError(
                 f"{asked} is not the same on every rank: rank {rank} reads other samples than rank 0. Give every rank "
-                "the same, in the same order: sort what a disk lists, let the seed that lockstep gives decide what is "
-                "drawn, and give each rank the whole of a stream."
+                "the same, in the same order: sort what a disk lists, and give each rank the whole of a stream."
             )
         if not all(same):
             return drawn

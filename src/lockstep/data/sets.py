@@ -92,14 +92,11 @@ def preflight(config: DataConfig) -> None:
 def build(config: DataConfig, *, seed: int, world: World, dtype: torch.dtype, channels_last: bool) -> Splits:
     """Return the data set's sources for this rank (*collective*).
 
-    Batches come in `dtype` on the world's device, images in channels_last memory where asked. Raises
-    `RequestError`, on every rank, where the data is missing, damaged or not what the config says.
+    Raises `RequestError`, on every rank, where the data is missing, damaged or not what the config says.
     """
     from .source import Request
 
     if config.on_device == "on" and world.device.type == "cpu":
-        raise RequestError(
-            "--on-device on asks for an accelerator's memory, and this run computes on the CPU; use auto."
-        )
+        raise RequestError("--on-device on asks for an accelerator's memory, and this run is on the CPU; use auto.")
     request = Request(config=config, seed=seed, world=world, dtype=dtype, channels_last=channels_last)
     return _entry(config.name).build(request)

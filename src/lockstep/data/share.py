@@ -1,8 +1,7 @@
 """This rank's share of a DataLoader that the user made.
 
-The order and the samples' own randomness are functions of (seed, epoch, sample index), so that a global batch is the
-same samples, with the same variations, on any number of ranks and workers. What a collate function draws is a function
-of (seed, epoch, first sample of the share): another one where the shares are others, like dropout.
+Order and the samples' own randomness are functions of (seed, epoch, sample index), on any number of ranks and workers.
+What a collate function draws is one of (seed, epoch, first sample of the share), and like dropout differs with shares.
 """
 
 from __future__ import annotations
@@ -69,19 +68,17 @@ class SharedLoader:
         dtype: torch.dtype | None = None,
         evaluates: bool = False,
     ) -> None:
-        """Check what can be shared out (*collective*).
+        """Check what can be shared out (*collective*); floating-point tensors are cast to `dtype` where it is given.
 
-        `accumulate` and `micro_batch` are those of `BatchPlan.solve`; a loader that only `evaluates` has no batch that
-        every rank needs a sample of. Floating-point tensors are cast to `dtype` where one is given. Raises
-        `RequestError`, on every rank, for what cannot be shared out, and where the ranks' data sets are not alike.
+        `accumulate` and `micro_batch` are those of `BatchPlan.solve`; a loader that only `evaluates` has neither.
+        Raises `RequestError`, on every rank, for what cannot be shared out, and where the ranks' data are not alike.
         """
         self.loader, self._world, self._seed = loader, world, seed
 
         def planned() -> tuple[BatchPlan, Indices | None]:
             size = _global_batch(loader)
-            is_known = isinstance(loader.dataset, IterableDataset) or _is_known(loader.sampler)
-            drawn = None if is_known else self._draw(0)
-            if evaluates:
+            drawn = None if isinstance(loader.dataset, IterableDataset) or _is_known(loader.sampler) else self._draw(0)
+            if evaluates:  # a batch of which some rank has no sample is no reason to refuse
                 return BatchPlan(global_size=size, ranks=world.size, accumulation=1), drawn
             return BatchPlan.solve(size, world.size, micro_size=micro_batch, accumulation=accumulate), drawn
 
@@ -121,17 +118,16 @@ class SharedLoader:
     def micros(self, epoch: int, *, first: int = 0) -> Generator[Micro, None, None]:
         """Yield this rank's shares of the epoch, from global batch `first` on, to train on: as many on every rank.
 
-        Raises `RequestError` where a sampler yields another number of samples than before; what the user's data set or
-        collate function raises passes through.
+        Raises `RequestError` where a sampler changes its length; what the user's own code raises passes through.
         """
         if self._is_stream:
             return self._of_stream(_TRAINING, epoch, first)
         return self._of_samples(self._training(epoch, first), _TRAINING, epoch)
 
     def shares(self) -> Generator[Micro, None, None]:
-        """Yield this rank's shares of each sample once, in the data set's order, to evaluate on; no batch is dropped.
+        """Yield this rank's shares of each sample once, in ascending order, to evaluate on.
 
-        No rank's share is empty unless there are fewer samples than ranks.
+        No batch is dropped, and no share is empty unless there are fewer samples than ranks.
         """
         return self._of_stream(_EVALUATION) if self._is_stream else self._of_samples(self._evaluation(), _EVALUATION)
 
@@ -151,7 +147,12 @@ class SharedLoader:
 
     def _of_samples(self, shares: _Shares, purpose: int, epoch: int = 0) -> Generator[Micro, None, None]:
         keys = counter.keys(GENERATORS, self._seed, epoch, purpose)
-        compared = [] if self.is_compared or self._first is not None else self._compared()
+        chosen = np.empty(0, np.int64)
+        if self.samples and not self.is_compared and self._first is None:
+            chosen = np.linspace(0, self.samples - 1, min(self.samples, COMPARED)).astype(np.int64)
+            chosen = chosen if self._drawn is None else self._drawn[chosen]
+        # Time and again, the last time by the worker that was the first.
+        compared = [(chosen[at : at + 1], at) for at in range(len(chosen))] * (1 + max(1, self.loader.num_workers))
         readings: dict[int, list[Signature]] = defaultdict(list)
         for indices, note, batch in self._feed.answers(keys, ((keys, *each) for each in chain(compared, shares))):
             if isinstance(note, int):
@@ -170,15 +171,19 @@ class SharedLoader:
             self._first = self._first or signatures
             yield Micro(self._moved(batch), size, total, last, indices)
 
-    def _compared(self) -> list[tuple[Indices, int]]:
-        """Return some samples and their numbers, time and again, the last time by the worker that was the first."""
-        samples = self.samples or 0
-        places = np.unique(np.linspace(0, samples - 1, min(samples, COMPARED)).astype(np.int64))
-        chosen = places if self._drawn is None else self._drawn[places]
-        return [(chosen[at : at + 1], at) for at in range(len(chosen))] * (1 + max(1, self.loader.num_workers))
-
     def _training(self, epoch: int, first: int) -> _Shares:
-        samples, drop_last, order = self._length or 0, self.drop_last, self._order(epoch)
+        samples, drop_last = self._length or 0, self.drop_last
+        order: Callable[[int, int], Indices] = np.arange
+        if self.order == SHUFFLED:
+            order = Order(samples, seed=self._seed, epoch=epoch).indices
+        elif self._drawn is not None:
+            drawn = self._draw(epoch)
+            order = lambda start, stop: drawn[start:stop]  # noqa: E731
+            if len(drawn) != samples:
+                raise RequestError(
+                    f"The DataLoader's sampler, a {type(self.loader.sampler).__name__}, yields {len(drawn)} samples in "
+                    f"epoch {epoch}, and {samples} in epoch 0; let it yield as many in each."
+                )
         for start, stop, total, last in self.plan.shares(samples, self._world.rank, first=first, drop_last=drop_last):
             size = stop - start
             if not size:  # the batch's first stands in
@@ -195,26 +200,12 @@ class SharedLoader:
             share = np.arange(begin, end) if end > begin else np.array([start])
             yield share if chosen is None else chosen[share], (end - begin, stop - start, True)
 
-    def _order(self, epoch: int) -> Callable[[int, int], Indices]:
-        """Return what gives the samples at positions [start, stop) of the epoch's order."""
-        if self._drawn is None:
-            is_shuffled = self.order == SHUFFLED
-            return Order(self._length or 0, seed=self._seed, epoch=epoch).indices if is_shuffled else np.arange
-        drawn = self._draw(epoch)
-        if len(drawn) != self._length:
-            raise RequestError(
-                f"The DataLoader's sampler, a {type(self.loader.sampler).__name__}, yields {len(drawn)} samples in epoch "
-                f"{epoch}, and {self._length} in epoch 0; let it yield as many in each."
-            )
-        return lambda start, stop: drawn[start:stop]
-
     def _draw(self, epoch: int) -> Indices:
         """Return what the user's sampler yields, the same on every rank and whatever was drawn before."""
         sampler = self.loader.sampler
         if not hasattr(sampler, "__len__"):  # as with those that never end
             raise RequestError(
-                f"The DataLoader's sampler, a {type(sampler).__name__}, has no length; give it a __len__, the number "
-                "of samples that it yields in an epoch."
+                f"The DataLoader's sampler, a {type(sampler).__name__}, has no length; give it a __len__."
             )
         if set_epoch := getattr(sampler, "set_epoch", None):
             set_epoch(epoch)
@@ -252,10 +243,7 @@ def _global_batch(loader: Any) -> int:
     if not isinstance(loader, DataLoader):
         raise RequestError(f"A {type(loader).__name__} cannot be shared out; give a torch DataLoader over the data.")
     if isinstance(loader.sampler, DistributedSampler):
-        raise RequestError(
-            "The DataLoader has a DistributedSampler, which shares samples out a second time; leave it out, and give "
-            "the global batch as batch_size."
-        )
+        raise RequestError("The DataLoader has a DistributedSampler, which shares samples out again; leave it out.")
     if loader.batch_size is None:
         has = "a batch_sampler" if loader.batch_sampler is not None else "batch_size=None"
         raise RequestError(f"The DataLoader has {has}; give the global batch as batch_size, with sampler or shuffle.")

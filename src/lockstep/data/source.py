@@ -1,7 +1,7 @@
 """What the engine asks of a data set: batches for the sample indices that it names.
 
-The engine decides which samples a rank computes; a source only fetches them. What it adds, such as augmentation, is a
-pure function of (seed, epoch, sample index), so that a sample is the same bits in any batch and on any rank.
+What a source adds, such as augmentation, is a pure function of (seed, epoch, sample index), so that a sample is the same
+bits in any batch and on any rank.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ Make = Callable[[str, tuple[str, ...]], Source]
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set: what is trained on, and what is held out; `names` are those of the classes, if they have any."""
+    """A data set: what is trained on, what is held out, and the classes' names, if they have any."""
 
     train: Source
     test: Source
@@ -110,9 +110,8 @@ class Splits:
         held_out = make("validation", ()) if validation else None
         if share:
             if validation:
-                raise RequestError(
-                    f"--holdout {share:g}: --data {request.config.name} has a validation set of its own; leave it out."
-                )
+                what = f"--holdout {share:g}: --data {request.config.name}"
+                raise RequestError(f"{what} has a validation set of its own; leave it out.")
             held = hold_out(len(train), request.seed, share)
             whole = make("train", ()) if augment else train
             train, held_out = Part(train, np.flatnonzero(~held)), Part(whole, np.flatnonzero(held))

@@ -1,9 +1,8 @@
 """The user's own data set, given as module:attribute; and any map-style data set as a source.
 
 The attribute is a function (of nothing, or of the `DataConfig`) that returns two map-style data sets of torch, (train,
-test), or three, (train, validation, test), whose samples are (x tensor, label). A `TensorDataset` is kept in memory;
-any other is read in worker processes (see `feed.py`). x of bytes (C, H, W) is taken for an image: scaled to 0–1, and
-varied by --augment. Anything else reaches the model as it is, floating-point numbers in the run's precision.
+test), or three, (train, validation, test), whose samples are (x tensor, label). A `TensorDataset` is kept in memory. x
+of bytes (C, H, W) is an image: scaled to 0–1, and varied by --augment; anything else reaches the model as it is.
 """
 
 from __future__ import annotations
@@ -44,49 +43,43 @@ def called(config: DataConfig) -> dict[str, Any]:
     except Exception as error:
         raise RequestError(f"--data {config.name} {user_code.raised(error)}.") from error
     if not isinstance(result, tuple | list) or len(result) not in (2, 3):
-        raise RequestError(
-            f"--data {config.name} returned {type(result).__name__}; it must return two data sets, (train, test), or "
-            "three, (train, validation, test)."
-        )
+        what = f"--data {config.name} returned {type(result).__name__}"
+        raise RequestError(f"{what}; it must return two data sets, (train, test), or three, (train, validation, test).")
     return dict(zip(SPLITS if len(result) == 3 else ("train", "test"), result, strict=True))
 
 
 def build(request: Request) -> Splits:
     """Return the sources of the user's data sets (*collective*)."""
-    world, asked = request.world, f"--data {request.config.name}"
-    splits, facts, signatures = world.together(lambda: _build(request))
-    check_alike(world, asked, facts)
+    name, world = request.config.name, request.world
+    keys = counter.keys(GENERATORS, request.seed, _PURPOSE["function"])
+
+    def built() -> tuple[dict[str, Any], Splits, dict[str, list[Signature | None]]]:
+        with kept():
+            seed(keys, 0)  # the function may draw too, to split one set in two say
+            datasets = called(request.config)
+            for split, dataset in datasets.items():
+                _check(f"--data {name}: its {split} data ({type(dataset).__name__})", dataset)
+            classes, names = _classes(name, datasets["train"])
+
+            def make(split: str, variations: tuple[str, ...]) -> Source:
+                return _source(request, datasets[split], split, classes, variations)
+
+            splits = Splits.of(request, make, validation="validation" in datasets, names=names)
+            facts = {"classes": classes, "a sample of shape": list(splits.train.shape)}
+            facts |= {f"{split} samples": len(dataset) for split, dataset in datasets.items()}
+            compared = datasets if world.size > 1 else {}
+            return facts, splits, {split: _signatures(compared[split], keys) for split in compared}
+
+    facts, splits, signatures = world.together(built)
+    check_alike(world, f"--data {name}", facts)
     for split, own in signatures.items():
-        compare(world, f"{asked}: its {split} data", own)
+        compare(world, f"--data {name}: its {split} data", own)
     return splits
-
-
-def _build(request: Request) -> tuple[Splits, dict[str, Any], dict[str, list[Signature | None]]]:
-    """Return the sources, and what has to be the same on every rank: facts, and signatures of some samples."""
-    name, keys = request.config.name, counter.keys(GENERATORS, request.seed, _PURPOSE["function"])
-    with kept():
-        seed(keys, 0)  # the function may draw too, to split one set in two say
-        datasets = called(request.config)
-        for split, dataset in datasets.items():
-            _check(f"--data {name}: its {split} data ({type(dataset).__name__})", dataset)
-        classes, names = _classes(name, datasets["train"])
-
-        def make(split: str, variations: tuple[str, ...]) -> Source:
-            return _source(request, datasets[split], split, classes, variations)
-
-        splits = Splits.of(request, make, validation="validation" in datasets, names=names)
-        facts = {"classes": classes, "a sample of shape": list(splits.train.shape)}
-        facts |= {f"{split} samples": len(dataset) for split, dataset in datasets.items()}
-        several = request.world.size > 1
-        return splits, facts, {split: _signatures(dataset, keys) for split, dataset in datasets.items() if several}
 
 
 def _check(what: str, dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise RequestError(
-            f"{what} cannot be read by index, which sharing it out among ranks, shuffling and resuming rest on; give a "
-            "map-style data set, with __len__ and __getitem__."
-        )
+        raise RequestError(f"{what} cannot be read by index; give a map-style data set, with __len__ and __getitem__.")
     if len(dataset) == 0:
         raise RequestError(f"{what} has no sample; give at least one.")
 
@@ -105,14 +98,13 @@ def _signatures(dataset: Any, keys: counter.UInt64) -> list[Signature | None]:
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
-    """Return samples and labels of a `TensorDataset` of the two."""
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
         return dataset.tensors[0], dataset.tensors[1]
     return None
 
 
 def _classes(name: str, dataset: Any) -> tuple[int, tuple[str, ...]]:
-    """Return the number of classes, by the data set's `classes` (a number or a list) or its label tensor, and names."""
+    """Return the number of classes and their names, by the data set's `classes` or its label tensor."""
     # A part of a data set, such as random_split makes, has the whole one as `dataset`.
     given = getattr(dataset, "classes", None) or getattr(getattr(dataset, "dataset", None), "classes", None)
     if isinstance(given, int):
@@ -121,10 +113,8 @@ def _classes(name: str, dataset: Any) -> tuple[int, tuple[str, ...]]:
         return len(given), tuple(map(str, given))
     if pair := _tensors(dataset):
         return int(pair[1].max()) + 1, ()
-    raise RequestError(
-        f"--data {name} does not say how many classes there are; "
-        "give its training set an attribute `classes`, a number or a list of names."
-    )
+    wanted = "give its training set an attribute `classes`, a number or a list of names"
+    raise RequestError(f"--data {name} does not say how many classes there are; {wanted}.")
 
 
 def _source(request: Request, dataset: Any, split: str, classes: int, variations: tuple[str, ...]) -> Source:
@@ -133,10 +123,8 @@ def _source(request: Request, dataset: Any, split: str, classes: int, variations
         raise RequestError(f"{what} sample 0 is not an (x tensor, label) pair.")
     is_image = x.dtype == torch.uint8 and x.dim() == 3
     if variations and not is_image:
-        raise RequestError(
-            f"--augment {' '.join(variations)} varies images of bytes (C, H, W), and {request.config.name} gives "
-            f"{x.dtype} {tuple(x.shape)}; give uint8 images, or --augment with no words."
-        )
+        asked = f"--augment {' '.join(variations)} varies images of bytes (C, H, W)"
+        raise RequestError(f"{asked}, and {what} has {x.dtype} {tuple(x.shape)}; give uint8 images, or no --augment.")
     transform: Transform | Plain = Plain(request, x)
     if is_image:
         transform = Transform(request, x.shape, variations, (0.0,) * len(x), (255.0,) * len(x), turns=True)
@@ -152,9 +140,8 @@ def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
         found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise RequestError(f"{what} labels are {found}; give one whole number for each sample, the index of its class.")
     for at in ((y < 0) | (y >= classes)).nonzero().flatten().tolist():
-        raise RequestError(
-            f"{what} sample {indices[at]} has label {int(y[at])}, but the classes are 0 to {classes - 1}."
-        )
+        label = int(y[at])
+        raise RequestError(f"{what} sample {indices[at]} has label {label}, but the classes are 0 to {classes - 1}.")
 
 
 class Streamed(Data):
