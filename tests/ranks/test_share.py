@@ -11,7 +11,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    Sampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -55,30 +54,6 @@ class _Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         return iter(range(self._rank if self._step > 1 else 0, 24, self._step))
-
-
-class _Shuffles(Sampler[int]):
-    """Draws from a generator of its own, which goes on from epoch to epoch."""
-
-    def __init__(self) -> None:
-        self._drawn = np.random.default_rng(3)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Any:
-        return iter(self._drawn.permutation(8).tolist())
-
-
-def _order(world: World) -> list[list[int]]:
-    """Return the samples of each batch, all ranks' shares put together."""
-    shared = SharedLoader(DataLoader(TensorDataset(torch.arange(8)), 4, sampler=_Shuffles()), world, seed=5)
-    batches = [world.gather(micro.batch[0].tolist()) for micro in shared.micros(0)]
-    return [[sample for share in batch for sample in share] for batch in batches]
-
-
-def test_comparing_asks_a_sampler_no_more_often(pool: RankPool) -> None:
-    assert pool.run(2, _order) == 2 * pool.run(1, _order)
 
 
 def _read(world: World, what: str) -> tuple[str, str]:
