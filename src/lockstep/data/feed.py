@@ -181,15 +181,9 @@ class Feed:
             self._tasks.given = iter(tasks)
         # A generator of its own: else each epoch would advance torch's, and with it dropout.
         self._generator.manual_seed(int(keys[0]) >> 1)
-        self._loader = self._loader or DataLoader(
-            self._reader,
-            batch_size=None,
-            sampler=self._tasks,
-            collate_fn=_unchanged,
-            generator=self._generator,
-            persistent_workers=self._stays,
-            **self._options,
-        )
+        if self._loader is None:
+            given = {"batch_size": None, "sampler": self._tasks, "collate_fn": _unchanged, "generator": self._generator}
+            self._loader = DataLoader(self._reader, persistent_workers=self._stays, **given | self._options)
         self._running = answers = iter(self._loader)
         for worker in getattr(answers, "_workers", ()):
             # torch, and Python at its exit, end a worker that does not end by itself with SIGTERM, which it ignores.

@@ -107,42 +107,41 @@ def _short_enough(image: Image.Image) -> Image.Image:
     return image.crop((left, top, min(image.width, left + longest), min(image.height, top + longest)))
 
 
-def _folders(config: DataConfig) -> dict[str, str]:
-    """Return {split: its folder}; a test folder without class folders, as ImageNet's is, is not read."""
+def folders(config: DataConfig) -> dict[str, str]:
+    """Return {split: its folder}; a test folder without class folders, as ImageNet's is, is not read.
+
+    Raises `RequestError` where there is no image folder at --data-dir.
+    """
     val, test = config.dir / "val", config.dir / "test"
-    if not (test.is_dir() and _classes(test)):
-        return {"train": "train", "test": "val"}
-    return {"train": "train"} | ({"validation": "val"} if val.is_dir() else {}) | {"test": "test"}
+    found = {"train": "train", "test": "val"}
+    if test.is_dir() and _classes(test):
+        found = {"train": "train"} | ({"validation": "val"} if val.is_dir() else {}) | {"test": "test"}
+    for root in (config.dir / name for name in found.values()):
+        if not root.is_dir():
+            advice = "give --data-dir the folder that holds train and val, or train and test"
+            raise RequestError(f"--data imagefolder needs {root}/CLASS/*.jpg, and {root} is not there; {advice}.")
+    return found
 
 
 def _classes(root: Path) -> list[str]:
     return sorted(item.name for item in root.iterdir() if item.is_dir() and not item.name.startswith("."))
 
 
-def check(config: DataConfig) -> None:
-    """Raise `RequestError` where there is no image folder at --data-dir."""
-    for name in _folders(config).values():
-        if not (config.dir / name).is_dir():
-            raise RequestError(
-                f"--data imagefolder needs {config.dir / name}/CLASS/*.jpg, and {config.dir / name} is not there; "
-                "give --data-dir the folder that holds train and val, or train and test."
-            )
-
-
 def _scan(config: DataConfig) -> Arrays:
     """Return the paths of each split's images, their labels and the files left out; and the classes' names."""
-    check(config)
     arrays: Arrays = {}
-    classes = _classes(config.dir / "train")
-    for split, name in _folders(config).items():
+    found, classes = folders(config), _classes(config.dir / "train")
+    for split, name in found.items():
         root = config.dir / name
         if different := sorted({*classes} ^ {*_classes(root)}):
-            found = f"{', '.join(different[:5])} ({len(different)} in all)"
-            raise RequestError(f"The classes of train and {name} in {config.dir} differ: {found}; give both the same.")
+            some = f"{', '.join(different[:5])} ({len(different)} in all)"
+            raise RequestError(f"The classes of train and {name} in {config.dir} differ: {some}; give both the same.")
         files = [_images(root, each) for each in classes]
         if config.skip_corrupt:
-            corrupt = _corrupt([root / path for paths in files for path in paths])
-            files = [[path for path in paths if str(root / path) not in corrupt] for paths in files]
+            every = [root / path for paths in files for path in paths]
+            with ThreadPoolExecutor(hardware.cpus()) as threads:  # Pillow decodes without the interpreter's lock
+                corrupt = {path: "" for path, bad in zip(every, threads.map(_is_corrupt, every), strict=True) if bad}
+            files = [[path for path in paths if root / path not in corrupt] for paths in files]
             arrays[f"{split} skipped"] = np.array([os.fsencode(path) for path in corrupt], np.bytes_)
         if not (classes and all(files)):
             empty = root / classes[files.index([])] if classes else root
@@ -164,19 +163,12 @@ def _images(root: Path, name: str) -> list[str]:
     return sorted(found, key=os.fsencode)
 
 
-def _corrupt(paths: list[Path]) -> dict[str, None]:
-    """Return the paths that cannot be decoded, in their order."""
-
-    def is_corrupt(path: Path) -> bool:
-        try:
-            decode(path)
-        except RequestError:
-            return True
-        return False
-
-    # Threads are enough: Pillow decodes without the interpreter's lock.
-    with ThreadPoolExecutor(hardware.cpus()) as threads:
-        return {str(path): None for path, bad in zip(paths, threads.map(is_corrupt, paths), strict=True) if bad}
+def _is_corrupt(path: Path) -> bool:
+    try:
+        decode(path)
+    except RequestError:
+        return True
+    return False
 
 
 def build(request: Request) -> Splits:
@@ -187,21 +179,21 @@ def build(request: Request) -> Splits:
     from .users import Streamed
 
     config, size, none = request.config, request.config.image_size, np.empty(0)
-    arrays, folders = shared(request.world, lambda: _scan(config)), _folders(config)
+    arrays = shared(request.world, lambda: _scan(config))
     facts: dict[str, int | str] = {}
     for split in SPLITS:
         paths, labels = (arrays.get(f"{split} {name}", none) for name in ("paths", "labels"))
         facts |= {f"{split} images": len(paths), f"{split} names of digest": digest(paths, labels)}
     check_alike(request.world, f"The image folder {config.dir}", facts)
-    names = tuple(map(os.fsdecode, arrays["classes"].tolist()))
+    splits, names = folders(config), tuple(map(os.fsdecode, arrays["classes"].tolist()))
 
     def make(split: str, variations: tuple[str, ...]) -> Source:
         paths, labels = arrays[f"{split} paths"], arrays[f"{split} labels"]
-        images = Photographs(config.dir / folders[split], paths, labels, transform(size, variations))
+        images = Photographs(config.dir / splits[split], paths, labels, transform(size, variations))
         # Crop and flip are done by the workers, before an image is small; cutout is left to the device.
         left = tuple(name for name in variations if name == "cutout")
         source = Streamed(request, images, split, len(names), Transform(request, (3, size, size), left, MEAN, STD))
         source.skipped = tuple(map(os.fsdecode, arrays.get(f"{split} skipped", none).tolist()))
         return source
 
-    return Splits.of(request, make, validation="validation" in folders, names=names)
+    return Splits.of(request, make, validation="validation" in splits, names=names)

@@ -106,7 +106,7 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
 def _classes(name: str, dataset: Any) -> tuple[int, tuple[str, ...]]:
     """Return the number of classes and their names, by the data set's `classes` or its label tensor."""
     # A part of a data set, such as random_split makes, has the whole one as `dataset`.
-    given = getattr(dataset, "classes", None) or getattr(getattr(dataset, "dataset", None), "classes", None)
+    given = getattr(dataset, "classes", getattr(getattr(dataset, "dataset", None), "classes", None))
     if isinstance(given, int):
         return given, ()
     if given is not None:
