@@ -29,7 +29,6 @@ class Plain:
         self._memory_format = torch.channels_last if is_last else torch.preserve_format
 
     def __call__(self, x: Tensor, indices: Indices, epoch: int) -> Tensor:
-        """Return samples x on the device."""
         return to_device(x, self._device).to(self.dtype, memory_format=self._memory_format)
 
 

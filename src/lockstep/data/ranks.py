@@ -115,9 +115,9 @@ def compare(world: World, asked: str, own: Sequence[Signature | None]) -> str:
     """
     first, *others = world.gather(list(own))
     drawn = (
-        f"{asked}: samples differ from one reading to the next, or between ranks: only torch's, NumPy's and Python's "
+        f"{asked}: samples differ from one reading to the next, or between ranks: lockstep seeds torch's, NumPy's and "
+        "Python's generators for each sample, and this data set draws from one of its own"
     )
-    drawn += "generators are seeded for each sample, and this data set draws from one of its own"
     if any(None in each for each in (first, *others)):
         return drawn
     for rank, each in enumerate(others, start=1):

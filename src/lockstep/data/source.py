@@ -74,7 +74,6 @@ class Part(Source):
         return len(self.indices)
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
-        """Yield what `whole` does for the samples of each share, under this part's numbers."""
         for x, y, read in self._whole.stream((self.indices[share] for share in shares), epoch=epoch):
             at = np.searchsorted(self.indices, read)
             # A sample of another part gets a number that no sample of this one has.
@@ -82,7 +81,6 @@ class Part(Source):
             yield Fetched(x, y, np.where(is_ours, at, len(self) + read))
 
     def close(self) -> None:
-        """Close the whole source."""
         self._whole.close()
 
 

@@ -8,7 +8,7 @@ of bytes (C, H, W) is an image: scaled to 0–1, and varied by --augment; anythi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from . import counter
 from .feed import GENERATORS, Batches, Feed, seed
 from .images import Plain, Transform
 from .ranks import COMPARED, Signature, check_alike, compare, signature, stable
-from .resident import Data, resident
+from .resident import resident
 from .source import SPLITS, Fetched, Indices, Request, Source, Splits
 
 _MOST_WORKERS = 4
@@ -144,7 +144,7 @@ def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
         raise RequestError(f"{what} sample {indices[at]} has label {label}, but the classes are 0 to {classes - 1}.")
 
 
-class Streamed(Data):
+class Streamed(Source):
     """A map-style data set whose samples, (x, label), are read in worker processes, or in this one.
 
     Workers of a training set stay from epoch to epoch. `stream` raises `RequestError` for labels that are no classes,
@@ -152,15 +152,19 @@ class Streamed(Data):
     """
 
     def __init__(self, request: Request, dataset: Any, split: str, classes: int, transform: Transform | Plain) -> None:
-        super().__init__(len(dataset), classes, transform, self._read)
+        self.classes, self.shape, self.dtype = classes, transform.shape, transform.dtype
         name, workers, self._device = request.config.name, request.config.workers, request.world.device
         if workers is None:
             workers = min(_MOST_WORKERS, max(1, hardware.cpus() // request.world.topology.local_size))
-        self._what, self._seed, self._purpose = f"--data {name}: {split}", request.seed, _PURPOSE[split]
+        self._samples, self._transform, self._what = len(dataset), transform, f"--data {name}: {split}"
+        self._seed, self._purpose = request.seed, _PURPOSE[split]
         reader, pins = Batches(dataset, name=name, split=split), self._device.type == "cuda"
         self._feed = Feed(reader, stays=split == "train", num_workers=workers, pin_memory=pins)
 
-    def _read(self, shares: Iterable[Indices], epoch: int) -> Iterator[Fetched]:
+    def __len__(self) -> int:
+        return self._samples
+
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
         keys = counter.keys(GENERATORS, self._seed, epoch, self._purpose)
         # For an empty share the first sample is read, and left out.
         tasks = ((keys, share if len(share) else _FIRST, len(share)) for share in shares)
@@ -171,10 +175,9 @@ class Streamed(Data):
                 x, y, share = *(part[:size] for part in batch), indices[:size]
                 _check_labels(self._what, y, share, self.classes)
                 x, y = (part.to(self._device, non_blocking=True) for part in (x, y.long()))
-                yield Fetched(x, y, share)
+                yield Fetched(self._transform(x, share, epoch), y, share)
         except (OSError, EOFError) as error:
             raise RunError(f"A data worker died as it sent samples ({error}): {WORKER_HINT}.") from error
 
     def close(self) -> None:
-        """End the workers."""
         self._feed.close()
