@@ -31,7 +31,7 @@ from ..monitor.failures import one_line, place
 from ..monitor.signals import SIGNALS
 from ..world.random_state import Generators, kept
 from . import counter
-from .ranks import COMPARED, Signature, signature
+from .ranks import COMPARED, Signature, signature, stable
 from .source import Indices
 
 GENERATORS = 3
@@ -57,7 +57,8 @@ def _imported(name: str) -> Name:
 class Batches:
     """Batches of a map-style data set: each task (keys, indices, note) is answered by (indices, note, batch).
 
-    Of one that `--data` names, what goes wrong in a sample is one sentence, instead of a trace through three processes.
+    Without a note, the answer has the samples' signatures. Of a data set that `--data` names, what goes wrong in a
+    sample is one sentence, instead of a trace through three processes.
     """
 
     def __init__(
@@ -72,11 +73,15 @@ class Batches:
         """Return what is collated of the samples, or an error of lockstep's, into which torch would put a trace."""
         keys, indices, note = task
         try:
-            return indices, note, self._read(keys, indices)
+            return indices, note, self.signatures(keys, indices) if note is None else self._read(keys, indices)
         except LockstepError as error:
             return indices, note, error
         except StopIteration as error:  # it would end the epoch without a word
             raise RuntimeError("the data set, or its collate function, raised StopIteration") from error
+
+    def signatures(self, keys: counter.UInt64, indices: Indices) -> list[Signature | None]:
+        """Return the samples' signatures; None for those that differ from one reading to the next."""
+        return [stable(*(signature(self._read(keys, indices[[at]])) for _ in range(2))) for at in range(len(indices))]
 
     def _read(self, keys: counter.UInt64, indices: Indices) -> Any:
         dataset = self.dataset

@@ -102,9 +102,14 @@ def signature(value: Any) -> Signature:
     return [len(flat), float(flat.mean()), float((flat * weights).mean())] if len(flat) else []
 
 
-def stable(readings: Sequence[Signature]) -> Signature | None:
-    """Return the signature of a sample that was read several times; None where the readings differ."""
-    return readings[0] if all(_same(each, readings[0]) for each in readings) else None
+def spread(samples: int) -> npt.NDArray[np.int64]:
+    """Return the samples to compare, spread over the data set."""
+    return np.linspace(0, samples - 1, min(samples, COMPARED)).astype(np.int64)
+
+
+def stable(first: Signature, second: Signature) -> Signature | None:
+    """Return the signature of a sample that was read twice; None where the readings differ."""
+    return first if _same(first, second) else None
 
 
 def compare(world: World, asked: str, own: Sequence[Signature | None]) -> str:

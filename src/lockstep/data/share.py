@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from itertools import chain
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from ..world.world import World
 from . import counter
 from .feed import GENERATORS, Batches, Feed, Stream, seed
 from .order import ASCENDING, OF_A_SAMPLER, SHUFFLED, Order
-from .ranks import COMPARED, Signature, check_alike, compare, digest, signature, stable
+from .ranks import Signature, check_alike, compare, digest, spread
 from .source import Indices
 
 _TRAINING, _EVALUATION, _SAMPLER = 6, 7, 8
@@ -147,18 +146,14 @@ class SharedLoader:
 
     def _of_samples(self, shares: _Shares, purpose: int, epoch: int = 0) -> Generator[Micro, None, None]:
         keys = counter.keys(GENERATORS, self._seed, epoch, purpose)
-        chosen = np.empty(0, np.int64)
+        tasks: Iterator[Any] = ((keys, *each) for each in shares)
         if self.samples and not self.is_compared and self._first is None:
-            chosen = np.linspace(0, self.samples - 1, min(self.samples, COMPARED)).astype(np.int64)
-            chosen = chosen if self._drawn is None else self._drawn[chosen]
-        # Time and again, the last time by the worker that was the first.
-        compared = [(chosen[at : at + 1], at) for at in range(len(chosen))] * (1 + max(1, self.loader.num_workers))
-        readings: dict[int, list[Signature]] = defaultdict(list)
-        for indices, note, batch in self._feed.answers(keys, ((keys, *each) for each in chain(compared, shares))):
-            if isinstance(note, int):
-                readings[note].append(signature(batch))
+            places = spread(self.samples)
+            tasks = chain([(keys, places if self._drawn is None else self._drawn[places], None)], tasks)
+        for indices, note, batch in self._feed.answers(keys, tasks):
+            if note is None:
+                self._first = batch
                 continue
-            self._first = self._first or [stable(each) for each in readings.values()]
             size, total, last = note
             yield Micro(self._moved(batch), size, total, last, indices[:size])
 

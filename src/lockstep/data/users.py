@@ -24,7 +24,7 @@ from ..world.random_state import kept
 from . import counter
 from .feed import GENERATORS, Batches, Feed, seed
 from .images import Plain, Transform
-from .ranks import COMPARED, Signature, check_alike, compare, signature, stable
+from .ranks import Signature, check_alike, compare, spread
 from .resident import resident
 from .source import SPLITS, Fetched, Indices, Request, Source, Splits
 
@@ -67,8 +67,12 @@ def build(request: Request) -> Splits:
             splits = Splits.of(request, make, validation="validation" in datasets, names=names)
             facts = {"classes": classes, "a sample of shape": list(splits.train.shape)}
             facts |= {f"{split} samples": len(dataset) for split, dataset in datasets.items()}
-            compared = datasets if world.size > 1 else {}
-            return facts, splits, {split: _signatures(compared[split], keys) for split in compared}
+            signatures = {
+                split: Batches(dataset, name=name, split=split).signatures(keys, spread(len(dataset)))
+                for split, dataset in datasets.items()
+                if world.size > 1
+            }
+            return facts, splits, signatures
 
     facts, splits, signatures = world.together(built)
     check_alike(world, f"--data {name}", facts)
@@ -82,19 +86,6 @@ def _check(what: str, dataset: Any) -> None:
         raise RequestError(f"{what} cannot be read by index; give a map-style data set, with __len__ and __getitem__.")
     if len(dataset) == 0:
         raise RequestError(f"{what} has no sample; give at least one.")
-
-
-def _signatures(dataset: Any, keys: counter.UInt64) -> list[Signature | None]:
-    """Return the signatures of some samples that are spread over the data set; None for those that vary."""
-    places = np.linspace(0, len(dataset) - 1, COMPARED).astype(int).tolist()
-    readings = []
-    for _ in range(2):
-        seed(keys, 0)
-        try:
-            readings.append([signature(dataset[place]) for place in places])
-        except Exception:  # told where that sample is needed
-            return [None]
-    return [stable(each) for each in zip(*readings, strict=True)]
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
