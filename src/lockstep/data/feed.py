@@ -75,6 +75,8 @@ class Batches:
         try:
             return indices, note, self.signatures(keys, indices) if note is None else self._read(keys, indices)
         except LockstepError as error:
+            if not self._name:
+                raise
             return indices, note, error
         except StopIteration as error:  # it would end the epoch without a word
             raise RuntimeError("the data set, or its collate function, raised StopIteration") from error
@@ -90,13 +92,13 @@ class Batches:
             return [each.index_select(0, torch.from_numpy(indices).to(each.device)) for each in dataset.tensors]
         self._before = before = Generators.now((), self._before)
         if not self._draws:
-            at_once = None if self._name else getattr(dataset, "__getitems__", None)
-            batch = self._collate(at_once(indices.tolist()) if at_once else list(map(self._sample, indices.tolist())))
+            at_once, these = None if self._name else getattr(dataset, "__getitems__", None), indices.tolist()
+            batch = self._collate(at_once(these) if at_once else [self._sample(index) for index in these])
             if before.is_now():
                 return batch
             self._draws = True
         try:
-            samples = list(map(self._sample, _seeded(keys, indices)))
+            samples = [self._sample(index) for index in _seeded(keys, indices)]
             seed(keys, ~int(indices[0]))  # for the collate function; no sample's index is negative
             return self._collate(samples)
         finally:
