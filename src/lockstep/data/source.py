@@ -1,7 +1,7 @@
 """What the engine asks of a data set: batches for the sample indices that it names.
 
-What a source adds, such as augmentation, is a pure function of (seed, epoch, sample index), so that a sample is the same
-bits in any batch and on any rank.
+What a source adds, such as augmentation, is a pure function of (seed, epoch, sample index): a sample is the same bits
+in any batch and on any rank.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Source(Protocol):
         """Yield the samples of each share, which may be empty, on the world's device."""
 
     def close(self) -> None:
-        """End what the source keeps running."""
+        """End what the source keeps running, if anything."""
+        return
 
 
 class Part(Source):
