@@ -178,7 +178,7 @@ uneven shares overlap: batching.py
 + begin = start + part * base
 = unit/test_order.py::test_each_sample_exactly_once
 a sample stands twice in the order: data/order.py
-- values[outside] = walked = encipher(values[outside])
+- values[outside] = walked = self._encipher(values[outside])
 + values[outside] = walked = values[outside] % np.uint64(self.samples)
 = unit/test_evaluation.py::test_each_sample_counts_once
 an evaluation pads its last batch: steps/evaluation.py
@@ -196,19 +196,19 @@ the order is the same in each epoch: data/order.py
 - counter.keys(ROUNDS, seed, epoch, samples)
 + counter.keys(ROUNDS, seed, 0, samples)
 = ranks/test_data.py::test_any_number_of_ranks_computes_the_same_samples_once[digits]
-images are varied otherwise on each rank: data/resident.py
-- Augment(variations, wish.seed, height, width)
-+ Augment(variations, wish.seed + wish.world.rank, height, width)
+images are varied otherwise on each rank: data/images.py
+- names, request.seed,
++ names, request.seed + request.world.rank,
 = unit/test_resident.py::test_seed_and_epoch_change_the_augmentation
-images are varied alike in each epoch: data/augment.py
-- counter.keys(_DRAWS, self.seed, epoch)
-+ counter.keys(_DRAWS, self.seed, 0)
+images are varied alike in each epoch: data/images.py
+- counter.keys(_DRAWS, self._seed, epoch)
++ counter.keys(_DRAWS, self._seed, 0)
 = unit/test_sets.py::test_own_random_transforms_do_not_depend_on_batch_or_worker
 a transform of one's own goes on from the sample before: data/feed.py
--                 _seed(own)
-+                 pass
+-         _seed(*bits)
++         pass
 = ranks/test_data.py::test_what_is_wrong_or_differs_on_one_rank_is_told_by_all
-ranks train on different data: data/alike.py
+ranks train on different data: data/ranks.py
 - if found := world.unlike(facts):
 + if (found := world.unlike(facts)) and False:
 = ranks/test_ledger.py::test_what_is_wrong_is_found_and_named

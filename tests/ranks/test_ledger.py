@@ -17,7 +17,7 @@ from lockstep.checks.ledger import Ledger
 from lockstep.checks.pages import EVAL, NAME, TRAIN, Indices, Page, TornError, read, rewind
 from lockstep.config.options import override, recipe
 from lockstep.data.order import Order
-from lockstep.data.resident import ResidentTensors
+from lockstep.data.resident import Data
 from lockstep.engine import train
 from lockstep.errors import ProofError, RequestError
 from lockstep.record.checks import Check
@@ -166,9 +166,9 @@ def test_on_a_full_disk_pages_wait_and_go_out_whole(tmp_path: Path) -> None:
 
 def _patch(patch: pytest.MonkeyPatch, faulty: str) -> None:
     """Have what is trained on or evaluated be streamed with something twice and something not at all."""
-    right = ResidentTensors.stream
+    right = Data.stream
 
-    def wrong(self: ResidentTensors, shares: Iterable[Indices], *, epoch: int) -> Any:
+    def wrong(self: Data, shares: Iterable[Indices], *, epoch: int) -> Any:
         given = list(shares)
         if faulty == "trained" and len(self) == 1437:
             given[4] = given[3]
@@ -176,7 +176,7 @@ def _patch(patch: pytest.MonkeyPatch, faulty: str) -> None:
             given = [np.array([share[0], *share[:-1]]) for share in given]
         return right(self, iter(given), epoch=epoch)
 
-    patch.setattr(ResidentTensors, "stream", wrong)
+    patch.setattr(Data, "stream", wrong)
 
 
 def _train(world: World, values: dict[str, Any], faulty: str) -> str:

@@ -11,7 +11,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    Sampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -41,60 +40,28 @@ class _Samples(Dataset[dict[str, Any]]):
         return 12
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        drawn = 0.0 if self._drawn is None else self._drawn.random()
-        return {
-            "x": torch.tensor([(self._first + index) % 12 + drawn]),
-            "name": "a",
-            "at": (torch.rand(2), torch.ones(1).bfloat16()),
-        }
+        x = (self._first + index) % 12 + (0.0 if self._drawn is None else self._drawn.random())
+        return {"x": torch.tensor([x]), "name": "a", "at": (torch.rand(2), torch.ones(1).bfloat16())}
 
 
 class _Stream(IterableDataset[Any]):
-    def __init__(self, step: int, rank: int) -> None:
-        self._step, self._rank = step, rank
+    def __init__(self, first: int, step: int) -> None:
+        self._numbers = range(first, 24, step)
 
     def __iter__(self) -> Any:
-        return iter(range(self._rank if self._step > 1 else 0, 24, self._step))
+        return iter(self._numbers)
 
 
-class _Shuffles(Sampler[int]):
-    """Draws from a generator of its own, which goes on from epoch to epoch."""
-
-    def __init__(self) -> None:
-        self._drawn = np.random.default_rng(3)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Any:
-        return iter(self._drawn.permutation(8).tolist())
-
-
-def _order(world: World) -> list[list[int]]:
-    """Return the samples of each batch, all ranks' shares put together."""
-    shared = SharedLoader(DataLoader(TensorDataset(torch.arange(8)), 4, sampler=_Shuffles()), world, seed=5)
-    batches = [world.gather(micro.batch[0].tolist()) for micro in shared.micros(0)]
-    return [[sample for share in batch for sample in share] for batch in batches]
-
-
-def test_comparing_asks_a_sampler_no_more_often(pool: RankPool) -> None:
-    assert pool.run(2, _order) == 2 * pool.run(1, _order)
-
-
-def _read(world: World, what: str) -> tuple[str, str]:
+def _compared(world: World, what: str) -> tuple[str, str]:
     """Return what comparing the ranks' data says, before and after the first batch."""
-    dataset: Any = _Samples(what, world.rank)
-    if what in ("whole", "shared out"):
-        dataset = _Stream(1 if what == "whole" else 2, world.rank)
-    shared = SharedLoader(DataLoader(dataset, 6), world, seed=5)
-    said = shared.compare()
+    streams = {"whole": _Stream(0, 1), "shared out": _Stream(world.rank, 2)}
+    shared = SharedLoader(DataLoader(streams.get(what) or _Samples(what, world.rank), 6), world, seed=5)
+    before = shared.compare()
     try:
         next(shared.micros(0))
-        return said, shared.compare()
+        return before, shared.compare()
     except RequestError as error:
-        return said, str(error)
-    finally:
-        shared.close()
+        return before, str(error)
 
 
 def test_ranks_whose_data_have_other_samples_are_told_so(pool: RankPool) -> None:
@@ -105,13 +72,12 @@ def test_ranks_whose_data_have_other_samples_are_told_so(pool: RankPool) -> None
         ("whole", ""),
         ("shared out", "rank 1 reads other samples than rank 0"),
     ):
-        for before, said in pool.run(2, _read, what):
+        for before, after in pool.run(2, _compared, what):
             assert before == "", "nothing is read yet"
-            assert bool(said) == bool(words)
-            assert words in said
+            assert words in after if words else after == ""
 
 
-def _made(world: World, what: str) -> str:
+def _summed(world: World, what: str) -> str:
     dataset = TensorDataset(torch.arange(12 + (what == "length") * world.rank))
     sampler: Any = _Own([1.0], 6) if what == "order" else None
     if what == "sampler" and world.rank:
@@ -120,13 +86,14 @@ def _made(world: World, what: str) -> str:
         shared = SharedLoader(DataLoader(dataset, 5, sampler=sampler), world, seed=5)
     except RequestError as error:
         return str(error)
-    found = [world.sum(micro.batch[0].sum() * (micro.size > 0)).item() for micro in shared.micros(0)]
-    return str(found)
+    return str([world.sum(micro.batch[0].sum() * (micro.size > 0)).item() for micro in shared.micros(0)])
 
 
 def test_ranks_agree_on_what_they_share(pool: RankPool) -> None:
-    assert pool.run(2, _made, "the same") == [str([0 + 1 + 2 + 3 + 4, 5 + 6 + 7 + 8 + 9, 10 + 11])] * 2
-    unlike = "The DataLoader is not the same on every rank: rank 1 has samples 13 (rank 0 has 12); "
-    assert all(told.startswith(unlike) for told in pool.run(2, _made, "length"))
-    assert all("rank 1 has order of digest" in told for told in pool.run(2, _made, "order"))
-    assert all("leave it out" in told for told in pool.run(2, _made, "sampler"))
+    for what, words in (
+        ("the same", str([0 + 1 + 2 + 3 + 4, 5 + 6 + 7 + 8 + 9, 10 + 11])),
+        ("length", "The DataLoader is not the same on every rank: rank 1 has samples 13 (rank 0 has 12); "),
+        ("order", "rank 1 has order of digest"),
+        ("sampler", "leave it out"),
+    ):
+        assert all(words in told for told in pool.run(2, _summed, what)), what

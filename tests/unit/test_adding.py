@@ -14,7 +14,7 @@ from lockstep.config.options import override, recipe
 from lockstep.config.registry import KINDS, Kind
 from lockstep.config.schema import RunConfig
 from lockstep.data.sets import DATA_SETS, Entry
-from lockstep.data.source import Splits, Wish
+from lockstep.data.source import Request, Splits
 from lockstep.launchers import table
 from lockstep.strategies.single import Single
 from lockstep.world.world import World
@@ -32,9 +32,9 @@ def launch(entry: Any, config: RunConfig, env: Mapping[str, str]) -> Any:
     return entry(config, World.alone())
 
 
-def build(wish: Wish) -> Splits:
+def build(request: Request) -> Splits:
     """Return digits by another name."""
-    return DATA_SETS["digits"].build(wish)
+    return DATA_SETS["digits"].build(request)
 
 
 def test_one_file_and_one_line_add_a_strategy_a_launcher_and_a_data_set(

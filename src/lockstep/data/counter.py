@@ -1,12 +1,7 @@
-"""Random numbers that are computed, not drawn: each is a hash of what it is for.
+"""Random numbers that are computed, not drawn: each is a hash of what it is for (seed, epoch, purpose, sample).
 
-A generator that is advanced from sample to sample makes augmentation depend on which worker or rank saw which
-samples before. A counter-based one (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) has no
-state: the number for (seed, epoch, purpose, sample) is a hash of these, wherever and whenever it is computed. The
-hash is the finalizer of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014), which passes the usual batteries of tests.
-
-All of it runs on the host in 64-bit integers, for a batch of indices at once, so that the bits are the same on
-every machine, and only the few numbers that an augmentation needs travel to a GPU.
+So they depend on neither rank nor worker nor history (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+2011). The hash is SplitMix64's finalizer (Steele, Lea & Flood, OOPSLA 2014), in 64-bit integers on the host.
 """
 
 from __future__ import annotations
@@ -24,27 +19,17 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFT = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
-def mix(words: UInt64) -> UInt64:
-    """Return SplitMix64's finalizer of `words`, in place: a bijection in which each input bit moves half the output."""
-    words ^= words >> _SHIFT[0]
-    words *= _MIX[0]
-    words ^= words >> _SHIFT[1]
-    words *= _MIX[1]
-    words ^= words >> _SHIFT[2]
-    return words
-
-
 def key(*words: int) -> int:
-    """Return a 64-bit key for a tuple of integers, such as (seed, epoch, purpose); the order matters."""
+    """Return a 64-bit key for a tuple of integers; the order matters."""
     state = len(words)
     for word in words:
-        state = int(mix(np.array([(state * _GOLDEN + word + _GOLDEN) & _WORD], np.uint64))[0])
+        state = int(_mix(np.array([(state * _GOLDEN + word + _GOLDEN) & _WORD], np.uint64))[0])
     return state
 
 
 @lru_cache(maxsize=64)
 def keys(count: int, *words: int) -> UInt64:
-    """Return `count` different 64-bit keys (count,) for a tuple of integers, to be read only."""
+    """Return `count` different 64-bit keys (count,) for a tuple of integers; read-only."""
     found = bits(np.array([key(*words)], np.uint64), np.arange(count)).reshape(count)
     found.flags.writeable = False
     return found
@@ -52,7 +37,7 @@ def keys(count: int, *words: int) -> UInt64:
 
 def bits(keys: UInt64, indices: npt.NDArray[np.int64]) -> UInt64:
     """Return 64 random bits for each of `keys` (k,) and `indices` (n,), as (k, n)."""
-    return mix(keys[:, None] + (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
+    return _mix(keys[:, None] + (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
 
 
 def below(bound: int, random: UInt64) -> npt.NDArray[np.int64]:
@@ -63,3 +48,12 @@ def below(bound: int, random: UInt64) -> npt.NDArray[np.int64]:
 def uniform(random: UInt64) -> npt.NDArray[np.float64]:
     """Return numbers in [0, 1) from random bits, as multiples of 2⁻⁵³."""
     return (random >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(words: UInt64) -> UInt64:
+    words ^= words >> _SHIFT[0]
+    words *= _MIX[0]
+    words ^= words >> _SHIFT[1]
+    words *= _MIX[1]
+    words ^= words >> _SHIFT[2]
+    return words

@@ -2,8 +2,7 @@
 
 The test part of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak (1998), UCI Machine
 Learning Repository, https://doi.org/10.24432/C50P49, licensed CC BY 4.0, in scikit-learn's selection and order.
-Each pixel counts the dark ones of a 4 × 4 block: 0 to 16. Every fifth image is held out (360), the rest is
-trained on (1,437). The file holds two plain arrays and was made from `sklearn.datasets.load_digits()`.
+Each pixel counts the dark ones of a 4 × 4 block: 0 to 16. Every fifth image is held out.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from importlib import resources
 
 import numpy as np
 
-from .shared import Array
+from . import resident
+from .ranks import Array
+from .source import Request, Splits
 
-CLASSES = 10
-SIDE = 8
 MEAN, STD = 4.8834, 6.0211
 """Of all pixels of the training images."""
 
@@ -26,3 +25,8 @@ def read() -> dict[str, tuple[Array, Array]]:
         images, labels = file["images"][..., None], file["labels"]
     held_out = np.arange(len(labels)) % 5 == 0
     return {"train": (images[~held_out], labels[~held_out]), "test": (images[held_out], labels[held_out])}
+
+
+def build(request: Request) -> Splits:
+    """Return the sources of the digits (*collective*)."""
+    return resident.build(request, read, 10, (MEAN,), (STD,))

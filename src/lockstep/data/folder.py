@@ -1,41 +1,40 @@
-"""Folders of photographs, decoded while training goes on.
+"""Folders of photographs, ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, decoded while training goes on.
 
-With --augment crop, training images are cropped at random (8–100% of the area, sides 3:4 to 4:3) and resized, with
-flip mirrored in half of the cases: together the "Inception" augmentation (Szegedy et al., 2015), by torchvision.
-Held-out images, and training images without crop, are resized so that the shorter side is 256/224 of the asked one,
-and their centre is taken. To the rest it is a data set of bytes like one of the user's own (see `users.py`).
+Where ROOT/test holds class folders too, it is the test set and val is for validation; it may also take val's place.
+Crop and flip are the "Inception" augmentation (Szegedy et al., 2015), by torchvision; other images are resized so that
+the shorter side is 256/224 of the asked one, and their centre is taken. Importing this module does not import torch.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from PIL import Image, UnidentifiedImageError
-from torch import Tensor
 
+from .. import hardware
+from ..config.schema import DataConfig
 from ..errors import RequestError
 from ..files import read
-from . import tree
-from .alike import check_alike, digest
-from .shared import Array, shared
-from .source import Splits, Wish
-from .users import Streamed, worker_count
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from .ranks import Array, Arrays
+    from .source import Request, Source, Splits
 
 MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
 STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
 """ImageNet's, as torchvision's pretrained models expect them, in units of bytes."""
-
+_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 _KINDS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
-"""What `tree.ENDINGS` stand for; Pillow knows forty more, of which some start other programs."""
+"""What the endings stand for; Pillow knows forty more, of which some start other programs."""
 _MOST_BYTES = 1 << 30
 _SCAN = re.compile(rb"\xff\xda\0(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
 _SCANS = 16
@@ -48,23 +47,19 @@ _LONGEST = 16
 
 @dataclass(frozen=True)
 class Photographs:
-    """A data set of the images at `paths` (N,) below `root`: (bytes (3, size, size), label)."""
+    """A map-style data set of images, (bytes (size, size, 3), label); `paths` (N,) are bytes, to save memory."""
 
     root: Path
     paths: Array
     labels: Array
-    varied: Callable[[Image.Image], Image.Image]
+    transform: Callable[[Image.Image], Image.Image]
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def path(self, index: int) -> Path:
-        """Return the path of sample `index`."""
-        return self.root / os.fsdecode(self.paths[index])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = self.varied(decode(self.path(index)))
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1), int(self.labels[index])
+    def __getitem__(self, index: int) -> tuple[Array, int]:
+        image = decode(self.root / os.fsdecode(self.paths[index]))
+        return np.array(self.transform(image)), int(self.labels[index])
 
 
 def decode(path: Path) -> Image.Image:
@@ -72,6 +67,8 @@ def decode(path: Path) -> Image.Image:
 
     Raises `RequestError` where it cannot be decoded, or would cost far more than a photograph does.
     """
+    from PIL import Image, UnidentifiedImageError
+
     try:
         data = read(path, most_bytes=_MOST_BYTES, through_links=True)
         with Image.open(io.BytesIO(data), formats=_KINDS) as image:
@@ -80,8 +77,7 @@ def decode(path: Path) -> Image.Image:
                 raise ValueError(f"{image.width} × {image.height} pixels in {scans} scans are too many")
             if image.tile and image.tile[0][0] == "bmp_rle":
                 raise ValueError("it is a compressed BMP, which takes Pillow seconds")
-            image.load()
-            return image if image.mode == "RGB" else image.convert("RGB")
+            return image.convert("RGB")
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, …
         unknown = f"it is none of {', '.join(_KINDS)}" if isinstance(error, UnidentifiedImageError) else ""
         reason = unknown or getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -90,14 +86,14 @@ def decode(path: Path) -> Image.Image:
         ) from error
 
 
-def transform(size: int, variations: Iterable[str]) -> Callable[[Image.Image], Image.Image]:
+def transform(size: int, variations: tuple[str, ...] = ()) -> Callable[[Image.Image], Image.Image]:
     """Return what makes an image size × size, varied by "crop" and "flip" where those are among the `variations`."""
     from torchvision.transforms import v2
 
-    crop = v2.RandomResizedCrop(size) if "crop" in variations else None
-    centre = v2.Compose([_short_enough, v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
+    centre = [_short_enough, v2.Resize(size * 256 // 224), v2.CenterCrop(size)]
+    steps = [v2.RandomResizedCrop(size)] if "crop" in variations else centre
     made: Callable[[Image.Image], Image.Image] = v2.Compose(
-        [crop or centre, *([v2.RandomHorizontalFlip()] if "flip" in variations else [])]
+        steps + [v2.RandomHorizontalFlip()] * ("flip" in variations)
     )
     return made
 
@@ -111,74 +107,93 @@ def _short_enough(image: Image.Image) -> Image.Image:
     return image.crop((left, top, min(image.width, left + longest), min(image.height, top + longest)))
 
 
-def build(wish: Wish) -> Splits:
+def folders(config: DataConfig) -> dict[str, str]:
+    """Return {split: its folder}; a test folder without class folders, as ImageNet's is, is not read.
+
+    Raises `RequestError` where there is no image folder at --data-dir.
+    """
+    val, test = config.dir / "val", config.dir / "test"
+    found = {"train": "train", "test": "val"}
+    if test.is_dir() and _classes(test):
+        found = {"train": "train"} | ({"validation": "val"} if val.is_dir() else {}) | {"test": "test"}
+    for root in (config.dir / name for name in found.values()):
+        if not root.is_dir():
+            advice = "give --data-dir the folder that holds train and val, or train and test"
+            raise RequestError(f"--data imagefolder needs {root}/CLASS/*.jpg, and {root} is not there; {advice}.")
+    return found
+
+
+def _classes(root: Path) -> list[str]:
+    return sorted(item.name for item in root.iterdir() if item.is_dir() and not item.name.startswith("."))
+
+
+def _scan(config: DataConfig) -> Arrays:
+    """Return the paths of each split's images, their labels and the files left out; and the classes' names."""
+    arrays: Arrays = {}
+    found, classes = folders(config), _classes(config.dir / "train")
+    for split, name in found.items():
+        root = config.dir / name
+        if different := sorted({*classes} ^ {*_classes(root)}):
+            some = f"{', '.join(different[:5])} ({len(different)} in all)"
+            raise RequestError(f"The classes of train and {name} in {config.dir} differ: {some}; give both the same.")
+        files = [_images(root, each) for each in classes]
+        if config.skip_corrupt:
+            every = [root / path for paths in files for path in paths]
+            with ThreadPoolExecutor(hardware.cpus()) as threads:  # Pillow decodes without the interpreter's lock
+                corrupt = {path: "" for path, bad in zip(every, threads.map(_is_corrupt, every), strict=True) if bad}
+            files = [[path for path in paths if root / path not in corrupt] for paths in files]
+            arrays[f"{split} skipped"] = np.array([os.fsencode(path) for path in corrupt], np.bytes_)
+        if not (classes and all(files)):
+            empty = root / classes[files.index([])] if classes else root
+            raise RequestError(
+                f"{empty} holds no images ({', '.join(_ENDINGS[:3])}, …) that can be decoded; the layout is "
+                f"{root}/CLASS/*.jpg: put some there, or remove the class from each split."
+            )
+        arrays[f"{split} paths"] = np.array([os.fsencode(path) for paths in files for path in paths], np.bytes_)
+        arrays[f"{split} labels"] = np.repeat(np.arange(len(classes)), [len(paths) for paths in files])
+    return arrays | {"classes": np.array([os.fsencode(each) for each in classes], np.bytes_)}
+
+
+def _images(root: Path, name: str) -> list[str]:
+    """Return the paths of a class's images below `root`, sorted."""
+    found: list[str] = []
+    for folder, _, files in os.walk(root / name):
+        below = os.path.relpath(folder, root)
+        found += [f"{below}/{file}" for file in files if file.lower().endswith(_ENDINGS) and not file.startswith(".")]
+    return sorted(found, key=os.fsencode)
+
+
+def _is_corrupt(path: Path) -> bool:
+    try:
+        decode(path)
+    except RequestError:
+        return True
+    return False
+
+
+def build(request: Request) -> Splits:
     """Return the sources of the image folder at --data-dir (*collective*)."""
-    config, size = wish.config, wish.config.image_size
-    arrays = shared(wish.world, lambda: tree.scan(config))
-    folders = tree.folders(config)
-    check_alike(wish.world, f"The image folder {config.dir}", {"folders": " ".join(folders.values())})
+    from .images import Transform
+    from .ranks import check_alike, digest, shared
+    from .source import SPLITS, Splits
+    from .users import Streamed
+
+    config, size, none = request.config, request.config.image_size, np.empty(0)
+    arrays = shared(request.world, lambda: _scan(config))
     facts: dict[str, int | str] = {}
-    skipped: dict[str, tuple[str, ...]] = {}
-    for split in folders:
-        paths, labels = arrays[f"{split} paths"], arrays[f"{split} labels"]
+    for split in SPLITS:
+        paths, labels = (arrays.get(f"{split} {name}", none) for name in ("paths", "labels"))
         facts |= {f"{split} images": len(paths), f"{split} names of digest": digest(paths, labels)}
-    check_alike(wish.world, f"The image folder {config.dir}", facts)
+    check_alike(request.world, f"The image folder {config.dir}", facts)
+    splits, names = folders(config), tuple(map(os.fsdecode, arrays["classes"].tolist()))
 
-    def photographs(split: str, variations: Iterable[str] = ()) -> Photographs:
-        root = config.dir / folders[split]
-        return Photographs(root, arrays[f"{split} paths"], arrays[f"{split} labels"], transform(size, variations))
+    def make(split: str, variations: tuple[str, ...]) -> Source:
+        paths, labels = arrays[f"{split} paths"], arrays[f"{split} labels"]
+        images = Photographs(config.dir / splits[split], paths, labels, transform(size, variations))
+        # Crop and flip are done by the workers, before an image is small; cutout is left to the device.
+        left = tuple(name for name in variations if name == "cutout")
+        source = Streamed(request, images, split, len(names), Transform(request, (3, size, size), left, MEAN, STD))
+        source.skipped = tuple(map(os.fsdecode, arrays.get(f"{split} skipped", none).tolist()))
+        return source
 
-    if config.skip_corrupt:
-        for split in folders:
-            whole = photographs(split)
-            corrupt = _corrupt(wish, whole)
-            skipped[split] = tuple(str(whole.path(index)) for index in corrupt)
-            for name in (f"{split} paths", f"{split} labels"):
-                arrays[name] = np.delete(arrays[name], corrupt)
-            _check_classes(whole, arrays[f"{split} labels"])
-
-    def source(split: str, variations: tuple[str, ...]) -> Streamed:
-        return Streamed(
-            wish,
-            photographs(split, variations),
-            split,
-            classes=len(arrays["classes"]),
-            # Crop and flip are done by the workers, before an image is small; cutout is left to the device.
-            variations=tuple(name for name in variations if name == "cutout"),
-            stays=split == "train" and variations == config.augment,
-            like=torch.empty(3, size, size, dtype=torch.uint8),
-            mean=MEAN,
-            std=STD,
-            skipped=skipped.get(split, ()),
-        )
-
-    names = tuple(map(os.fsdecode, arrays["classes"].tolist()))
-    return Splits.of(wish, source, validation="validation" in folders, names=names)
-
-
-def _check_classes(before: Photographs, labels: Array) -> None:
-    """Raise `RequestError` where a class has no image left, as for one that has none to begin with."""
-    for label in np.setdiff1d(before.labels, labels):
-        first, *others = (before.path(index) for index in np.flatnonzero(before.labels == label).tolist())
-        raise RequestError(
-            f"--skip-corrupt leaves class folder {before.root / first.relative_to(before.root).parts[0]} without an "
-            f"image: none of its {1 + len(others)} can be decoded, {first.name} for one; repair some, or remove the "
-            "class from each split."
-        )
-
-
-def _corrupt(wish: Wish, images: Photographs) -> list[int]:
-    """Return the samples that cannot be decoded; each rank tries its part of them (*collective*)."""
-
-    def is_corrupt(index: int) -> bool:
-        try:
-            decode(images.path(index))
-        except RequestError:
-            return True
-        return False
-
-    mine = range(wish.world.rank, len(images), wish.world.size)
-    # Threads are enough: Pillow decodes without the interpreter's lock.
-    with ThreadPoolExecutor(max(1, worker_count(wish))) as threads:
-        found = [index for index, bad in zip(mine, threads.map(is_corrupt, mine), strict=True) if bad]
-    return sorted(itertools.chain.from_iterable(wish.world.gather(found)))
+    return Splits.of(request, make, validation="validation" in splits, names=names)

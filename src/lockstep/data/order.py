@@ -1,13 +1,9 @@
 """The order of an epoch: a keyed permutation of range(n), any slice of it, in memory that does not grow with n.
 
-A stored permutation of 10⁹ samples takes 8 GB on every rank. Instead, position p's sample is *computed* by a small
-block cipher: a Feistel network over the b bits of p, 2**b being the smallest power of two that is not below n. Each
-round replaces one half of the bits by its exclusive-or with a hash of the other half, which can be undone, so that
-the whole is a bijection on [0, 2**b) (Luby & Rackoff, 1988). Where a value falls at or above n, the network is
-applied again until it does not: "cycle walking" (Black & Rogaway, 2002) follows the bijection's cycle to its next
-element below n, which is again a bijection. As 2**b < 2n, fewer than two passes are needed on average.
-
-The order is a function of (n, seed, epoch) alone: every rank computes the slices it needs and never talks about it.
+A stored permutation of 10⁹ samples takes 8 GB on every rank. Instead, position p's sample is *computed* by a block
+cipher on [0, 2**b), 2**b being the smallest power of two that is not below n: a Feistel network, each round of which
+can be undone (Luby & Rackoff, 1988). Where a value falls at or above n, the network is applied again: "cycle walking"
+(Black & Rogaway, 2002), again a bijection, in fewer than two passes on average.
 """
 
 from __future__ import annotations
@@ -18,58 +14,45 @@ import numpy.typing as npt
 from . import counter
 
 SHUFFLED, ASCENDING, OF_A_SAMPLER = "shuffled by the seed", "ascending", "a sampler's own"
-"""Orders of an epoch; of the last one nothing is known but that each sample comes once."""
+"""Orders of an epoch; of a sampler's own, only that each sample comes once is known."""
 CHUNK = 65_536
 """Positions enciphered at a time and kept, so that small consecutive slices are plain slices of an array."""
 ROUNDS = 10
 """Rounds of the network. With 10, the 24 orders of 4 samples, the hardest case, are equally likely within 0.4%."""
-
 _MULTIPLIERS = (np.uint64(0xD6E8FEB86659FD93), np.uint64(0x9E3779B97F4A7C15))
 
 
 class Order:
-    """The order in which an epoch visits `samples` samples, shuffled by (`seed`, `epoch`)."""
+    """The order in which an epoch visits `samples` samples, a function of (`samples`, `seed`, `epoch`) alone."""
 
     def __init__(self, samples: int, *, seed: int, epoch: int) -> None:
         assert 0 <= samples <= 2**62, samples
         self.samples = samples
         bits = max(samples - 1, 0).bit_length()
-        self._domain = 1 << bits
         self._low_bits, self._high_bits = np.uint64(bits // 2), np.uint64(bits - bits // 2)
         self._keys = list(counter.keys(ROUNDS, seed, epoch, samples))
         self._chunk = np.empty(0, np.int64)
         self._chunk_start = 0
 
-    def __len__(self) -> int:
-        return self.samples
-
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the samples at positions [start, stop), (stop - start,) int64; treat it as read-only."""
-        begin = start - self._chunk_start
-        end = stop - self._chunk_start
+        """Return the samples at positions [start, stop), (stop - start,) int64; read-only."""
+        begin, end = start - self._chunk_start, stop - self._chunk_start
         if begin >= 0 and end <= len(self._chunk):
-            return self._chunk[begin:end]  # the common case, and the only cost of most steps
+            return self._chunk[begin:end]  # the only cost of most steps
         assert 0 <= start <= stop <= self.samples, (start, stop, self.samples)
-        if stop - start >= CHUNK:
-            return self._compute(start, stop)
-        self._chunk = self._compute(start, min(start + CHUNK, self.samples))
+        self._chunk = self._compute(start, max(stop, min(start + CHUNK, self.samples)))
         self._chunk_start = start
         return self._chunk[: stop - start]
 
     def _compute(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        positions = np.arange(start, stop, dtype=np.uint64)
-        # A small domain is enciphered once and then looked up, which makes the walk nearly free.
-        table = self._encipher(np.arange(self._domain, dtype=np.uint64)) if self._domain <= CHUNK else None
-        encipher = self._encipher if table is None else table.__getitem__
-        values = encipher(positions)
+        values = self._encipher(np.arange(start, stop, dtype=np.uint64))
         outside = np.flatnonzero(values >= self.samples)
         while outside.size:
-            values[outside] = walked = encipher(values[outside])
+            values[outside] = walked = self._encipher(values[outside])
             outside = outside[walked >= self.samples]
         return values.view(np.int64)
 
     def _encipher(self, values: counter.UInt64) -> counter.UInt64:
-        """Return the network's bijection on [0, 2**b) of `values` (n,)."""
         low_mask = (np.uint64(1) << self._low_bits) - np.uint64(1)
         high, low = values >> self._low_bits, values & low_mask
         for number, key in enumerate(self._keys):
@@ -82,7 +65,6 @@ class Order:
 
 def _hash(half: counter.UInt64, key: np.uint64, bits: np.uint64) -> counter.UInt64:
     """Return `bits` bits for each of half (n,): the highest of a keyed hash, which are its best; 0 for no bits."""
-    # Two multiplications where `counter.mix` has two and three shifts: the network repeats it often enough.
     words = half + key
     words *= _MULTIPLIERS[0]
     words ^= words >> np.uint64(32)

@@ -13,69 +13,56 @@ Importing this module does not import torch, so that the command can list and ch
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import user_code
 from ..config.schema import DataConfig
 from ..errors import RequestError, unknown
-from . import cifar, tree
+from . import cifar, folder
 
 if TYPE_CHECKING:
     import torch
 
     from ..world.world import World
-    from .source import Splits, Wish
+    from .source import Request, Splits
 
 
-def _digits(wish: Wish) -> Splits:
-    from . import digits, resident
+class Entry(NamedTuple):
+    """How a data set is built, what is checked before any process starts, and the flags that not every one reads."""
 
-    return resident.build(wish, digits.read, classes=digits.CLASSES, mean=(digits.MEAN,), std=(digits.STD,))
-
-
-def _cifar(official: cifar.Cifar) -> Entry:
-    def build(wish: Wish) -> Splits:
-        from . import resident
-
-        read = lambda: cifar.read(official, wish.config)  # noqa: E731
-        return resident.build(wish, read, classes=official.classes, mean=official.mean, std=official.std)
-
-    return Entry(build, lambda config: cifar.check(official, config), ("data-dir", "download", "on-device"))
-
-
-def _by(module: str) -> Callable[[Wish], Splits]:
-    """Return what builds a data set by `build` of a module of this package, which is imported only then."""
-    return lambda wish: import_module(f".{module}", __package__).build(wish)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """How a data set is built, and what is checked before any process starts."""
-
-    build: Callable[[Wish], Splits]
+    build: Callable[[Request], Splits]
     check: Callable[[DataConfig], object] = bool
     options: tuple[str, ...] = ()
-    """Flags that it reads and not every data set does."""
+
+
+def _by(module: str, function: str = "build") -> Callable[[Request], Splits]:
+    """Return a function of a module of this package, which is imported only when it is called."""
+    return lambda request: getattr(import_module(f".{module}", __package__), function)(request)
+
+
+def _cifar(kind: cifar.Cifar) -> Entry:
+    def build(request: Request) -> Splits:
+        from . import resident
+
+        return resident.build(request, lambda: cifar.read(kind, request.config), kind.classes, kind.mean, kind.std)
+
+    return Entry(build, lambda config: cifar.check(kind, config), ("data-dir", "download", "on-device"))
 
 
 _OWN = Entry(_by("users"), lambda config: user_code.check("--data", config.name))
 DATA_SETS = {
-    "digits": Entry(_digits, options=("on-device",)),
+    "digits": Entry(_by("digits"), options=("on-device",)),
     "cifar10": _cifar(cifar.CIFAR10),
     "cifar100": _cifar(cifar.CIFAR100),
-    "imagefolder": Entry(_by("folder"), tree.check, ("data-dir", "workers", "image-size", "skip-corrupt")),
-    "fake": Entry(_by("fake"), options=("image-size", "samples")),
+    "imagefolder": Entry(_by("folder"), folder.folders, ("data-dir", "workers", "image-size", "skip-corrupt")),
+    "fake": Entry(_by("resident", "fake"), options=("image-size", "samples")),
 }
 
 
 def readers() -> dict[str, tuple[str, ...]]:
-    """Return, for each flag that not every data set reads, the names of those that do.
-
-    One of the user's own may read them all: its function is handed the `DataConfig`.
-    """
+    """Return, for each flag that not every data set reads, the names of those that do; the user's may read them all."""
     flags = sorted({flag for entry in DATA_SETS.values() for flag in entry.options})
     return {flag: tuple(name for name, entry in DATA_SETS.items() if flag in entry.options) for flag in flags}
 
@@ -98,21 +85,18 @@ def _entry(name: str) -> Entry:
 
 
 def preflight(config: DataConfig) -> None:
-    """Raise `RequestError` for what can be seen to be impossible before any process starts; imports no torch."""
+    """Raise `RequestError` for what is impossible, before any process starts; imports no torch."""
     _entry(config.name).check(config)
 
 
 def build(config: DataConfig, *, seed: int, world: World, dtype: torch.dtype, channels_last: bool) -> Splits:
     """Return the data set's sources for this rank (*collective*).
 
-    Batches come in `dtype` on the world's device, images in channels_last memory where asked. Raises
-    `RequestError`, on every rank, where the data is missing, damaged or not what the config says.
+    Raises `RequestError`, on every rank, where the data is missing, damaged or not what the config says.
     """
-    from .source import Wish
+    from .source import Request
 
-    entry = _entry(config.name)
     if config.on_device == "on" and world.device.type == "cpu":
-        raise RequestError(
-            "--on-device on asks for an accelerator's memory, and this run computes on the CPU; use auto."
-        )
-    return entry.build(Wish(config=config, seed=seed, world=world, dtype=dtype, channels_last=channels_last))
+        raise RequestError("--on-device on asks for an accelerator's memory, and this run is on the CPU; use auto.")
+    request = Request(config=config, seed=seed, world=world, dtype=dtype, channels_last=channels_last)
+    return _entry(config.name).build(request)

@@ -1,0 +1,128 @@
+"""From stored samples to a model's input: a whole batch at once, on any device.
+
+The usual three variations of small images: a crop of the image padded by an eighth of its side with black (4 pixels of
+32), a horizontal flip in half of the cases, and cutout (DeVries & Taylor, 2017), which zeroes a square of half the side
+around a random pixel, clipped at the border, after normalisation. What a sample gets is drawn by `counter` from (seed,
+epoch, sample index).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from . import counter
+from .source import Indices, Request
+
+Floats = tuple[float, ...]
+Shape = tuple[int, ...]
+_DRAWS = 5
+
+
+class Plain:
+    """Leaves samples (n, …) as they are, but for the device and the run's precision."""
+
+    def __init__(self, request: Request, like: Tensor) -> None:
+        self.shape, self.dtype = tuple(like.shape), request.dtype if like.is_floating_point() else like.dtype
+        self._device, is_last = request.world.device, request.channels_last and like.dim() == 3
+        self._memory_format = torch.channels_last if is_last else torch.preserve_format
+
+    def __call__(self, x: Tensor, indices: Indices, epoch: int) -> Tensor:
+        return to_device(x, self._device).to(self.dtype, memory_format=self._memory_format)
+
+
+class Transform:
+    """Turns stored images (n, H, W, C) into a model's input (n, C, H, W), on the device.
+
+    They are varied as `names` say (of crop, flip, cutout), and normalised where `mean` and `std` are given, a number a
+    channel in the units of the stored values. `shape` is (C, H, W); stored images may be so too: `turns`.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        shape: Shape,
+        names: tuple[str, ...] = (),
+        mean: Floats = (),
+        std: Floats = (),
+        *,
+        turns: bool = False,
+    ) -> None:
+        self.shape, self.dtype = shape, request.dtype
+        self._names, self._seed, self._turns, self._is_normalised = names, request.seed, turns, bool(mean)
+        self._device, self._channels_last = request.world.device, request.channels_last
+        # Half precision is rounded once, at the end.
+        self._exact = self.dtype if self.dtype in (torch.float32, torch.float64) else torch.float32
+        # Repeated for a whole image: broadcasting over the channels alone was 6 times as slow on a CPU.
+        means, stds = (torch.tensor(each, dtype=torch.float64).repeat(shape[1] * shape[2]) for each in (mean, std))
+        self._scale, self._shift = (each.to(self._device, self._exact) for each in (1 / stds, -means / stds))
+
+    def __call__(self, x: Tensor, indices: Indices, epoch: int) -> Tensor:
+        """Return images x, of samples `indices` (n,), as they are in this epoch."""
+        draws = self.draw(epoch, indices)
+        x = x.permute(0, 2, 3, 1).contiguous() if self._turns else x
+        if "crop" in self._names or "flip" in self._names:
+            x = _move(x, to_device(draws[:3], x.device))
+        x = to_device(x, self._device)
+        if self._is_normalised:
+            flat = x.flatten(1).to(self._exact).mul_(self._scale).add_(self._shift)
+            x = flat.view(x.shape).to(self.dtype)
+        if "cutout" in self._names:
+            _cut(x, to_device(draws[3:], self._device))
+        x = x.permute(0, 3, 1, 2)
+        return x if self._channels_last else x.contiguous()
+
+    def draw(self, epoch: int, indices: Indices) -> Tensor:
+        """Return what is drawn for samples `indices` (n,) in an epoch, (5, n) int64 in host memory.
+
+        First row and column of the crop, in pixels from the corner of the unpadded image (-pad to pad), 1 where it is
+        mirrored, and row and column of the pixel at the centre of the cut-out square.
+        """
+        drawn = np.zeros((_DRAWS, len(indices)), np.int64)
+        _, *sides = self.shape
+        bounds = {"crop": [(row, side // 8 * 2 + 1) for row, side in enumerate(sides)], "flip": [(2, 2)]}
+        bounds["cutout"] = list(enumerate(sides, start=3))
+        if self._names:
+            random = counter.bits(counter.keys(_DRAWS, self._seed, epoch), indices)
+            for row, bound in (each for name in self._names for each in bounds[name]):
+                drawn[row] = counter.below(bound, random[row]) - (bound // 2 if row < 2 else 0)
+        return torch.from_numpy(drawn)
+
+
+def _move(x: Tensor, draws: Tensor) -> Tensor:
+    """Return images x (n, H, W, C) cropped and flipped, by one gather of pixels; `draws` are (3, n)."""
+    row, column, flip = draws[..., None]
+    images, height, width, _ = x.shape
+    up, left = height // 8, width // 8
+    padded = nn.functional.pad(x, (0, 0, left, left, up, up))
+    across = torch.arange(width, device=x.device)
+    columns = left + column + torch.where(flip == 1, width - 1 - across, across)
+    rows = up + row + torch.arange(height, device=x.device)
+    rows += torch.arange(images, device=x.device)[:, None] * padded.shape[1]
+    index = rows[:, :, None] * padded.shape[2] + columns[:, None, :]
+    return padded.flatten(0, 2).index_select(0, index.flatten()).view(x.shape)
+
+
+def _cut(x: Tensor, draws: Tensor) -> None:
+    """Zero a square of each of the images x (n, H, W, C), around the pixels `draws` (2, n)."""
+    # Whole rows of W × C values: a mask that is broadcast over the channels alone was twice as slow on a CPU.
+    images, height, width, channels = x.shape
+    columns = _inside(draws[1], width).repeat_interleave(channels, dim=1)
+    x.view(images, height, width * channels).masked_fill_(
+        _inside(draws[0], height)[:, :, None] & columns[:, None, :], 0
+    )
+
+
+def _inside(centre: Tensor, side: int) -> Tensor:
+    """Return (n, side) bool: the positions within the window of side // 2 around each of centre (n,)."""
+    offset = torch.arange(side, device=centre.device) - centre[:, None] + side // 4
+    return (offset >= 0) & (offset < side // 2)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return `tensor` on `device`, without making the host wait for the GPU."""
+    if tensor.device.type == device.type:
+        return tensor
+    # A copy from pageable memory may wait for all work queued on the GPU; one from pinned memory never does.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
