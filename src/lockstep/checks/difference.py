@@ -1,4 +1,4 @@
-"""How two sets of named tensors differ: what one of them lacks, and of the others how much, by kind of layer."""
+"""How two sets of named tensors differ: what one of them lacks, and how much the others differ, by kind of layer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from ..errors import counted
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""A type of whole numbers for each size of an element in bytes."""
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _PART = 1 << 14
-"""Elements that are compared at once: what the passes over them make stays in the processor's caches."""
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Elements compared at a time, so that intermediate results stay in the processor's caches."""
+_MOST = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -24,20 +26,20 @@ class Difference:
 
     name: str
     kind: str
-    """Of what layer it is a part: BatchNorm statistics, convolution weights, …"""
+    """What it is a part of: BatchNorm statistics, convolution weights, …"""
     elements: int
     differing: int
     """Elements whose values differ; 0 where only the signs of zeros or the bits of NaNs do."""
     absolute: float
-    """Largest |a - b|, in float64; infinite where one side is not a finite number and the other has another value."""
+    """Largest |a - b|, in float64; infinite where one side is not finite and the other has another value."""
     relative: float
     """`absolute` by the largest finite |value| of the tensor on either side."""
     ulps: int | None
-    """Largest number of floating-point numbers between a and b, plus one; None for whole numbers and across dtypes."""
+    """Largest distance in floating-point numbers from a to b; None for whole numbers and across dtypes."""
     dtypes: str = ""
     """Both, where they differ; the values are then compared in float64."""
     shapes: str = ""
-    """Both, where they differ; nothing is then compared."""
+    """Both, where they differ; the values are then not compared."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +60,19 @@ class Comparison:
     def verdict(self, tolerance: float) -> str:
         """Return in a sentence whether the two are the same, and if not, what kind of tensors differ."""
         kinds = Counter(each.kind for each in self.beyond(tolerance))
-        lacking = [f"{counted(len(self.only_a), 'tensor')} only in A"] * bool(self.only_a)
-        lacking += [f"{counted(len(self.only_b), 'tensor')} only in B"] * bool(self.only_b)
+        sides = {"A": len(self.only_a), "B": len(self.only_b)}
+        lacking = [f"{counted(count, 'tensor')} only in {side}" for side, count in sides.items() if count]
         tensors = counted(self.equal + len(self.differences), "tensor")
         if not kinds and not lacking:
-            within = f" within {tolerance:g}" if self.differences else " bits"
-            more = f", of which {len(self.differences)} not the same bits" if self.differences else ""
-            return f"The same{within}: {tensors}{more}."
+            if not self.differences:
+                return f"The same bits: {tensors}."
+            return f"The same within {tolerance:g}: {tensors}, of which {len(self.differences)} not the same bits."
         if len(kinds) == 1 and not lacking:
             ((kind, count),) = kinds.items()
             return f"Only {kind} differ: {count} of {tensors}."
         parts = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
-        said = [f"{kinds.total()} of {tensors} differ: {parts}"] if kinds else []
-        return f"{'; '.join([*said, *lacking])}."
+        differ = [f"{kinds.total()} of {tensors} differ: {parts}"] if kinds else []
+        return f"{'; '.join([*differ, *lacking])}."
 
 
 def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Comparison:
@@ -93,14 +95,14 @@ def _kind_of(name: str, tensor: Tensor, names: Collection[str]) -> str:
     if group == "optimizer":
         return "optimizer tensors"
     if leaf in _STATISTICS:
-        what = "BatchNorm statistics"
+        kind = "BatchNorm statistics"
     elif f"{group}/{layer}.running_mean" in names:
-        what = "BatchNorm weights and biases"
+        kind = "BatchNorm weights and biases"
     elif leaf == "bias" or tensor.dim() < 2:
-        what = "biases and other vectors"
+        kind = "biases and other vectors"
     else:
-        what = "convolution weights" if tensor.dim() > 2 else "linear and embedding weights"
-    return what if group == "model" else f"{group}'s {what}"
+        kind = "convolution weights" if tensor.dim() > 2 else "linear and embedding weights"
+    return kind if group == "model" else f"{group}'s {kind}"
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -108,7 +110,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the elements in order as whole numbers, which are compared as such: a NaN is then equal to itself."""
+    """Return the elements as whole numbers (n,): a NaN is then equal to itself."""
     flat = _flat(tensor)
     return flat.view(INTEGERS[flat.element_size()])
 
@@ -121,43 +123,34 @@ def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
     if a.shape != b.shape:
         shapes = f"{tuple(a.shape)} in A, {tuple(b.shape)} in B"
         return Difference(name, kind, a.numel(), a.numel(), math.inf, math.inf, None, shapes=shapes)
-    dtypes = "" if a.dtype == b.dtype else f"{_short(a.dtype)} in A, {_short(b.dtype)} in B"
+    dtypes = "" if a.dtype == b.dtype else f"{a.dtype} in A, {b.dtype} in B".replace("torch.", "")
     has_ulps = not dtypes and a.dtype.is_floating_point
     absolute, largest, differing, ulps = 0.0, 0.0, 0, 0
-    parts = (torch.split(_flat(each), _PART) for each in (a, b))
-    for x, y in zip(*parts, strict=True) if a.numel() else ():
+    for x, y in zip(_flat(a).split(_PART), _flat(b).split(_PART), strict=True) if a.numel() else ():
         if has_ulps:
             ulps = max(ulps, _ulps(x, y))
-        # Whole numbers that float64 does not hold are compared as they are, and their distance comes out rounded.
-        other = x.long() != y.long() if not (dtypes or x.is_floating_point()) else x.double() != y.double()
+        # Whole numbers beyond float64's digits are compared as they are; their distance comes out rounded.
+        unlike = x.double() != y.double() if dtypes or x.is_floating_point() else x.long() != y.long()
         x, y = x.double(), y.double()
-        other &= ~(x.isnan() & y.isnan())
-        # Two infinities of one sign are equal, and so are two NaNs; their difference would be none.
-        gaps = (x - y).abs().masked_fill_(~other, 0).nan_to_num_(nan=math.inf, posinf=math.inf)
-        absolute, differing = max(absolute, float(gaps.max())), differing + int(other.sum())
+        unlike &= ~(x.isnan() & y.isnan())
+        # Where the two are equal, inf - inf and nan - nan are no difference.
+        gaps = (x - y).abs().masked_fill_(~unlike, 0).nan_to_num_(nan=math.inf, posinf=math.inf)
+        absolute, differing = max(absolute, float(gaps.max())), differing + int(unlike.sum())
         largest = max(largest, *(float(each.nan_to_num(0, 0, 0).abs().max()) for each in (x, y)))
     relative = absolute / largest if largest else (math.inf if absolute else 0.0)
     return Difference(name, kind, a.numel(), differing, absolute, relative, ulps if has_ulps else None, dtypes)
 
 
 def _ulps(x: Tensor, y: Tensor) -> int:
-    """Return how many steps from one floating-point number to the next lead from x (n,) to y at most.
-
-    Two NaNs are no step apart, whatever their bits. Read as a whole number, a float's bits order the positive numbers;
-    the negative ones, mirrored, continue them.
-    """
+    """Return the largest number of steps between neighbouring floating-point numbers from x (n,) to y."""
     first, second = _place(x), _place(y)
     steps = (first - second).abs()
-    # Of opposite signs they may be farther apart than 64 bits count.
-    steps.masked_fill_(((first < 0) != (second < 0)) & (first.abs() > torch.iinfo(torch.int64).max - second.abs()), -1)
-    steps.masked_fill_(steps < 0, torch.iinfo(torch.int64).max).masked_fill_(x.isnan() & y.isnan(), 0)
-    return int(steps.max())
+    # Numbers of opposite signs may be further apart than int64 counts.
+    steps.masked_fill_(((first ^ second) < 0) & (first.abs() > _MOST - second.abs()), _MOST)
+    return int(steps.masked_fill_(x.isnan() & y.isnan(), 0).max())
 
 
 def _place(values: Tensor) -> Tensor:
+    """Return each number's place among all of its type: their bits as whole numbers, the negative ones mirrored."""
     bits = values.contiguous().view(INTEGERS[values.element_size()])
     return torch.where(bits < 0, torch.iinfo(bits.dtype).min - bits, bits).long()
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

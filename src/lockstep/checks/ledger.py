@@ -1,7 +1,6 @@
 """The ledger of a run that trains, `ledger.bin` (see `pages`): noted by every rank, written by rank 0.
 
-While it is written, an account is kept of the samples of the epoch under way, so that it is known at the epoch's end
-whether each came exactly once.
+The samples of the epoch under way are counted meanwhile, so that its end tells whether each came exactly once.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from ..world.world import World
 from .exactly_once import Tally, evaluated
 from .pages import EVAL, TRAIN, Indices, Page, read
 
+Notes = list[tuple[int, Indices]]
+"""The samples (n,) that a rank has computed, by step."""
+
 
 class Ledger:
-    """Keeps the ledger of a run that trains: every rank notes what it computes, rank 0 writes it.
-
-    Where the disk is full, pages wait in memory and go out with the next one; training goes on.
-    """
+    """Keeps the ledger of a run. Pages that a full disk does not take wait in memory; training goes on."""
 
     def __init__(
         self,
@@ -40,9 +39,9 @@ class Ledger:
     ) -> None:
         """Open the ledger at `path`, which a run that is continued has rewound before (*collective*).
 
-        `path` counts on rank 0; None keeps the account without a file. `samples` are those of the training set,
-        `devices` those that each rank drives. Raises `RequestError`, on every rank, for a file that cannot be written,
-        or is torn or damaged.
+        `path` counts on rank 0; None counts samples without a file. `samples` are those of the training set, `devices`
+        those that each rank drives. Raises `RequestError`, on every rank, for a file that cannot be written, or is torn
+        or damaged.
         """
         self.cost_s = 0.0
         """Seconds that this rank spent in the collective methods."""
@@ -53,26 +52,23 @@ class Ledger:
         self._world = world
         self._samples, self._steps_per_epoch = samples, steps_per_epoch
         self._accumulation, self._devices = accumulation, devices
-        self._notes: list[tuple[int, Indices]] = []
-        self._evaluated: list[Indices] = []
+        self._notes: Notes = []
+        self._evaluated: Notes = []
+        self._begin: Page | None = None
+        """The first page of the epoch under way."""
         self._tally = Tally(0)
-        self._epoch, self._first_step = -1, 0
         self._waiting: list[bytes] = []
         self._file: BinaryIO | None = None
         world.together(lambda: self._open(path) if world.is_main and path is not None else None)
 
     def _open(self, path: Path) -> None:
+        for page in read(path) if path.exists() else ():
+            self._count(page)
         try:
             # Unbuffered: what is written is the kernel's, and survives the end of this process.
             self._file = open(path, "ab", buffering=0, opener=ours)
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error.strerror}; give another --output.") from error
-        try:
-            for page in read(path):
-                self._count(page)
-        except RequestError:
-            self._file.close()
-            raise
 
     @property
     def waiting(self) -> int:
@@ -85,44 +81,38 @@ class Ledger:
 
     def add_evaluated(self, indices: Indices) -> None:
         """Note that this rank evaluates the samples at `indices` (n,)."""
-        self._evaluated.append(indices.copy())
+        self._evaluated.append((0, indices.copy()))
 
     def flush(self, epoch: int) -> None:
         """Write the steps noted since the last time, all of `epoch`, as one page (*collective*)."""
-        begun_s = time.perf_counter()
         notes, self._notes = self._notes, []
         self._keep(TRAIN, epoch, self._samples, notes)
-        self.cost_s += time.perf_counter() - begun_s
 
-    def flush_evaluation(self, epoch: int, step: int, samples: int) -> str | None:
+    def flush_evaluation(self, epoch: int, step: int, samples: int) -> str:
         """Write the evaluation of `samples` samples after `step`, in `epoch`, as one page (*collective*).
 
-        Returns, on every rank, why it did not hold each sample once, on the rank that has it; None where it did.
+        Returns, on every rank, why it did not hold each sample once, and on which rank; "" where it did.
         """
-        begun_s = time.perf_counter()
-        notes, self._evaluated = [(step, indices) for indices in self._evaluated], []
+        notes, self._evaluated = [(step, indices) for _, indices in self._evaluated], []
         page = self._keep(EVAL, epoch, samples, notes)
-        finding = (evaluated(page) if page else "nothing of it was noted") if self._world.is_main else ""
-        said: str = self._world.gather(finding)[0]
-        self.cost_s += time.perf_counter() - begun_s
-        return f"the evaluation after step {step}: {said}" if said else None
+        found = (evaluated(page) if page else "nothing of it was noted") if self._world.is_main else ""
+        return self._told(f"the evaluation after step {step}: {found}" if found else "")
 
-    def close_epoch(self, epoch: int, expected: int) -> str | None:
-        """Return, on every rank, why `epoch` did not hold each sample exactly once; None where it did (*collective*).
+    def close_epoch(self, epoch: int, expected: int) -> str:
+        """Return, on every rank, why `epoch` did not hold each sample exactly once; "" where it did (*collective*).
 
         `expected` is how many samples were to come: fewer than there are where an incomplete last batch is left out.
-        Of an epoch whose beginning is not recorded, it is only asked whether a sample came twice.
+        Where its beginning is not recorded, it is only asked whether a sample came twice.
         """
         self.flush(epoch)
-        finding = None
-        if self._world.is_main and self._epoch != epoch:
-            finding = "no step of it was noted"
-        elif self._world.is_main:
-            whole = self._first_step == epoch * self._steps_per_epoch + 1
-            self.whole_epochs += whole
-            finding = self._tally.finding(expected if whole else None)
-        said: str | None = self._world.gather(finding)[0]
-        return None if said is None else f"epoch {epoch}: {said}"
+        found, begin = "", self._begin
+        if self._world.is_main and (begin is None or begin.epoch != epoch):
+            found = "no step of it was noted"
+        elif begin is not None:
+            is_whole = begin.first_step == epoch * self._steps_per_epoch + 1
+            self.whole_epochs += is_whole
+            found = self._tally.finding(expected if is_whole else None)
+        return self._told(f"epoch {epoch}: {found}" if found else "")
 
     def close(self) -> None:
         """Write what had found no room so far, and have the disk confirm the file; `waiting` tells what is lost."""
@@ -134,30 +124,32 @@ class Ledger:
                 except OSError as error:
                     self.trouble = error.strerror or str(error)
 
-    def __enter__(self) -> Ledger:
-        return self
+    def _told(self, finding: str) -> str:
+        """Return what rank 0 has found (*collective*)."""
+        begun_s = time.perf_counter()
+        found: str = self._world.gather(finding)[0]
+        self.cost_s += time.perf_counter() - begun_s
+        return found
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _keep(self, kind: str, epoch: int, samples: int, notes: list[tuple[int, Indices]]) -> Page | None:
-        """Write what was noted as one page, and return it, on rank 0; None on others, and where nothing was noted."""
-        gathered = _gathered(self._world, notes)
-        if gathered is None:
-            return None
-        first_step, counts, indices = gathered
-        ranks, devices = self._world.size, self._devices
-        page = Page(kind, epoch, first_step, ranks, self._accumulation, samples, counts, indices, devices=devices)
-        self._count(page)
-        if self._file is not None:
-            self._waiting.append(page.encode())
-            self._write()
+    def _keep(self, kind: str, epoch: int, samples: int, notes: Notes) -> Page | None:
+        """Write what all ranks have noted as one page (*collective*); return it on rank 0 where that is anything."""
+        begun_s = time.perf_counter()
+        page = None
+        if (gathered := _gathered(self._world, notes)) is not None:
+            first_step, counts, indices = gathered
+            ranks, devices = self._world.size, self._devices
+            page = Page(kind, epoch, first_step, ranks, self._accumulation, samples, counts, indices, devices=devices)
+            self._count(page)
+            if self._file is not None:
+                self._waiting.append(page.encode())
+                self._write()
+        self.cost_s += time.perf_counter() - begun_s
         return page
 
     def _count(self, page: Page) -> None:
         if page.kind == TRAIN:
-            if page.epoch != self._epoch:
-                self._epoch, self._first_step, self._tally = page.epoch, page.first_step, Tally(page.samples)
+            if self._begin is None or page.epoch != self._begin.epoch:
+                self._begin, self._tally = page, Tally(page.samples)
             self._tally.add(page.indices)
 
     def _write(self) -> None:
@@ -171,7 +163,7 @@ class Ledger:
             self.trouble = error.strerror or str(error)
 
 
-def _gathered(world: World, notes: list[tuple[int, Indices]]) -> tuple[int, npt.NDArray[np.uint32], Indices] | None:
+def _gathered(world: World, notes: Notes) -> tuple[int, npt.NDArray[np.uint32], Indices] | None:
     """Return, on rank 0, the first step noted on any rank, counts (steps, ranks) and all indices (*collective*).
 
     None on the other ranks, and where nothing was noted.

@@ -1,9 +1,8 @@
-"""Whether the ranks' replicas are the same bits, asked while they train.
+"""Whether the ranks' replicas are the same bits, compared while they train.
 
 Every rank digests its tensors where they lie, and one exchange of a few bytes tells whether all have the same digest,
-and whether any holds a number that is not finite. Only where something is wrong are the tensors looked at one by one,
-to name those that are. How often that is done is given (`--verify-every`) or follows from what it costs: at most
-`SHARE` of the time of training.
+and whether any may be not finite. Only where something is wrong are tensors compared one by one, to name them. How
+often that is done is given (`--verify-every`) or follows from its cost: at most `SHARE` of the time of training.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..config.registry import per_device
 from ..errors import LockstepError, ProofError, counted, ranks_named
 from ..record.checks import BIT_FOR_BIT, Check
 from ..world.world import World
@@ -24,6 +22,11 @@ from .digest import compare, device_groups, differing, digest, largest_gap
 
 SHARE = 0.004
 """Of the time of training that the checks may take, by default: below half a percent."""
+_CLAIM = (
+    "All ranks hold the same bits, of finite numbers: weights, optimizer state, synchronised statistics, averaged "
+    "weights"
+)
+_UNSTEADY = "nothing when they are read a second time: a device gives other bits each time, so have its memory tested"
 
 
 class ReplicaCheck:
@@ -43,10 +46,9 @@ class ReplicaCheck:
         """`tensors` returns what has to be the same on every rank, by name, in any order.
 
         `every` is the number of steps between two checks: None for what `SHARE` allows, 0 for no check at all.
-        `clock` tells the time in seconds. `copies` returns tensors as each further device of this process has them,
-        named as in `tensors`. `remedy` returns a sentence that says what to do about numbers that are not finite. It is
-        called on every rank, and raises where it knows a better error than theirs (*collective*). `begun` is the step
-        that the run goes on from: what is loaded or made anew is the same on every rank.
+        `clock` tells the time in seconds. `copies` returns the tensors of each further device of this process, named
+        as in `tensors`. `remedy` returns a sentence that says what to do about numbers that are not finite, or raises
+        a better error (*collective*). `begun` is the step that the run goes on from.
         """
         self.checks = 0
         self.cost_s = 0.0
@@ -69,16 +71,18 @@ class ReplicaCheck:
     def check(self, step: int, step_s: float) -> None:
         """Compare the replicas after `step`; `step_s` is how long a step takes now (*collective*).
 
-        Raises, on every rank, `ProofError` where they are not the same bits, and `RunError` where none of them is of
-        finite numbers.
+        Raises, on every rank, `ProofError` where they are not the same bits, and `RunError` where all are not finite.
         """
         if self._world.device.type == "cuda":
             torch.cuda.current_stream(self._world.device).synchronize()  # steps still queued are no cost of the check
         begin_s = self._clock()
-        tensors = dict(sorted(self._tensors().items()))  # a file gives an optimizer's state in any order
-        copies = self._copies()
-        torn = any(differing(tensors, copy) for copy in copies)
-        by_rank = self._told(tensors, torn, self._proposal(step, step_s))
+        tensors, copies = self._sorted(), self._copies()
+        differ = any(differing(tensors, copy) for copy in copies)
+        self._first_at = self._first_at or step
+        # Filled, since the host would wait for a copy of its numbers.
+        device, numbers = self._world.device, (differ, self._wait(step, step_s))
+        filled = [torch.full((1,), each, dtype=torch.int64, device=device) for each in numbers]
+        by_rank: list[list[int]] = self._world.stack(torch.cat([facts(tensors, device), *filled])).tolist()
         self._failure = self._fault(step, tensors, copies, by_rank)
         if self._failure is not None:
             raise self._failure
@@ -96,15 +100,13 @@ class ReplicaCheck:
     def explain_loss(self, step: int, bad_step: int) -> str:
         """Compare the replicas after `step`, since the loss of `bad_step` was not finite (*collective*).
 
-        Returns a sentence for where a replica may have been ruined between two checks and taken the others with it; ""
-        where the loss cannot come of that. Raises `ProofError` where they are not the same bits.
+        Returns a sentence where a replica may have been ruined between two checks and spoilt the others; else "".
+        Raises `ProofError` where they are not the same bits.
         """
         if not self._on or not (doubt := self._doubt(bad_step - 1)):
             return ""
-        tensors = dict(sorted(self._tensors().items()))
-        by_rank = self._told(tensors)
-        if any(theirs[:-1] != by_rank[0][:-1] for theirs in by_rank):
-            self._failure = self._apart(step, tensors)
+        if unlike := self._unlike(self._sorted(), ()):
+            self._failure = self._apart(step, unlike)
             raise self._failure
         self._unknown_from = bad_step
         return doubt
@@ -114,8 +116,7 @@ class ReplicaCheck:
         is_open = not self.checks or self._unknown_from is not None
         return Check(
             name="replicas",
-            claim="All ranks hold the same bits, of finite numbers: weights, optimizer state, synchronised statistics, "
-            "averaged weights",
+            claim=_CLAIM,
             outcome=Check.FAILS if self._failure else Check.OPEN if is_open else Check.HOLDS,
             times=self.checks + (self._failure is not None),
             tolerance=BIT_FOR_BIT,
@@ -130,97 +131,76 @@ class ReplicaCheck:
         if not self._on:
             return "switched off by --verify-every 0" if self._every == 0 else "one process, one set of weights"
         if self._unknown_from is not None:
-            return (
-                f"{self._before()}; the loss at step {self._unknown_from} was not finite, and what became of them in "
-                "between is not known"
-            )
+            return f"{self._before()}, and not compared since; the loss of step {self._unknown_from} was not finite"
         if self.agreed_at is None:
             return "no step was compared"
         return f"compared first after step {self._first_at} and last after step {self.agreed_at}"
 
-    def _told(self, tensors: Mapping[str, Tensor], *numbers: int) -> list[list[int]]:
-        """Return of each rank its `facts`, and the `numbers` that it tells beside them (*collective*)."""
-        # Filled, since the host would wait for a copy of its numbers.
-        filled = [torch.full((1,), number, dtype=torch.int64, device=self._world.device) for number in numbers]
-        told: list[list[int]] = self._world.stack(torch.cat([facts(tensors, self._world.device), *filled])).tolist()
-        return told
+    def _sorted(self) -> dict[str, Tensor]:
+        return dict(sorted(self._tensors().items()))  # a file gives an optimizer's state in any order
 
-    def _proposal(self, step: int, step_s: float) -> int:
-        """Return the number of steps after which all checks so far and one more are worth `SHARE` of the time."""
-        self._first_at = step if self._first_at is None else self._first_at
+    def _wait(self, step: int, step_s: float) -> int:
+        """Return after how many steps all checks so far and one more are worth `SHARE` of the time."""
         if self._every or not step_s:
             return self._every or 1
-        paid_at = self._first_at + (self.cost_s + self._last_cost_s) / (SHARE * step_s)
+        paid_at = (self._first_at or step) + (self.cost_s + self._last_cost_s) / (SHARE * step_s)
         return max(1, math.ceil(paid_at) - step)
 
     def _fault(
         self, step: int, tensors: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]], by_rank: list[list[int]]
     ) -> LockstepError | None:
-        """Return what is wrong, the same on every rank, by what each of them told (*collective*)."""
-        # Before all else: a rank whose numbers are none soon has the others' be none, and not the same ones.
-        if any(theirs[:-3] != by_rank[0][:-3] for theirs in by_rank):
-            return self._apart(step, tensors)
+        """Return what is wrong, the same on every rank, by its facts, whether copies differ, and its wait."""
+        # Before all else: a rank that is not finite soon spoils the others, and not all alike.
+        if any(theirs[:-3] != by_rank[0][:-3] for theirs in by_rank) or any(differ for *_, differ, _ in by_rank):
+            return self._apart(step, self._unlike(tensors, copies))
         if any(suspected for *_, suspected, _, _ in by_rank):
             bad: list[list[str]] = self._world.gather(finite.not_finite(tensors))
             if any(theirs != bad[0] for theirs in bad):
-                return self._apart(step, tensors)  # in what a digest does not see
+                return self._apart(step, self._unlike(tensors, copies))  # in what a digest does not see
             if bad[0]:
                 return finite.error(step, bad[0], f"{self._remedy()} {self._doubt(step - 1)}".strip())
-        if any(torn for *_, torn, _ in by_rank):
-            return self._torn(step, tensors, copies)
         return None
 
-    def _apart(self, step: int, tensors: Mapping[str, Tensor]) -> ProofError:
-        by_ranks: dict[tuple[int, ...], list[tuple[str, float | None]]] = {}
+    def _unlike(self, tensors: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]]) -> list[str]:
+        """Return in clauses which ranks and which copies differ, and in what tensors (*collective*)."""
+        found: dict[str, list[tuple[str, float | None]]] = {}
         for each in compare(self._world, tensors):
-            by_ranks.setdefault(each.ranks, []).append((each.name, each.gap))
-        clauses = [
-            f"{ranks_named(ranks)} {'differs from the others' if len(ranks) == 1 else 'differ'} in {_listed(theirs)}"
-            for ranks, theirs in by_ranks.items()
-        ]
-        return ProofError(
-            f"The replicas are not the same bits after step {step}: {'; '.join(clauses) or _UNSTEADY}; "
-            f"before, they were {self._before()}. Memory that flips bits does this, or code that treats ranks "
-            "differently; continue from a checkpoint of before."
-        )
+            whose = f"{ranks_named(each.ranks)} {'differs from the others' if len(each.ranks) == 1 else 'differ'}"
+            found.setdefault(whose, []).append((each.name, each.gap))
+        own: dict[str, list[tuple[str, float]]] = {}
+        for copy in copies:
+            for name in differing(tensors, copy):
+                whose = f"rank {self._world.rank}'s copy on {copy[name].device} differs from its own weights"
+                gap = largest_gap(tensors[name].cpu(), copy[name].cpu())
+                own.setdefault(whose, []).append((name, gap))
+        for theirs in self._world.gather(own):
+            found |= theirs
+        return [f"{whose} in {_listed(named)}" for whose, named in found.items()]
 
-    def _torn(self, step: int, tensors: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]]) -> ProofError:
-        own = [
-            (str(copy[name].device), name, largest_gap(tensors[name].cpu(), copy[name].cpu()))
-            for copy in copies
-            for name in differing(tensors, copy)
-        ]
-        told = self._world.gather(own)
-        rank, found = next(((rank, theirs) for rank, theirs in enumerate(told) if theirs), (0, []))
-        where = found[0][0] if found else "another device"
-        named = [(name, gap) for device, name, gap in found if device == where]
+    def _apart(self, step: int, unlike: Sequence[str]) -> ProofError:
         return ProofError(
-            f"The copies of rank {rank}'s weights on {where} are not the same bits as its own after step {step}: they "
-            f"differ in {_listed(named) if named else _UNSTEADY}; before, they were {self._before()}. Copies from one "
-            "GPU to another that go wrong do this, or memory that flips bits; continue from a checkpoint of before "
-            f"with --strategy {per_device()}."
+            f"The replicas are not the same bits after step {step}: {'; '.join(unlike) or _UNSTEADY}; before, they "
+            f"were {self._before()}. Memory that flips bits does this, a copy from one GPU to another that goes wrong, "
+            "or code that treats ranks differently; continue from a checkpoint of before."
         )
 
     def _doubt(self, step: int) -> str:
-        """Return a sentence on what numbers that are none may come of; "" if replicas were compared after `step`."""
+        """Return a sentence on why numbers may be not finite; "" if replicas were compared after `step`."""
         if self._world.size == 1 or step <= (self._begun if self.agreed_at is None else self.agreed_at):
             return ""
         return (
-            f"The replicas were {self._before()}; whether one of them was ruined since, and the others by it, "
-            "--verify-every 1 tells, from a checkpoint of before."
+            f"The replicas were {self._before()}; --verify-every 1, from a checkpoint of before, tells whether one of "
+            "them was ruined since, and spoilt the others."
         )
 
     def _before(self) -> str:
         return "never compared" if self.agreed_at is None else f"the same after step {self.agreed_at}"
 
 
-_UNSTEADY = "nothing when they are read a second time: a device gives other bits each time, so have its memory tested"
-
-
 def facts(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """Return what a rank tells of its tensors, (kinds of device + 1,) int64 on `device`; nothing is waited for.
+    """Return the digest of the tensors on each kind of device, and whether any may be not finite; waits for nothing.
 
-    That is the digest of those on each kind of device, and whether any may hold a number that is not finite.
+    (kinds of device + 1,) int64 on `device`.
     """
     groups = [list(group.values()) for group in device_groups(tensors)]
     suspected = torch.stack([finite.suspect(group).to(device) for group in groups]).any()
