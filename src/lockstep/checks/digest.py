@@ -12,7 +12,6 @@ Ranks and devices compare digests, so that tensors travel only where they differ
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,11 +64,6 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
     return _folded(part for body in bodies for part in _parts(body))
 
 
-def digests(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the digest of each tensor by itself, (n,) int64."""
-    return torch.stack([_folded(_parts(_flat(tensor))) for tensor in tensors])
-
-
 def differing(own: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> list[str]:
     """Return the names in `copy`, on any device and in any memory order, whose bits are not those in `own`.
 
@@ -82,8 +76,8 @@ def differing(own: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> list[str
     ]
     if not ours or int(digest(ours)) == int(digest(theirs)):
         return []
-    pairs = zip(copy, digests(ours).tolist(), digests(theirs).tolist(), strict=True)
-    return [name for name, mine, their in pairs if mine != their]
+    pairs = zip(copy, ours, theirs, strict=True)
+    return [name for name, mine, their in pairs if int(digest([mine])) != int(digest([their]))]
 
 
 def compare(world: World, tensors: Mapping[str, Tensor]) -> list[Found]:
@@ -91,30 +85,20 @@ def compare(world: World, tensors: Mapping[str, Tensor]) -> list[Found]:
 
     First come those that some rank lacks, then the largest difference.
     """
-    own: dict[str, int] = {}
-    for group in device_groups(tensors):
-        own |= zip(group, digests(list(group.values())).tolist(), strict=True)
-    by_rank: list[dict[str, int]] = world.gather(own)
+    by_rank: list[dict[str, int]] = world.gather({name: int(digest([each])) for name, each in tensors.items()})
     names = dict.fromkeys(name for theirs in by_rank for name in theirs)
     values = {name: [theirs.get(name) for theirs in by_rank] for name in names}
     unlike = [name for name, each in values.items() if len(set(each)) > 1]
-    shared = [name for name in unlike if None not in values[name]]
-    gaps = dict(zip(shared, _gaps(world, [tensors[name] for name in shared]), strict=True))
+    gaps = {name: _gap(world, tensors[name]) for name in unlike if None not in values[name]}
     found = [Found(name, _unlike_most(values[name]), gaps.get(name)) for name in unlike]
     return sorted(found, key=lambda each: -math.inf if each.gap is None else -each.gap)
 
 
-def largest_gap(a: Tensor, b: Tensor) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
     """Return the largest |a - b| of two tensors of one shape and device; infinite where a value is no number."""
-    return float(_distances(_plain(a).double(), _plain(b).double()).max()) if a.numel() else 0.0
-
-
-def device_groups(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the tensors of each kind of device, in the order in which these come: the same on every rank."""
-    groups: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        groups.setdefault(tensor.device.type, {})[name] = tensor
-    return list(groups.values())
+    a, b = _plain(a).double(), _plain(b).double()
+    gaps = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0)
+    return float(gaps.nan_to_num(nan=math.inf, posinf=math.inf).max()) if a.numel() else 0.0
 
 
 def _unlike_most(values: Sequence[int | None]) -> tuple[int, ...]:
@@ -123,24 +107,12 @@ def _unlike_most(values: Sequence[int | None]) -> tuple[int, ...]:
     return tuple(rank for rank, theirs in enumerate(values) if not has_majority or theirs != value)
 
 
-def _gaps(world: World, tensors: Sequence[Tensor]) -> list[float]:
-    """Return for each tensor the largest |difference| of any rank's from rank 0's (*collective*)."""
-    found: list[float] = []
-    ends = itertools.accumulate(each.numel() for each in tensors)
-    # Several tensors an exchange, but not all: as float64 they might not fit into the device's memory.
-    for _, group in itertools.groupby(zip(tensors, ends, strict=True), key=lambda each: each[1] // _PIECE):
-        parts = [_plain(tensor).reshape(-1).to(world.device, torch.float64) for tensor, _ in group]
-        own = torch.cat(parts)
-        reference = own.clone()
-        world.broadcast([reference])
-        gaps = _distances(own, reference).split(list(map(len, parts)))
-        found += world.max(torch.stack([gap.max() for gap in gaps])).tolist()
-    return found
-
-
-def _distances(a: Tensor, b: Tensor) -> Tensor:
-    same = (a == b) | (a.isnan() & b.isnan())
-    return (a - b).abs().masked_fill(same, 0).nan_to_num(nan=math.inf, posinf=math.inf)
+def _gap(world: World, tensor: Tensor) -> float:
+    """Return the largest |difference| of any rank's tensor from rank 0's (*collective*)."""
+    own = _plain(tensor).reshape(-1).to(world.device, torch.float64)
+    reference = own.clone()
+    world.broadcast([reference])
+    return float(world.max(torch.tensor(distance(own, reference), dtype=torch.float64, device=world.device)))
 
 
 def _plain(tensor: Tensor) -> Tensor:

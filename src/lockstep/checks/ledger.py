@@ -17,7 +17,7 @@ import torch
 from ..errors import RequestError
 from ..files import append_whole, ours
 from ..world.world import World
-from .exactly_once import Tally, evaluated
+from .exactly_once import Tally, of_evaluation
 from .pages import EVAL, TRAIN, Indices, Page, read
 
 Notes = list[tuple[int, Indices]]
@@ -39,9 +39,8 @@ class Ledger:
     ) -> None:
         """Open the ledger at `path`, which a run that is continued has rewound before (*collective*).
 
-        `path` counts on rank 0; None counts samples without a file. `samples` are those of the training set, `devices`
-        those that each rank drives. Raises `RequestError`, on every rank, for a file that cannot be written, or is torn
-        or damaged.
+        `path` counts on rank 0; None is no file. `samples` are those of the training set, `devices` those of each rank.
+        Raises `RequestError`, on every rank, for a file that cannot be written, or is torn or damaged.
         """
         self.cost_s = 0.0
         """Seconds that this rank spent in the collective methods."""
@@ -95,7 +94,7 @@ class Ledger:
         """
         notes, self._evaluated = [(step, indices) for _, indices in self._evaluated], []
         page = self._keep(EVAL, epoch, samples, notes)
-        found = (evaluated(page) if page else "nothing of it was noted") if self._world.is_main else ""
+        found = (of_evaluation(page) if page else "nothing of it was noted") if self._world.is_main else ""
         return self._told(f"the evaluation after step {step}: {found}" if found else "")
 
     def close_epoch(self, epoch: int, expected: int) -> str:
@@ -150,7 +149,7 @@ class Ledger:
         if page.kind == TRAIN:
             if self._begin is None or page.epoch != self._begin.epoch:
                 self._begin, self._tally = page, Tally(page.samples)
-            self._tally.add(page.indices)
+            self._tally.add(page)
 
     def _write(self) -> None:
         assert self._file is not None
@@ -164,22 +163,21 @@ class Ledger:
 
 
 def _gathered(world: World, notes: Notes) -> tuple[int, npt.NDArray[np.uint32], Indices] | None:
-    """Return, on rank 0, the first step noted on any rank, counts (steps, ranks) and all indices (*collective*).
+    """Return the first step noted on any rank, counts (steps, ranks) and all indices, on rank 0 (*collective*).
 
     None on the other ranks, and where nothing was noted.
     """
-    notes = sorted(notes, key=lambda note: note[0])
     at = np.array([step for step, _ in notes], np.int64)
     sizes = np.array([len(indices) for _, indices in notes], np.int64)
-    total = int(sizes.sum())
-    heads = world.stack(torch.tensor([at.min(initial=2**62), at.max(initial=-1), total])).numpy()
+    heads = world.stack(torch.tensor([at.min(initial=2**62), at.max(initial=-1), sizes.sum()])).numpy()
     first, last, most = int(heads[:, 0].min()), int(heads[:, 1].max()), int(heads[:, 2].max())
     if last < first:
         return None
     steps = last - first + 1
     own = np.zeros(steps + most, np.int64)  # how many in each step, then which
     np.add.at(own, at - first, sizes)
-    own[steps : steps + total] = np.concatenate([np.empty(0, np.int64), *(indices for _, indices in notes)])
+    held = np.concatenate([np.empty(0, np.int64), *(notes[number][1] for number in np.argsort(at, kind="stable"))])
+    own[steps : steps + len(held)] = held
     told = world.stack(torch.from_numpy(own)).numpy()
     if not world.is_main:
         return None

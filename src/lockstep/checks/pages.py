@@ -8,13 +8,12 @@ each, so that a page that a kill cut short is told apart from a damaged one. Eac
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -86,22 +85,11 @@ class Page:
         """The last step on this page."""
         return self.first_step + len(self.counts) - 1
 
-    @functools.cached_property
-    def _ends(self) -> Indices:
-        """Where in `indices` each share ends, after the beginning of the first one: (1 + steps × ranks,)."""
-        return np.append(0, np.cumsum(self.counts.reshape(-1), dtype=np.int64))
-
-    def share(self, step: int, rank: int) -> Indices:
-        """Return the samples that `rank` computed in `step`, in the order in which it did."""
-        cell = (step - self.first_step) * self.ranks + rank
-        return self.indices[self._ends[cell] : self._ends[cell + 1]]
-
-    def until(self, step: int) -> Page | None:
-        """Return the page without the steps after `step`; None where none is left."""
-        steps = min(step - self.first_step + 1, len(self.counts))
-        if steps <= 0:
-            return None
-        return replace(self, counts=self.counts[:steps], indices=self.indices[: self._ends[steps * self.ranks]])
+    def places(self, sample: int) -> Iterator[tuple[int, int]]:
+        """Yield (step, rank) wherever this sample came."""
+        ends = np.cumsum(self.counts.reshape(-1), dtype=np.int64)
+        for cell in np.searchsorted(ends, np.flatnonzero(self.indices == sample), side="right").tolist():
+            yield self.first_step + cell // self.ranks, cell % self.ranks
 
     def encode(self) -> bytes:
         """Return the page as the file holds it."""
@@ -137,10 +125,7 @@ def read(path: Path) -> Iterator[Page]:
 def _read(file: BinaryIO, size: int, at: str) -> Page:
     """Return the page where the file of `size` bytes stands; its header is judged before its numbers are believed."""
     torn = TornError(f"{at} is cut short, as by a kill; continue the run, which drops that page and records it anew.")
-    damaged = RequestError(
-        f"{at} is damaged: its checksum is another; give another copy of it, or move it away and continue the run "
-        "with a new one."
-    )
+    damaged = RequestError(f"{at} is damaged, or of another version's format; give a copy, or move it away.")
     header = file.read(_HEADER.size)
     if header[:4] != _MAGIC[: len(header)]:
         raise damaged
@@ -149,13 +134,9 @@ def _read(file: BinaryIO, size: int, at: str) -> Page:
     _, version, kind, bits, ranks, further, accumulation, epoch, first, steps, samples, held, body_sum, own_sum = (
         _HEADER.unpack(header)
     )
-    if version != _VERSION:
-        raise RequestError(
-            f"{at} is of version {version} of the ledger's format, and this lockstep reads version {_VERSION}; "
-            "read it with the one that wrote it."
-        )
-    is_ours = kind < len(_KINDS) and bits == _bits_for(samples) and 0 < samples <= _MOST_SAMPLES and first < _LAST_STEP
-    if own_sum != zlib.crc32(header[:-4]) or not is_ours or not (steps and ranks and accumulation):
+    is_ours = version == _VERSION and kind < len(_KINDS) and steps and ranks and accumulation and first < _LAST_STEP
+    is_ours = is_ours and 0 < samples <= _MOST_SAMPLES and bits == _bits_for(samples)
+    if own_sum != zlib.crc32(header[:-4]) or not is_ours:
         raise damaged
     # A page is of one epoch. Indices of a small data set take few bytes, and far more memory.
     if held > 4 * samples + _MORE:
@@ -184,9 +165,9 @@ def rewind(path: Path, *, step: int, begun: Path | None = None) -> int | None:
     kept, last = [], 0
     with contextlib.suppress(TornError):
         for page in read(source):
-            if (part := page.until(step)) is not None:
-                kept.append(part.encode())
-                last = max(last, part.last_step) if part.kind == TRAIN else last
+            if page.last_step <= step:  # a page ends where a checkpoint was saved
+                kept.append(page.encode())
+                last = page.last_step if page.kind == TRAIN else last
     data = b"".join(kept)
     if source != path or len(data) != path.stat().st_size:
         write_whole(path, data)
