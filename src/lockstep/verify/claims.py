@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -40,35 +39,20 @@ _Row = Mapping[str, Any]
 """An event of steps.jsonl, with the number of its "line"."""
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """What one start of the run has left in steps.jsonl: a run is started once, and again each time it is resumed."""
 
     rows: Sequence[_Row]
-
-    @property
-    def start(self) -> _Row:
-        return self.rows[0]
-
-    @property
-    def end(self) -> _Row | None:
-        """`finish` or `failed`; None where it was killed, or still runs."""
-        return next((row for row in reversed(self.rows) if row["event"] in ("finish", "failed")), None)
-
-    @property
-    def chosen(self) -> Mapping[str, Any]:
-        return dict(self.start["chosen"])
-
-    @property
-    def last_step(self) -> int:
-        """Its last optimizer step, or the one it began after."""
-        return int(
-            next((row["step"] for row in reversed(self.rows) if row["event"] == "step"), self.start["first_step"])
-        )
+    start: _Row
+    end: _Row | None
+    """`finish` or `failed`; None where it was killed, or still runs."""
+    first_step: int
+    """The step after which it begins."""
+    last_step: int
+    """Its last optimizer step, or the one it began after."""
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """What lies in a run's folder; None or nothing for what cannot be read, which `damage` tells."""
 
     folder: Path
@@ -77,41 +61,17 @@ class _Run:
     """Empty, too, where the last start has not ended."""
     parts: Sequence[_Part]
     damage: Sequence[str]
+    exit: int | None
+    """The exit code with which the last start ended; None where it was killed, or still runs."""
+    first_step: int
+    """The step after which the records begin: 0, unless the run was begun in another folder."""
+    last_step: int
+    unfinished: str
+    """Why the run has no end yet, as a clause; "" for one that is complete."""
+    is_own_loop: bool
 
     def rows(self, *events: str) -> list[_Row]:
         return [row for part in self.parts for row in part.rows if row["event"] in events]
-
-    @property
-    def is_own_loop(self) -> bool:
-        return bool(self.parts) and self.parts[0].chosen.get("loop") == "own"
-
-    @property
-    def exit(self) -> int | None:
-        """The exit code with which the last start ended; None where it was killed, or still runs."""
-        end = self.parts[-1].end if self.parts else None
-        return None if end is None else int(end["exit"])
-
-    @property
-    def first_step(self) -> int:
-        """The step after which the records begin: 0, unless the run was begun in another folder."""
-        return int(self.parts[0].start["first_step"])
-
-    @property
-    def last_step(self) -> int:
-        return self.parts[-1].last_step
-
-    @property
-    def unfinished(self) -> str:
-        """Why the run has no end yet, as a clause; "" for one that is complete."""
-        if not self.parts or self.exit == 0:
-            return ""
-        total = self.parts[-1].start["total_steps"]  # 0 where that is not known
-        at = f"step {self.last_step:,}" + (f" of {total:,}" if total else "")
-        if self.exit is None:
-            return f"it was killed after {at}, or still runs"
-        if self.exit == Stopped.exit_code:
-            return f"it was stopped on request at {at}, and can be resumed"
-        return f"it failed at {at} with exit code {self.exit}"
 
 
 def find(path: Path) -> Path:
@@ -146,7 +106,7 @@ def _read(folder: Path) -> _Run:
     if begins[:1] != [0]:
         damage.append(f"{STEPS} does not begin with the event of a start")
         begins = []
-    parts = [_Part(rows[begin:end]) for begin, end in zip(begins, [*begins[1:], len(rows)], strict=False)]
+    parts = [_part(rows[begin:end]) for begin, end in zip(begins, [*begins[1:], len(rows)], strict=False)]
     config = understood(CONFIG, lambda: read_toml(folder / CONFIG))
     understood(MANIFEST, lambda: json_object(MANIFEST))
     summary = understood(SUMMARY, lambda: json_object(SUMMARY)) if (folder / SUMMARY).exists() else None
@@ -157,7 +117,26 @@ def _read(folder: Path) -> _Run:
         damage.append(f"{STEPS} lacks the end of the run, which {SUMMARY} has (exit code {summary['exit']})")
     elif is_torn and not has_no_end:  # as no kill leaves it
         damage.append(f"the last line of {STEPS} is cut short")
-    return _Run(folder, config, summary, parts, damage)
+    if not parts:
+        return _Run(folder, config, summary, parts, damage, None, 0, 0, "", is_own_loop=False)
+    first, last = parts[0], parts[-1]
+    code = None if last.end is None else last.end["exit"]
+    total = last.start["total_steps"]  # 0 where that is not known
+    at = f"step {last.last_step:,}" + (f" of {total:,}" if total else "")
+    ends = {
+        0: "",
+        None: f"it was killed after {at}, or still runs",
+        Stopped.exit_code: f"it was stopped on request at {at}, and can be resumed",
+    }
+    unfinished = ends.get(code, f"it failed at {at} with exit code {code}")
+    is_own = first.start["chosen"].get("loop") == "own"
+    return _Run(folder, config, summary, parts, damage, code, first.first_step, last.last_step, unfinished, is_own)
+
+
+def _part(rows: Sequence[_Row]) -> _Part:
+    first, steps = rows[0]["first_step"], [row["step"] for row in rows if row["event"] == "step"]
+    ends = [row for row in rows if row["event"] in ("finish", "failed")]
+    return _Part(rows, rows[0], ends[-1] if ends else None, first, steps[-1] if steps else first)
 
 
 def _row(line: int, text: bytes) -> _Row:
@@ -213,7 +192,7 @@ def judge(folder: Path) -> Judgement:
         for part in run.parts:
             told = next((row.get("checks") for row in reversed(part.rows) if row["event"] == "proof"), None)
             # A start that made no step has only checks that it made.
-            has_steps = part.last_step > part.start["first_step"] or part is run.parts[0]
+            has_steps = part.last_step > part.first_step or part is run.parts[0]
             held |= {check.name: check for check in from_json(told) if has_steps or check.times}
         checks = [claim.of(run) for claim in (_OF_OWN_LOOPS if run.is_own_loop else _CLAIMS)]
         checks += [_replicas(run, held.get("replicas")), _ledger(run, held.get("ledger"))]
@@ -382,7 +361,7 @@ def _checkpoints(run: _Run) -> Iterator[str]:
         raise _OpenError(f"none was written: {run.unfinished or 'nothing was saved'}")
     scores = {row["step"]: row["top1"] for row in run.rows("eval") if _is_finite(row["top1"])}
     # A full disk leaves out a checkpoint, and `best` then points to the best of those on the disk.
-    kept = saved | {part.start["first_step"] for part in run.parts}
+    kept = saved | {part.first_step for part in run.parts}
     best = max((top1 for step, top1 in scores.items() if step in kept), default=None)
     has_best = os.path.lexists(folder / "best") if run.is_own_loop else best is not None or run.exit == 0
     for name in ("last", "best") if has_best else ("last",):
@@ -421,16 +400,16 @@ def _replicas(run: _Run, held: Check | None) -> Check:
 
 def _ledger(run: _Run, held: Check | None) -> Check:
     """Judge the ledger, where one was recorded; `held` is what the run itself wrote of it, and what recording cost."""
-    path, keeping = run.folder / pages.NAME, [part for part in run.parts if part.chosen.get("ledger") is True]
+    path, keeping = run.folder / pages.NAME, [part for part in run.parts if part.start["chosen"].get("ledger") is True]
     check: Check | None = None
 
     def problems(run: _Run) -> Iterator[str]:
         nonlocal check
         if path.exists():
-            planned = _planned(run, keeping[0].start["first_step"] if keeping else None)
+            planned = _planned(run, keeping[0].first_step if keeping else None)
             # As no kill leaves it in a run with an end, a last page that is cut short is damage.
             check = exactly_once.check(path, planned, torn_ok=planned.steps is None)
-        elif (held is not None and held.times) or any(part.last_step > part.start["first_step"] for part in keeping):
+        elif (held is not None and held.times) or any(part.last_step > part.first_step for part in keeping):
             yield f"the run kept a {pages.NAME}, and it is not there"
         else:
             raise _OpenError("not recorded; --ledger records it")
@@ -446,7 +425,7 @@ def _planned(run: _Run, begun: int | None) -> Planned:
     own = run.is_own_loop  # whose batch the loop tells at its start
     return Planned(
         global_batch=last.start["plan"]["global_size"] if own else batch.size,
-        drop_last=last.chosen.get("drop-last") is True if own else batch.drop_last,
+        drop_last=last.start["chosen"].get("drop-last") is True if own else batch.drop_last,
         first=None if begun is None else begun + 1,
         steps=run.last_step if run.exit in _COMPLETE else None,
         evaluations=[] if begun is None else [row["step"] for row in run.rows("eval") if row["step"] > begun],

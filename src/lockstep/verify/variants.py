@@ -1,12 +1,12 @@
 """The variants of one job: ways to train that have to come to one model, each as the commands that a person gives.
 
-The reference is one device. Beside it stand every strategy of the registry, one rank more, micro-batches, ranks started
-in other ways, and runs that were stopped in the middle.
+The reference is one device. Beside it stand the strategies of the registry, one rank more, micro-batches, ranks started
+in other ways, and runs that were stopped in the middle. (Strategies of several nodes have ranks that somebody starts by
+hand: `verify gradients` measures them.)
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,30 +20,19 @@ from ..errors import RunError, Stopped, counted
 from ..files import check_own
 from .commands import Command, run
 
-_NODES = 2
-"""Ranks that stand for nodes of several devices each."""
-
 
 class _Way(NamedTuple):
-    """A strategy, its processes, and the devices that each of them drives."""
-
     strategy: str
-    ranks: int = 1
-    each: int = 1
-
-    @property
-    def devices(self) -> int:
-        return self.ranks * self.each
-
-    @property
-    def has_two_levels(self) -> bool:
-        return KINDS[self.strategy].has_two_levels
+    devices: int = 1
 
     @property
     def name(self) -> str:
-        if self.has_two_levels:
-            return f"{self.strategy}-{self.ranks}x{self.each}"
         return self.strategy if self.devices == 1 else f"{self.strategy}-{self.devices}"
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether each device has a process of its own."""
+        return KINDS[self.strategy].has_ranks
 
 
 _ALONE = _Way(auto(several=False))
@@ -104,27 +93,21 @@ class Setup:
     name: str = "curve"
     """Of the check: curve, or gradients, for which the first step is enough."""
 
-    @functools.cached_property
+    @property
     def ways(self) -> list[_Way]:
         """How the strategies use the devices: the one that was asked for, or all."""
         asked, is_own = self.config.parallel.strategy, bool(self.script or self.config.optim.step)
-        kinds = {name: kind for name, kind in KINDS.items() if kind.has_ranks or kind.drives_all}
-        if asked != "auto":
-            kinds = {asked: KINDS[asked]}
-        elif is_own:  # each process of such a loop has one device
-            kinds = {name: kind for name, kind in kinds.items() if kind.process_per_device}
-        # Two nodes have as many devices each on a CPU; GPUs are shared out.
-        two = (_NODES, self.devices if self.is_cpu else self.devices // _NODES)
-        one = {True: (self.devices, 1), False: (1, self.devices)}
-        return [_Way(name, *(two if kind.has_two_levels else one[kind.has_ranks])) for name, kind in kinds.items()]
+        several = [name for name, kind in KINDS.items() if kind.process_per_device]
+        if not is_own:  # each process of such a loop has one device
+            several += [name for name, kind in KINDS.items() if kind.drives_all and not kind.has_ranks]
+        return [_Way(name, self.devices) for name in (several if asked == "auto" else [asked])]
 
     def check(self) -> None:
         """Raise `RequestError` where the batch cannot be shared out among the devices, as far as that is known."""
         batch = self.config.batch
         if not self.script:  # whose batch is its own
             micro = BatchPlan.solve(batch.size, 1, micro_size=batch.micro_batch, accumulation=batch.accumulate)
-            for way in self.ways:
-                BatchPlan.solve(batch.size, way.ranks, accumulation=micro.accumulation, devices=way.each)
+            BatchPlan.solve(batch.size, self.devices, accumulation=micro.accumulation)
 
 
 def reference(setup: Setup) -> Variant:
@@ -153,17 +136,15 @@ def others(setup: Setup, known: Known) -> list[Variant]:
         if begun is not None:
             stages.insert(0, _at_once(setup, name, begun, *words, "--max-steps", str(known.steps // 2)))
         why_not = _obstacle(setup, known, way, parts, begun)
-        made = Variant(
+        found[name] = Variant(
             name=name, stages=tuple(stages), partner=partner, same_bits=same_bits, note=note, why_not=why_not
         )
-        found.setdefault(name, made)
 
     # One world gives the same bits each time; on a GPU, --deterministic alone sees to that.
     exact = setup.is_cpu or setup.config.precision.deterministic
-    asked, ranked = setup.config.parallel, [way for way in setup.ways if KINDS[way.strategy].process_per_device]
+    asked, ranked = setup.config.parallel, [way for way in setup.ways if way.has_ranks]
     for way in setup.ways:
-        is_apart = asked.strategy == asked.batchnorm == "auto" and KINDS[way.strategy].drives_all
-        if known.has_statistics and is_apart:
+        if known.has_statistics and not way.has_ranks and asked.strategy == asked.batchnorm == "auto":
             local = _Way(auto(several=True), way.devices)
             add(local, f"{local.name}-local", "", "--batchnorm", "local")
             note = (
@@ -174,7 +155,7 @@ def others(setup: Setup, known: Known) -> list[Variant]:
         else:
             add(way, way.name, ALONE)
         if way in ranked and setup.is_cpu:
-            more = way._replace(ranks=way.ranks + 1)
+            more = _Way(way.strategy, way.devices + 1)
             add(more, more.name, ALONE)
     # Accumulation is a part of models with batch statistics, and of loops with several optimizers: what comes after
     # the first one's step sees the step where the batch is whole, and not before.
@@ -182,24 +163,21 @@ def others(setup: Setup, known: Known) -> list[Variant]:
     for way in (_ALONE, *ranked) if ranked else ():
         partner = f"{ALONE}-accum-{parts}" if way != _ALONE else "" if is_cut_apart else ALONE
         add(way, f"{way.name}-accum-{parts}", partner, parts=parts)
-    if setup.name == "gradients":  # launchers and continuations share out no other gradients
-        return list(found.values())
-    for way in [way for way in ranked if way.strategy == auto(several=True)] or ranked[:1]:
-        for starter in ("torchrun", "hand"):
+    for way in ranked if setup.name == "curve" else ():  # launchers and continuations share out no other gradients
+        for starter in ("torchrun", "hand") if way == ranked[0] else ():
             add(way, f"{way.name}-by-{starter}", way.name, starter=starter, same_bits=exact)
-    for way in (*ranked, *(way for way in setup.ways if way.has_two_levels)):
         add(way, f"{way.name}-resumed", way.name, begun=way, same_bits=exact)
-        if not (way.has_two_levels and known.has_statistics):
-            add(way, f"{ALONE}-then-{way.name}", ALONE, begun=_ALONE)
+        add(way, f"{ALONE}-then-{way.name}", ALONE, begun=_ALONE)
     return list(found.values())
 
 
 def _obstacle(setup: Setup, known: Known, way: _Way, parts: int, begun: _Way | None) -> str:
     """Return why a variant cannot be trained; "" where it can."""
+    ranks, each = (way.devices, 1) if way.has_ranks else (1, way.devices)
     if not known.batch and parts > known.accumulation:
         return "the loop has no DataLoader whose batches could be cut"
-    if known.batch and way.ranks > most_ranks(known.batch // parts, way.each):
-        return f"--batch {known.batch} does not split into {counted(parts, 'micro-batch')} on {way.ranks} ranks"
+    if known.batch and ranks > most_ranks(known.batch // parts, each):
+        return f"--batch {known.batch} does not split into {counted(parts, 'micro-batch')} on {ranks} ranks"
     if begun and known.steps < 2:
         return "one step has no middle"
     if begun and not known.has_epochs:
@@ -211,28 +189,23 @@ def _obstacle(setup: Setup, known: Known, way: _Way, parts: int, begun: _Way | N
 
 def _at_once(setup: Setup, name: str, way: _Way, *more: str, starter: str = "") -> tuple[Command, ...]:
     """Return the commands that are started at once: one for each rank that is started by hand, else one for all."""
-    options = flatten(setup.config)
-    switches = [f"--{each}" for each in KINDS[way.strategy].options if options[each]]
-
-    def words(rank: int = 0, *meet: str) -> Command:
-        chosen = setup.config.parallel.gpu_indices[: way.devices]
-        if way.has_two_levels and not setup.is_cpu:  # each rank has GPUs of its own
-            chosen = (chosen or tuple(range(way.devices)))[rank * way.each :][: way.each]
-        count = way.each if way.has_two_levels else way.devices
-        gpus = ("--gpus", ",".join(map(str, chosen))) if chosen else ()
-        how = ("--strategy", way.strategy, "--devices", str(count), *gpus, *switches)
-        where = ("--output", str(setup.folder / name), "--max-steps", str(options["max-steps"]))
-        return ("lockstep", *setup.given, *where, *how, *more, *meet, *setup.script)
-
+    options, gpus = flatten(setup.config), setup.config.parallel.gpu_indices[: way.devices]
+    words: Command = (
+        *("lockstep", *setup.given, "--output", str(setup.folder / name), "--max-steps", str(options["max-steps"])),
+        *("--strategy", way.strategy, "--devices", str(way.devices)),
+        *(("--gpus", ",".join(map(str, gpus))) if gpus else ()),
+        *(f"--{each}" for each in KINDS[way.strategy].options if options[each]),
+        *more,
+    )
     if starter == "torchrun":
         # --: of a script's own flags, it would take some for its own.
-        per_node = ("--standalone", "--nproc-per-node", str(way.ranks), "--no-python", "--")
-        return (_python("torch.distributed.run", *per_node, *_python(*words())),)
-    if starter == "hand" or way.has_two_levels:
+        per_node = ("--standalone", "--nproc-per-node", str(way.devices), "--no-python", "--")
+        return (_python("torch.distributed.run", *per_node, *_python(*words, *setup.script)),)
+    if starter == "hand":
         place = (setup.folder / f"{name}.meeting").resolve().as_uri()
-        meet = ("--launcher", "manual", "--init-method", place, "--world-size", str(way.ranks))
-        return tuple(_python(*words(rank, *meet, "--rank", str(rank))) for rank in range(way.ranks))
-    return (_python(*words()),)
+        words = (*words, "--launcher", "manual", "--init-method", place, "--world-size", str(way.devices))
+        return tuple(_python(*words, "--rank", str(rank), *setup.script) for rank in range(way.devices))
+    return (_python(*words, *setup.script),)
 
 
 def _python(*words: str) -> Command:
