@@ -185,15 +185,6 @@ def test_a_run_that_failed_is_told_as_such(tmp_path: Path, capsys: Capture) -> N
     assert "checkpoints, not checked: none was written" in said
 
 
-def test_under_fp16_an_overflow_is_no_fault(copy: Path) -> None:
-    for edit, outcome in (
-        (_set("step", 3, "grad_norm", "Infinity"), Check.FAILS),
-        (_edit(STEPS, '"precision": "fp32"', '"precision": "fp16"'), Check.HOLDS),
-    ):
-        edit(copy)
-        assert _found(copy)["losses"].outcome == outcome
-
-
 # ---- what does not
 
 
@@ -242,15 +233,14 @@ def _ledger(change: Callable[[bytes], bytes]) -> Spoil:
 FAULTS: list[tuple[Spoil, str, str]] = [
     (_line("step", 17), "steps", r"step 18 follows step 16 \(steps.jsonl line \d+\)"),
     (_line("step", 69), "steps", "complete at step 68, and config.toml asks for 69"),
-    (_set("step", 23, "samples", "64"), "steps", "step 23 has 64 samples .* gives it 29"),
+    (_set("step", 23, "samples", "64"), "steps", "step 23 has 64 samples .* by the plan 29 samples"),
     (_set("step", 4, "loss", "NaN"), "losses", "the loss of step 4 is not a finite number"),
     (_set("step", 12, "lr", "0.05000000000000001"), "rates", "step 12 had .* 0.05000000000000001, and .* gives 0.05 "),
     (_line("eval", 69), "evaluations", "the evaluation after step 69 is not in steps.jsonl"),
     (_set("eval", 46, "samples", "359"), "evaluations", "step 46 has 359 samples, and .* 360"),
-    (_set("eval", 46, "loss", "0.5"), "checkpoints", "best: its loss is .*, and step 46 had 0.5"),
     (_edit(STEPS, r'("event": "proof", .*?"at_step": )69', r"\g<1>67"), "replicas", "but the run's last step is 69"),
     (_edit(SUMMARY, r'"best_top1": [\d.]+', '"best_top1": 0.95'), "summary", "best_top1 is 0.95, and by steps.jsonl"),
-    (lambda folder: (folder / SUMMARY).unlink(), "summary", "summary.json is not there or is none, and .* exit code 0"),
+    (lambda folder: (folder / SUMMARY).unlink(), "summary", "is None, and by steps.jsonl it is"),
     (_flip, "checkpoints", "checkpoints/best cannot be used: model.safetensors does not match"),
     (_point("best", "step-00000069"), "checkpoints", "best: it is of step 69 with top1 .* the best one had 0"),
     (_point("last", "step-00000046"), "checkpoints", "last: it is of step 46, and the run of 69"),

@@ -33,7 +33,6 @@ CONFIG, MANIFEST, STEPS, SUMMARY = "config.toml", "manifest.json", "steps.jsonl"
 _SCORES = ("top1", "top5", "loss", "samples")
 """What an evaluation gives; an `eval` event and a summary have it by these names."""
 _COMPLETE = (0, Stopped.exit_code)
-_BUT = "; but the run's last step is"
 _T = TypeVar("_T")
 _Row = Mapping[str, Any]
 """An event of steps.jsonl, with the number of its "line"."""
@@ -61,14 +60,14 @@ class _Run(NamedTuple):
     """Empty, too, where the last start has not ended."""
     parts: Sequence[_Part]
     damage: Sequence[str]
-    exit: int | None
+    exit: int | None = None
     """The exit code with which the last start ended; None where it was killed, or still runs."""
-    first_step: int
+    first_step: int = 0
     """The step after which the records begin: 0, unless the run was begun in another folder."""
-    last_step: int
-    unfinished: str
+    last_step: int = 0
+    unfinished: str = ""
     """Why the run has no end yet, as a clause; "" for one that is complete."""
-    is_own_loop: bool
+    is_own_loop: bool = False
 
     def rows(self, *events: str) -> list[_Row]:
         return [row for part in self.parts for row in part.rows if row["event"] in events]
@@ -112,31 +111,21 @@ def _read(folder: Path) -> _Run:
     summary = understood(SUMMARY, lambda: json_object(SUMMARY)) if (folder / SUMMARY).exists() else None
     if summary is None or summary.get("exit") is None:  # a start marks the one before it; or it holds proofs alone
         summary = {}
-    has_no_end = bool(parts) and parts[-1].end is None
-    if has_no_end and summary:
-        damage.append(f"{STEPS} lacks the end of the run, which {SUMMARY} has (exit code {summary['exit']})")
-    elif is_torn and not has_no_end:  # as no kill leaves it
-        damage.append(f"the last line of {STEPS} is cut short")
     if not parts:
-        return _Run(folder, config, summary, parts, damage, None, 0, 0, "", is_own_loop=False)
+        return _Run(folder, config, summary, parts, damage)
     first, last = parts[0], parts[-1]
     code = None if last.end is None else last.end["exit"]
+    if is_torn and code is not None:  # as no kill leaves it
+        damage.append(f"the last line of {STEPS} is cut short")
     total = last.start["total_steps"]  # 0 where that is not known
     at = f"step {last.last_step:,}" + (f" of {total:,}" if total else "")
-    ends = {
+    unfinished = {
         0: "",
         None: f"it was killed after {at}, or still runs",
         Stopped.exit_code: f"it was stopped on request at {at}, and can be resumed",
-    }
-    unfinished = ends.get(code, f"it failed at {at} with exit code {code}")
+    }.get(code, f"it failed at {at} with exit code {code}")
     is_own = first.start["chosen"].get("loop") == "own"
     return _Run(folder, config, summary, parts, damage, code, first.first_step, last.last_step, unfinished, is_own)
-
-
-def _part(rows: Sequence[_Row]) -> _Part:
-    first, steps = rows[0]["first_step"], [row["step"] for row in rows if row["event"] == "step"]
-    ends = [row for row in rows if row["event"] in ("finish", "failed")]
-    return _Part(rows, rows[0], ends[-1] if ends else None, first, steps[-1] if steps else first)
 
 
 def _row(line: int, text: bytes) -> _Row:
@@ -145,6 +134,12 @@ def _row(line: int, text: bytes) -> _Row:
         if type(row.get(name, kind())) is not kind or not row["event"]:  # exactly: a bool is no number here
             raise ValueError(f"{name} is {row[name]!r}")
     return row
+
+
+def _part(rows: Sequence[_Row]) -> _Part:
+    first, steps = rows[0]["first_step"], [row["step"] for row in rows if row["event"] == "step"]
+    ends = [row for row in rows if row["event"] in ("finish", "failed")]
+    return _Part(rows, rows[0], ends[-1] if ends else None, first, steps[-1] if steps else first)
 
 
 def _reason(error: Exception) -> str:
@@ -194,7 +189,8 @@ def judge(folder: Path) -> Judgement:
             # A start that made no step has only checks that it made.
             has_steps = part.last_step > part.first_step or part is run.parts[0]
             held |= {check.name: check for check in from_json(told) if has_steps or check.times}
-        checks = [claim.of(run) for claim in (_OF_OWN_LOOPS if run.is_own_loop else _CLAIMS)]
+        claims = [claim for claim in _CLAIMS if not (run.is_own_loop and claim[0] in _OF_THE_COMMAND)]
+        checks = [_judged(run, *claim) for claim in claims]
         checks += [_replicas(run, held.get("replicas")), _ledger(run, held.get("ledger"))]
         names = {check.name for check in checks}
         return Judgement([*checks, *(check for name, check in held.items() if name not in names)], run.unfinished)
@@ -207,44 +203,24 @@ def refusal(folder: Path, judged: Judgement) -> ProofError:
     return ProofError(f"{folder} is not what its records claim: {first.name} {first.outcome}: {first.found}.{more}")
 
 
-_Problems = Callable[[_Run], Iterator[str]]
-
-
-class _Claim(NamedTuple):
-    """What is claimed of a run, the events it is about, and what yields what is wrong."""
-
-    name: str
-    says: str
-    tolerance: str
-    events: tuple[str, ...]
-    problems: _Problems
-
-    def of(self, run: _Run) -> Check:
-        begun_s, times, found, outcome = time.perf_counter(), 0, [""], Check.OPEN
-        try:
-            with understanding(Path("its records")):
-                if not run.parts and self.name != "files":
-                    raise _OpenError(f"{STEPS} cannot be read")
-                found, times = [*self.problems(run)], len(run.rows(*self.events))
-                outcome = Check.FAILS if found else Check.HOLDS if times else Check.OPEN
-        except _OpenError as error:
-            found = [str(error)]
-        except RequestError as error:  # over what no event, config or checkpoint of ours holds
-            outcome, found = Check.FAILS, [_reason(error)]
-        more = f"; and {counted(len(found) - 1, 'more finding')}" if found[1:] else ""
-        return Check(
-            name=self.name,
-            claim=self.says,
-            outcome=outcome,
-            times=times,
-            tolerance=self.tolerance,
-            found="".join(found[:1]) + more,
-            cost_s=time.perf_counter() - begun_s,
-        )
-
-
-def _claim(name: str, says: str, tolerance: str, *events: str) -> Callable[[_Problems], _Claim]:
-    return lambda problems: _Claim(name, says, tolerance, events, problems)
+def _judged(
+    run: _Run, name: str, claim: str, tolerance: str, event: str, problems: Callable[[_Run], Iterator[str]]
+) -> Check:
+    """Judge a claim about the events of a kind by what `problems` yields."""
+    begun_s, times, found, outcome = time.perf_counter(), 0, [""], Check.OPEN
+    try:
+        with understanding(Path("its records")):
+            if not run.parts and name != "files":
+                raise _OpenError(f"{STEPS} cannot be read")
+            found, times = [*problems(run)], len(run.rows(event))
+            outcome = Check.FAILS if found else Check.HOLDS if times else Check.OPEN
+    except _OpenError as error:
+        found = [str(error)]
+    except RequestError as error:  # over what no event, config or checkpoint of ours holds
+        outcome, found = Check.FAILS, [_reason(error)]
+    more = f"; and {counted(len(found) - 1, 'more finding')}" if found[1:] else ""
+    told, cost_s = "".join(found[:1]) + more, time.perf_counter() - begun_s
+    return Check(name=name, claim=claim, outcome=outcome, times=times, tolerance=tolerance, found=told, cost_s=cost_s)
 
 
 def _config(run: _Run) -> RunConfig:
@@ -253,23 +229,19 @@ def _config(run: _Run) -> RunConfig:
     return run.config
 
 
-@_claim("files", f"{CONFIG}, {MANIFEST}, {STEPS} and {SUMMARY} can be read to their ends", "", "start")
 def _damage(run: _Run) -> Iterator[str]:
     yield from run.damage
 
 
-@_claim("steps", "Each optimizer step is recorded once, in order", "exactly", "step")
-def _sequence(run: _Run) -> Iterator[str]:
+def _steps(run: _Run) -> Iterator[str]:
     before = run.first_step
     for row in run.rows("start", "step"):
         step, expected = (row["first_step"], before) if row["event"] == "start" else (row["step"], before + 1)
         if step != expected:
             yield f"step {step} follows step {before} ({_at(row)})"
         before = step
-
-
-@_claim("steps", "Each optimizer step is recorded once, in order, with its share of the epoch", "exactly", "step")
-def _steps(run: _Run) -> Iterator[str]:
+    if run.is_own_loop:
+        return
     config, samples = _config(run), _samples(run)
     plan = BatchPlan(global_size=config.batch.size, ranks=1, accumulation=1)
     per_epoch = plan.steps(samples, drop_last=config.batch.drop_last)
@@ -277,15 +249,12 @@ def _steps(run: _Run) -> Iterator[str]:
     for part in run.parts:
         if (begun := part.start["plan"]["global_size"]) != config.batch.size:
             yield f"{CONFIG} has batch {config.batch.size}, and the run was started with {begun} ({_at(part.start)})"
-    yield from _sequence.problems(run)
     for row in run.rows("step"):
         epoch, within = divmod(row["step"] - 1, per_epoch)
         begin, end = plan.batch(within, samples)
         if (row["epoch"], row["samples"]) != (epoch, end - begin):
-            yield (
-                f"step {row['step']} has {counted(row['samples'], 'sample')} of epoch {row['epoch']}, and the batch "
-                f"plan gives it {end - begin:,} of epoch {epoch} ({_at(row)})"
-            )
+            told, due = (f"{counted(each, 'sample')} of epoch" for each in (row["samples"], end - begin))
+            yield f"step {row['step']} has {told} {row['epoch']}, and by the plan {due} {epoch} ({_at(row)})"
     if not run.unfinished and run.last_step != total and config.patience is None:
         yield f"the run is complete at step {run.last_step:,}, and {CONFIG} asks for {total:,}"
 
@@ -299,14 +268,12 @@ def _samples(run: _Run) -> int:
     return int(meta.get("samples") or (per_epoch - 1) * size + (lasts or [size])[0])
 
 
-@_claim("losses", "Each loss is a finite number", "", "step")
 def _losses(run: _Run) -> Iterator[str]:
     for row in run.rows("step"):
         if not _is_finite(row["loss"]):
             yield f"the loss of step {row['step']} is not a finite number ({_at(row)})"
 
 
-@_claim("rates", "Each step had the learning rate of the config's schedule", BIT_FOR_BIT, "step")
 def _rates(run: _Run) -> Iterator[str]:
     config = _config(run)
     peak = optim.peak_lr(config.optim, config.batch.size)
@@ -319,7 +286,6 @@ def _rates(run: _Run) -> Iterator[str]:
                 yield f"step {row['step']} had the learning rate {rates} over {counted(epochs, 'epoch')} ({_at(row)})"
 
 
-@_claim("evaluations", "Each evaluation took the whole set, and the last step has one", "exactly", "eval")
 def _evaluations(run: _Run) -> Iterator[str]:
     rows = run.rows("evaluate", "eval", "test")
     if not rows and (run.unfinished or run.last_step == run.first_step):
@@ -336,7 +302,6 @@ def _evaluations(run: _Run) -> Iterator[str]:
             yield f"{after} cannot have had {', '.join(f'{name} {row[name]}' for name in _SCORES)} ({_at(row)})"
 
 
-@_claim("summary", f"{SUMMARY} says what {STEPS} says", BIT_FOR_BIT, "finish", "failed")
 def _summary(run: _Run) -> Iterator[str]:
     end, rows = run.parts[-1].end, run.rows("eval")
     if end is None:
@@ -354,7 +319,6 @@ def _summary(run: _Run) -> Iterator[str]:
             yield f"{name} is {run.summary.get(name)}, and by {STEPS} it is {value}"
 
 
-@_claim("checkpoints", "The checkpoints are whole, of this run, and of their steps", BIT_FOR_BIT, "checkpoint")
 def _checkpoints(run: _Run) -> Iterator[str]:
     saved, folder = {row["step"] for row in run.rows("checkpoint")}, run.folder / "checkpoints"
     if not saved and (run.unfinished or run.is_own_loop) and not os.path.lexists(folder / "last"):
@@ -390,12 +354,10 @@ def _replicas(run: _Run, held: Check | None) -> Check:
         why = run.unfinished or f"{STEPS} has no comparison"
         return Check(name="replicas", claim="All ranks hold the same bits", outcome=Check.OPEN, found=why)
     # What is wrong with replicas ends a run; in the summary of any other, only an earlier judgement can say that.
-    if held.outcome == Check.OPEN or run.exit not in _COMPLETE or held.at_step is None:
+    if held.outcome == Check.OPEN or run.exit not in _COMPLETE or held.at_step in (None, run.last_step):
         return held
-    found = held.found.partition(_BUT)[0]
-    if held.at_step == run.last_step:
-        return dataclasses.replace(held, outcome=Check.HOLDS, found=found)
-    return dataclasses.replace(held, outcome=Check.FAILS, found=f"{found}{_BUT} {run.last_step}")
+    found = f"compared last after step {held.at_step}; but the run's last step is {run.last_step}"
+    return dataclasses.replace(held, outcome=Check.FAILS, found=found)
 
 
 def _ledger(run: _Run, held: Check | None) -> Check:
@@ -414,24 +376,32 @@ def _ledger(run: _Run, held: Check | None) -> Check:
         else:
             raise _OpenError("not recorded; --ledger records it")
 
-    judged = _claim("ledger", exactly_once.CLAIM, "exactly", "ledger")(problems).of(run)
+    judged = _judged(run, "ledger", exactly_once.CLAIM, "exactly", "ledger", problems)
     check = check or judged
     return check if held is None else dataclasses.replace(check, cost_s=held.cost_s or check.cost_s)
 
 
 def _planned(run: _Run, begun: int | None) -> Planned:
     """Return what the ledger has to hold, which was begun after this step."""
-    batch, last = _config(run).batch, run.parts[-1]
+    batch, start = _config(run).batch, run.parts[-1].start
     own = run.is_own_loop  # whose batch the loop tells at its start
     return Planned(
-        global_batch=last.start["plan"]["global_size"] if own else batch.size,
-        drop_last=last.start["chosen"].get("drop-last") is True if own else batch.drop_last,
+        global_batch=start["plan"]["global_size"] if own else batch.size,
+        drop_last=start["chosen"].get("drop-last") is True if own else batch.drop_last,
         first=None if begun is None else begun + 1,
         steps=run.last_step if run.exit in _COMPLETE else None,
         evaluations=[] if begun is None else [row["step"] for row in run.rows("eval") if row["step"] > begun],
     )
 
 
-_CLAIMS = (_damage, _steps, _losses, _rates, _evaluations, _summary, _checkpoints)
-_OF_OWN_LOOPS = (_damage, _sequence, _losses, _checkpoints)
-"""Of a loop of the user's own, rates and scores are known to nobody else."""
+_CLAIMS = (
+    ("files", f"{CONFIG}, {MANIFEST}, {STEPS} and {SUMMARY} can be read to their ends", "", "start", _damage),
+    ("steps", "Each optimizer step is recorded once, in order, with its samples", "exactly", "step", _steps),
+    ("losses", "Each loss is a finite number", "", "step", _losses),
+    ("rates", "Each step had the learning rate of the config's schedule", BIT_FOR_BIT, "step", _rates),
+    ("evaluations", "Each evaluation took the whole set, and the last step has one", "exactly", "eval", _evaluations),
+    ("summary", f"{SUMMARY} says what {STEPS} says", BIT_FOR_BIT, "start", _summary),
+    ("checkpoints", "The checkpoints are whole and of this run", BIT_FOR_BIT, "checkpoint", _checkpoints),
+)
+_OF_THE_COMMAND = ("rates", "evaluations", "summary")
+"""Claims that nobody can judge of a loop of the user's own."""
