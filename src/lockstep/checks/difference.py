@@ -14,7 +14,6 @@ from ..errors import counted
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A type of whole numbers for each size of an element in bytes."""
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _PART = 1 << 14
 """Elements compared at a time, so that intermediate results stay in the processor's caches."""
 _MOST = torch.iinfo(torch.int64).max
@@ -25,21 +24,16 @@ class Difference:
     """One tensor that is not the same bits on both sides."""
 
     name: str
-    kind: str
-    """What it is a part of: BatchNorm statistics, convolution weights, …"""
+    kind: str  # what it is a part of: BatchNorm statistics, convolution weights, …
     elements: int
-    differing: int
-    """Elements whose values differ; 0 where only the signs of zeros or the bits of NaNs do."""
-    absolute: float
+    differing: int = 0  # elements whose values differ; 0 where only the signs of zeros or the bits of NaNs do
+    absolute: float = math.inf
     """Largest |a - b|, in float64; infinite where one side is not finite and the other has another value."""
-    relative: float
-    """`absolute` by the largest finite |value| of the tensor on either side."""
-    ulps: int | None
+    relative: float = math.inf  # `absolute` by the largest finite |value| of the tensor on either side
+    ulps: int | None = None
     """Largest distance in floating-point numbers from a to b; None for whole numbers and across dtypes."""
-    dtypes: str = ""
-    """Both, where they differ; the values are then compared in float64."""
-    shapes: str = ""
-    """Both, where they differ; the values are then not compared."""
+    dtypes: str = ""  # both, where they differ; the values are then compared in float64
+    shapes: str = ""  # both, where they differ; the values are then not compared
 
 
 @dataclass(frozen=True)
@@ -48,10 +42,8 @@ class Comparison:
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
-    differences: tuple[Difference, ...]
-    """Of tensors that both have: largest relative difference first."""
-    equal: int
-    """Tensors that are the same bits on both sides."""
+    differences: tuple[Difference, ...]  # of tensors that both have: largest relative difference first
+    equal: int  # tensors that are the same bits on both sides
 
     def beyond(self, tolerance: float) -> tuple[Difference, ...]:
         """Return the differences whose relative size exceeds `tolerance`; with 0, also those in bits alone."""
@@ -61,18 +53,18 @@ class Comparison:
         """Return in a sentence whether the two are the same, and if not, what kind of tensors differ."""
         kinds = Counter(each.kind for each in self.beyond(tolerance))
         sides = {"A": len(self.only_a), "B": len(self.only_b)}
-        lacking = [f"{counted(count, 'tensor')} only in {side}" for side, count in sides.items() if count]
+        parts = [f"{counted(count, 'tensor')} only in {side}" for side, count in sides.items() if count]
         tensors = counted(self.equal + len(self.differences), "tensor")
-        if not kinds and not lacking:
-            if not self.differences:
-                return f"The same bits: {tensors}."
-            return f"The same within {tolerance:g}: {tensors}, of which {len(self.differences)} not the same bits."
-        if len(kinds) == 1 and not lacking:
-            ((kind, count),) = kinds.items()
-            return f"Only {kind} differ: {count} of {tensors}."
-        parts = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
-        differ = [f"{kinds.total()} of {tensors} differ: {parts}"] if kinds else []
-        return f"{'; '.join([*differ, *lacking])}."
+        if len(kinds) == 1 and not parts:
+            return f"Only {''.join(kinds)} differ: {kinds.total()} of {tensors}."
+        if kinds:
+            of_kinds = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
+            parts.insert(0, f"{kinds.total()} of {tensors} differ: {of_kinds}")
+        if parts:
+            return f"{'; '.join(parts)}."
+        if not self.differences:
+            return f"The same bits: {tensors}."
+        return f"The same within {tolerance:g}: {tensors}, of which {len(self.differences)} not the same bits."
 
 
 def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Comparison:
@@ -94,14 +86,13 @@ def _kind_of(name: str, tensor: Tensor, names: Collection[str]) -> str:
     layer, _, leaf = path.rpartition(".")
     if group == "optimizer":
         return "optimizer tensors"
-    if leaf in _STATISTICS:
+    kind = "convolution weights" if tensor.dim() > 2 else "linear and embedding weights"
+    if leaf in ("running_mean", "running_var", "num_batches_tracked"):
         kind = "BatchNorm statistics"
     elif f"{group}/{layer}.running_mean" in names:
         kind = "BatchNorm weights and biases"
     elif leaf == "bias" or tensor.dim() < 2:
         kind = "biases and other vectors"
-    else:
-        kind = "convolution weights" if tensor.dim() > 2 else "linear and embedding weights"
     return kind if group == "model" else f"{group}'s {kind}"
 
 
@@ -110,9 +101,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the elements as whole numbers (n,): a NaN is then equal to itself."""
     flat = _flat(tensor)
-    return flat.view(INTEGERS[flat.element_size()])
+    return flat.view(INTEGERS[flat.element_size()])  # by which a NaN is equal to itself
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -122,13 +112,12 @@ def _flat(tensor: Tensor) -> Tensor:
 def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
     if a.shape != b.shape:
         shapes = f"{tuple(a.shape)} in A, {tuple(b.shape)} in B"
-        return Difference(name, kind, a.numel(), a.numel(), math.inf, math.inf, None, shapes=shapes)
+        return Difference(name, kind, a.numel(), a.numel(), shapes=shapes)
     dtypes = "" if a.dtype == b.dtype else f"{a.dtype} in A, {b.dtype} in B".replace("torch.", "")
     has_ulps = not dtypes and a.dtype.is_floating_point
     absolute, largest, differing, ulps = 0.0, 0.0, 0, 0
     for x, y in zip(_flat(a).split(_PART), _flat(b).split(_PART), strict=True) if a.numel() else ():
-        if has_ulps:
-            ulps = max(ulps, _ulps(x, y))
+        ulps = max(ulps, _ulps(x, y)) if has_ulps else 0
         # Whole numbers beyond float64's digits are compared as they are; their distance comes out rounded.
         unlike = x.double() != y.double() if dtypes or x.is_floating_point() else x.long() != y.long()
         x, y = x.double(), y.double()

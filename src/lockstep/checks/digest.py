@@ -25,16 +25,11 @@ from ..checkpoint.state import laid_out_as
 from ..world.world import World
 from .difference import INTEGERS
 
-_LAYERS = 31
-"""More layers make the sums slower, fewer what follows. A prime: distances in memory are powers of two."""
-_LAYERED = 1 << 14
-"""Words from which on layers are worth it; below, each word has a key of its own."""
-_PIECE = 1 << 22
-"""Words that are cut into layers at a time, which bounds the number of keys."""
-_GROUP = 1 << 16
-"""Words that are mixed and summed at a time: they stay in the processor's caches."""
-_SMALL_BYTES = 1 << 17
-"""Tensors below this size are digested together, since a call costs as much as reading some ten thousand bytes."""
+_LAYERS = 31  # more make the sums slower, fewer what follows; a prime, as distances in memory are powers of two
+_LAYERED = 1 << 14  # words from which on layers are worth it; below, each word has a key of its own
+_PIECE = 1 << 22  # words that are cut into layers at a time, which bounds the number of keys
+_GROUP = 1 << 16  # words that are mixed and summed at a time: they stay in the processor's caches
+_SMALL_BYTES = 1 << 17  # below, tensors are digested together: a call costs as much as reading ten thousand bytes
 _KEY = 0x9E3779B97F4A7C15
 
 
@@ -42,8 +37,7 @@ class Found(NamedTuple):
     """A tensor that is not the same bits on all ranks."""
 
     name: str
-    ranks: tuple[int, ...]
-    """Those that are unlike most; all of them where no more than half agree."""
+    ranks: tuple[int, ...]  # those that are unlike most; all of them where no more than half agree
     gap: float | None
     """Largest |difference| from rank 0's, infinite where a value is no number; None where a rank lacks the tensor."""
 

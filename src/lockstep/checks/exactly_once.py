@@ -58,12 +58,9 @@ class Planned:
 
     global_batch: int
     drop_last: bool = False
-    first: int | None = None
-    """The step from which on it kept a ledger."""
-    steps: int | None = None
-    """The optimizer steps that it made."""
-    evaluations: Collection[int] = ()
-    """The steps after which it evaluated, from `first` on."""
+    first: int | None = None  # the step from which on it kept a ledger
+    steps: int | None = None  # the optimizer steps that it made
+    evaluations: Collection[int] = ()  # the steps after which it evaluated, from `first` on
 
 
 def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:

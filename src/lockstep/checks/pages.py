@@ -66,19 +66,14 @@ class Page:
 
     kind: str
     epoch: int
-    first_step: int
-    """Counted from 1, over the whole run."""
+    first_step: int  # counted from 1, over the whole run
     ranks: int
-    accumulation: int
-    """Global micro-batches of a whole batch."""
-    samples: int
-    """In the data set that is trained on or evaluated."""
+    accumulation: int  # global micro-batches of a whole batch
+    samples: int  # in the data set that is trained on or evaluated
     counts: npt.NDArray[np.uint32]
     """(steps, ranks): how many samples each rank computed in each step; an evaluation counts as one step."""
-    indices: Indices
-    """(counts.sum(),): the samples by step, then rank, then as the rank computed them."""
-    devices: int = 1
-    """Devices that each rank drives."""
+    indices: Indices  # (counts.sum(),): the samples by step, then rank, then as the rank computed them
+    devices: int = 1  # devices that each rank drives
 
     @property
     def last_step(self) -> int:

@@ -48,12 +48,10 @@ class Cause(NamedTuple):
     """One thing that makes the gradients differ, measured by itself."""
 
     name: str
-    sentence: str
-    """What it does, and what to do, without a full stop."""
+    sentence: str  # what it does, and what to do, without a full stop
     tensors: dict[str, float]
     """The gaps that it makes beyond the tolerance while all else is switched off, the largest first."""
-    rest: float
-    """The largest gap that is left with it switched off, too."""
+    rest: float  # the largest gap that is left with it switched off, too
 
     def merged(self, other: Cause) -> Cause:
         """Return the same cause as two batches show it: its part in each tensor, and what is left, at their largest."""

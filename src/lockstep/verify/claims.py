@@ -43,12 +43,9 @@ class _Part(NamedTuple):
 
     rows: Sequence[_Row]
     start: _Row
-    end: _Row | None
-    """`finish` or `failed`; None where it was killed, or still runs."""
-    first_step: int
-    """The step after which it begins."""
-    last_step: int
-    """Its last optimizer step, or the one it began after."""
+    end: _Row | None  # `finish` or `failed`; None where it was killed, or still runs
+    first_step: int  # the step after which it begins
+    last_step: int  # its last optimizer step, or the one it began after
 
 
 class _Run(NamedTuple):
@@ -56,17 +53,13 @@ class _Run(NamedTuple):
 
     folder: Path
     config: RunConfig | None
-    summary: Mapping[str, Any]
-    """Empty, too, where the last start has not ended."""
+    summary: Mapping[str, Any]  # empty, too, where the last start has not ended
     parts: Sequence[_Part]
     damage: Sequence[str]
-    exit: int | None = None
-    """The exit code with which the last start ended; None where it was killed, or still runs."""
-    first_step: int = 0
-    """The step after which the records begin: 0, unless the run was begun in another folder."""
+    exit: int | None = None  # the exit code with which the last start ended; None where it was killed, or still runs
+    first_step: int = 0  # the step after which the records begin: 0, unless the run was begun in another folder
     last_step: int = 0
-    unfinished: str = ""
-    """Why the run has no end yet, as a clause; "" for one that is complete."""
+    unfinished: str = ""  # why the run has no end yet, as a clause; "" for one that is complete
     is_own_loop: bool = False
 
     def rows(self, *events: str) -> list[_Row]:
@@ -164,10 +157,8 @@ class _OpenError(Exception):
 class Judgement(NamedTuple):
     """What became of each claim about a run."""
 
-    checks: Sequence[Check]
-    """Those judged here, then others that the run has written."""
-    unfinished: str
-    """Why the run has no end, as a clause; "" for one that is complete."""
+    checks: Sequence[Check]  # those judged here, then others that the run has written
+    unfinished: str  # why the run has no end, as a clause; "" for one that is complete
 
     @property
     def failing(self) -> list[Check]:

@@ -53,17 +53,12 @@ class Curve(NamedTuple):
 class Parting:
     """How far two curves are from each other; all differences are relative, and infinite where one side is missing."""
 
-    loss: float
-    """The largest difference of a step's losses."""
-    step: int | None
-    """The first step whose losses differ beyond the tolerance."""
-    weight: float
-    """The largest difference of a tensor's values, by the tensor's largest value."""
-    tensor: str
-    """Which tensor that is; empty where all are the same bits."""
+    loss: float  # the largest difference of a step's losses
+    step: int | None  # the first step whose losses differ beyond the tolerance
+    weight: float  # the largest difference of a tensor's values, by the tensor's largest value
+    tensor: str  # which tensor that is; empty where all are the same bits
     last_step: int
-    holds: bool
-    """Whether losses and tensors agree within the tolerance."""
+    holds: bool  # whether losses and tensors agree within the tolerance
 
     @property
     def where(self) -> str:
@@ -76,10 +71,8 @@ class Outcome:
     """What became of a variant."""
 
     variant: Variant
-    verdict: str
-    """HOLDS or PARTS; LEFT_OUT or REFERENCE, of which nothing is claimed."""
-    note: str = ""
-    """Why it was left out, or is compared with that partner."""
+    verdict: str  # HOLDS or PARTS; LEFT_OUT or REFERENCE, of which nothing is claimed
+    note: str = ""  # why it was left out, or is compared with that partner
     parting: Parting | None = None
     seconds: float = 0.0
 

@@ -112,12 +112,9 @@ class Case(NamedTuple):
 class Row(NamedTuple):
     """One batch under one strategy."""
 
-    case: str
-    """The batch, in words."""
-    gap: float
-    """Largest relative difference of any tensor's gradient from one process's."""
-    tensors: dict[str, float]
-    """The gaps beyond the tolerance, the largest first."""
+    case: str  # the batch, in words
+    gap: float  # largest relative difference of any tensor's gradient from one process's
+    tensors: dict[str, float]  # the gaps beyond the tolerance, the largest first
 
 
 @dataclass(frozen=True)
@@ -127,12 +124,10 @@ class Answer:
     strategy: str
     rows: tuple[Row, ...]
     causes: tuple[Cause, ...]
-    unused: tuple[str, ...]
-    """Parameters that the loss does not reach on some rank, under a strategy that refuses that."""
+    unused: tuple[str, ...]  # parameters that the loss does not reach on some rank, under a strategy that refuses that
     unlike: Mapping[str, frozenset[int]]
     """Parameters whose gradients were not the same bits on all ranks, and the ranks that deviate from most."""
-    by_design: str
-    """Why a difference is no fault; "" where it is one."""
+    by_design: str  # why a difference is no fault; "" where it is one
 
     @property
     def differs(self) -> bool:

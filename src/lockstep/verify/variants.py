@@ -44,18 +44,14 @@ ALONE = _ALONE.name
 class Variant:
     """One way to train, and the variant that it has to agree with."""
 
-    name: str
-    """Its row, and its folder below the output folder."""
+    name: str  # its row, and its folder below the output folder
     stages: tuple[tuple[Command, ...], ...]
     """Its commands: each inner tuple is started at once, and ends before the next begins."""
     partner: str = ""
     """The name of the variant that it is compared with; empty where others are compared with this one alone."""
-    same_bits: bool = False
-    """Whether the two have to be the same bits: one world, strategy and accumulation."""
-    note: str = ""
-    """Why its partner is another one than might be expected."""
-    why_not: str = ""
-    """Why it cannot be trained; empty where it can."""
+    same_bits: bool = False  # whether the two have to be the same bits: one world, strategy and accumulation
+    note: str = ""  # why its partner is another one than might be expected
+    why_not: str = ""  # why it cannot be trained; empty where it can
 
     @property
     def commands(self) -> list[Command]:
@@ -68,12 +64,9 @@ class Known(NamedTuple):
 
     steps: int
     accumulation: int
-    batch: int
-    """Samples of a step; 0 where the loop has no DataLoader."""
-    has_statistics: bool
-    """Whether the model has batch statistics."""
-    has_epochs: bool
-    """Whether the loop goes over session.epochs, and so can be continued."""
+    batch: int  # samples of a step; 0 where the loop has no DataLoader
+    has_statistics: bool  # whether the model has batch statistics
+    has_epochs: bool  # whether the loop goes over session.epochs, and so can be continued
     optimizers: int
 
 
@@ -83,15 +76,11 @@ class Setup:
 
     config: RunConfig
     folder: Path
-    devices: int
-    """Of the variants that have several."""
+    devices: int  # of the variants that have several
     is_cpu: bool
-    given: Command
-    """The verb, train or run, and its flags, but for those in which variants differ."""
-    script: Command = ()
-    """The user's script and its own arguments, or -m and a module's."""
-    name: str = "curve"
-    """Of the check: curve, or gradients, for which the first step is enough."""
+    given: Command  # the verb, train or run, and its flags, but for those in which variants differ
+    script: Command = ()  # the user's script and its own arguments, or -m and a module's
+    name: str = "curve"  # of the check: curve, or gradients, for which the first step is enough
 
     @property
     def ways(self) -> list[_Way]:
