@@ -170,14 +170,27 @@ absent.py                    | absent.py cannot be read
 --world-size 2 --rank 0 --init-method file:///x mine.py | lockstep verify gradients has no use for --rank 0
 """
 
+GRADIENTS = """
+--devices 1                  | --devices 1 leaves nothing to compare
+--strategy single            | --strategy single has one replica
+--step nowhere:step          | --step nowhere:step: no module 'nowhere'
+"""
+
+VERIFY = """
+verify run nothing           | is not there; give a run's folder
+verify run photos            | lies in no run's folder
+verify run                   | takes one run, found 0
+"""
+
 TABLES = {
-    "": COMMANDS,
+    "": COMMANDS + VERIFY,
     "train digits": TRAIN,
     "train digits --accelerator cpu": STARTS,
     "submit slurm --dry-run": SUBMIT,
     "verify curve digits --accelerator cpu": CURVE,
     "verify curve --accelerator cpu": SCRIPTS,
     "verify gradients --accelerator cpu": FIRST_STEP,
+    "verify gradients digits --accelerator cpu": GRADIENTS,
     "train --accelerator cpu --model mlp": OWN,
 }
 ROWS = [(begun, *row.split("|", 1)) for begun, rows in TABLES.items() for row in rows.strip().splitlines()]
