@@ -129,7 +129,7 @@ def test_a_gap_is_measured_against_the_tensor_and_never_lost() -> None:
     ours = {"a": torch.tensor([1.0, 2.0]), "zero": torch.tensor([1e-17]), "gone": torch.ones(1)}
     theirs = {"a": torch.tensor([1.0, 2.5]), "zero": torch.tensor([2e-17]), "new": torch.ones(1)}
     found = gaps(theirs, ours)
-    assert found["a"] == 0.25
+    assert found["a"] == 0.2
     assert found["zero"] < 1e-13
     assert found["gone"] == found["new"] == math.inf
     assert gaps({"a": torch.tensor([math.nan, 2.0])}, {"a": ours["a"]})["a"] == math.inf

@@ -49,6 +49,11 @@ class Comparison:
         """Return the differences whose relative size exceeds `tolerance`; with 0, also those in bits alone."""
         return tuple(each for each in self.differences if tolerance == 0 or not each.relative <= tolerance)
 
+    def sizes(self, floor: float) -> dict[str, float]:
+        """Return each difference relative to `floor` at least; infinite for a tensor that one side lacks."""
+        found = {each.name: min(each.relative, each.absolute / floor) for each in self.differences}
+        return found | dict.fromkeys((*self.only_a, *self.only_b), math.inf)
+
     def verdict(self, tolerance: float) -> str:
         """Return in a sentence whether the two are the same, and if not, what kind of tensors differ."""
         kinds = Counter(each.kind for each in self.beyond(tolerance))
@@ -68,7 +73,7 @@ class Comparison:
 
 
 def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Comparison:
-    """Return how the tensors `a` and `b`, on the CPU, differ, matched by name."""
+    """Return how the tensors `a` and `b` differ, matched by name."""
     shared = [name for name in a if name in b]
     different = [name for name in shared if not _same_bits(a[name], b[name])]
     found = [_difference(name, a[name], b[name], _kind_of(name, a[name], a.keys())) for name in different]
@@ -78,6 +83,11 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Comparison:
         differences=tuple(sorted(found, key=lambda each: (-each.relative, each.name))),
         equal=len(shared) - len(different),
     )
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest |a - b| of two tensors of one shape; infinite where a value is no number."""
+    return _difference("", a, b, "").absolute
 
 
 def _kind_of(name: str, tensor: Tensor, names: Collection[str]) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..checkpoint.state import laid_out_as
 from ..world.world import World
-from .difference import INTEGERS
+from .difference import INTEGERS, distance
 
 _LAYERS = 31  # more make the sums slower, fewer what follows; a prime, as distances in memory are powers of two
 _LAYERED = 1 << 14  # words from which on layers are worth it; below, each word has a key of its own
@@ -86,13 +86,6 @@ def compare(world: World, tensors: Mapping[str, Tensor]) -> list[Found]:
     gaps = {name: _gap(world, tensors[name]) for name in unlike if None not in values[name]}
     found = [Found(name, _unlike_most(values[name]), gaps.get(name)) for name in unlike]
     return sorted(found, key=lambda each: -math.inf if each.gap is None else -each.gap)
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """Return the largest |a - b| of two tensors of one shape and device; infinite where a value is no number."""
-    a, b = _plain(a).double(), _plain(b).double()
-    gaps = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0)
-    return float(gaps.nan_to_num(nan=math.inf, posinf=math.inf).max()) if a.numel() else 0.0
 
 
 def _unlike_most(values: Sequence[int | None]) -> tuple[int, ...]:

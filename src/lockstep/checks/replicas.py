@@ -17,7 +17,8 @@ from ..errors import LockstepError, ProofError, counted, ranks_named
 from ..record.checks import BIT_FOR_BIT, Check
 from ..world.world import World
 from . import finite
-from .digest import compare, differing, digest, distance
+from .difference import distance
+from .digest import compare, differing, digest
 
 SHARE = 0.004
 """Of the time of training that the checks may take, by default: below half a percent."""

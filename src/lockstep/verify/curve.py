@@ -122,9 +122,7 @@ def compare(ours: Curve, theirs: Curve, *, tolerance: float) -> Parting:
     steps = sorted(ours.losses.keys() | theirs.losses.keys())
     gaps = {step: gap(ours.losses.get(step), theirs.losses.get(step)) for step in steps}
     beyond = [step for step, gap in gaps.items() if gap > tolerance]
-    found = difference.compare(ours.tensors, theirs.tensors)
-    sizes = {each.name: min(each.relative, each.absolute / FLOOR) for each in found.differences}
-    sizes |= dict.fromkeys((*found.only_a, *found.only_b), math.inf)
+    sizes = difference.compare(ours.tensors, theirs.tensors).sizes(FLOOR)
     worst = max(sizes, key=lambda name: sizes[name], default="")
     weight = sizes.get(worst, 0.0)
     # A zero and a negative zero are no distance apart, and yet not the same bits.

@@ -10,7 +10,6 @@ for rounding, about 1e-15 of the largest gradient, or something makes N devices 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import time
 import warnings
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from .. import user_code
 from .._torch import as_default_group
 from ..batching import BatchPlan
+from ..checks import difference
 from ..checks.digest import compare, digest
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
@@ -55,23 +55,14 @@ such as the gradient of a bias before BatchNorm, holds rounding noise, which dif
 
 
 def gaps(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0) -> dict[str, float]:
-    """Return, for each tensor, the largest |theirs ÷ scale - reference| by the tensor's largest |value| (see `_FLOOR`).
+    """Return the largest difference of `theirs` ÷ `scale` by tensor, relative to its largest value (see `_FLOOR`).
 
     Infinite where only one side has it or a value is not finite.
     """
-    largest, found = max(map(_largest, reference.values()), default=0.0), {}
-    for name in {**reference, **theirs}:
-        if name not in theirs or name not in reference:
-            found[name] = math.inf
-            continue
-        gap = _largest(theirs[name] / scale - reference[name])
-        size = max(_largest(reference[name]), _FLOOR * largest)
-        found[name] = gap / size if size and math.isfinite(gap) else (math.inf if gap else 0.0)
-    return found
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    largest = max((float(each.abs().max()) for each in reference.values() if each.numel()), default=0.0)
+    return difference.compare({name: each / scale for name, each in theirs.items()}, reference).sizes(
+        _FLOOR * largest or 1.0
+    )
 
 
 def worst(found: Mapping[str, float]) -> float:
@@ -279,13 +270,13 @@ class Workbench:
     def job(self, strategy: str) -> Job:
         """Return the job of a strategy."""
         if strategy not in self._jobs:
-            parallel, kind = dataclasses.replace(self.config.parallel, strategy=strategy), KINDS[strategy]
+            asked, kind = self.config.parallel, KINDS[strategy]
+            own: dict[str, Any] = {"devices": None, "batchnorm": "auto"}
             if kind.has_ranks:
-                parallel = dataclasses.replace(parallel, find_unused=parallel.find_unused or bool(self.unused))
+                own = {"find_unused": asked.find_unused or bool(self.unused)}
             elif kind.drives_all:
-                parallel = dataclasses.replace(parallel, devices=parallel.devices or self.world.size)
-            else:
-                parallel = dataclasses.replace(parallel, devices=None, batchnorm="auto")
+                own = {"devices": asked.devices or self.world.size}
+            parallel = dataclasses.replace(asked, strategy=strategy, **own)
             batch = dataclasses.replace(self.config.batch, accumulate=None, micro_batch=None)  # each case has its own
             config = dataclasses.replace(self.config, parallel=parallel, batch=batch)
             world = self.world if kind.has_ranks else World.alone(self.world.device)
