@@ -87,7 +87,7 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Comparison:
 
 def distance(a: Tensor, b: Tensor) -> float:
     """Return the largest |a - b| of two tensors of one shape; infinite where a value is no number."""
-    return _difference("", a, b, "").absolute
+    return _difference("", a.detach(), b.detach(), "").absolute
 
 
 def _kind_of(name: str, tensor: Tensor, names: Collection[str]) -> str:
