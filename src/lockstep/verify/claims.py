@@ -354,21 +354,20 @@ def _replicas(run: _Run, held: Check | None) -> Check:
 def _ledger(run: _Run, held: Check | None) -> Check:
     """Judge the ledger, where one was recorded; `held` is what the run itself wrote of it, and what recording cost."""
     path, keeping = run.folder / pages.NAME, [part for part in run.parts if part.start["chosen"].get("ledger") is True]
-    check: Check | None = None
+    found: list[Check] = []
 
     def problems(run: _Run) -> Iterator[str]:
-        nonlocal check
         if path.exists():
             planned = _planned(run, keeping[0].first_step if keeping else None)
             # As no kill leaves it in a run with an end, a last page that is cut short is damage.
-            check = exactly_once.check(path, planned, torn_ok=planned.steps is None)
-        elif (held is not None and held.times) or any(part.last_step > part.first_step for part in keeping):
-            yield f"the run kept a {pages.NAME}, and it is not there"
-        else:
+            found.append(exactly_once.check(path, planned, torn_ok=planned.steps is None))
+        elif not ((held is not None and held.times) or any(part.last_step > part.first_step for part in keeping)):
             raise _OpenError("not recorded; --ledger records it")
+        else:
+            yield f"the run kept a {pages.NAME}, and it is not there"
 
     judged = _judged(run, "ledger", exactly_once.CLAIM, "exactly", "ledger", problems)
-    check = check or judged
+    check = found[0] if found else judged
     return check if held is None else dataclasses.replace(check, cost_s=held.cost_s or check.cost_s)
 
 

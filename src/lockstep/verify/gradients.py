@@ -307,7 +307,10 @@ class Workbench:
         except RequestError:
             raise
         except Exception as error:  # whatever a model, a loss or a step raises that one process runs by itself
-            raise RequestError(f"One process's step {user_code.raised(error)}; there is nothing to compare.") from error
+            how = ", and --step is called as step(model, x, y)" * (self.step is not None)
+            raise RequestError(
+                f"One process's step {user_code.raised(error)}; there is nothing to compare{how}."
+            ) from error
         if self.world.is_main and not found:
             raise RequestError("--step leaves no gradient in the model's parameters: it has to call backward().")
         if names := [name for name, each in found.items() if not bool(each.isfinite().all())]:
@@ -380,19 +383,13 @@ def _cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) ->
 
 
 def _stepped(step: Step | None, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Take the user's step, which is refused where it raises or changes the weights; or sum what the model gives.
-
-    What torch raises where ranks do not meet is no fault of the step alone, and passes through.
-    """
+    """Take the user's step, which is refused where it changes the weights; or sum what the model gives."""
     if step is None:
         model(x).sum().backward()
         return
     weights = [each.detach() for each in model.parameters()]
     before = int(digest(weights))
-    try:
-        step(model, x, y)
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, ImportError) as error:
-        raise RequestError(f"--step {user_code.raised(error)}; it is called as step(model, x, y).") from error
+    step(model, x, y)
     if int(digest(weights)) != before:
         raise RequestError(
             "--step changes the model's weights: leave optimizer.step() out; it runs forward and backward, and leaves "
