@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.checks.exactly_once import Planned, check
-from lockstep.checks.ledger import Ledger
+from lockstep.checks.ledger import Ledger, Planned, check
 from lockstep.checks.pages import EVAL, NAME, TRAIN, Indices, Page, TornError, read, rewind
 from lockstep.config.options import override, recipe
 from lockstep.data.resident import ResidentTensors

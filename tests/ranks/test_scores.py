@@ -16,7 +16,7 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from lockstep import checkpoint
-from lockstep.checks.exactly_once import Planned, check
+from lockstep.checks.ledger import Planned, check
 from lockstep.checks.pages import NAME
 from lockstep.cli.main import main
 from lockstep.config.options import override

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 from .. import checkpoint, files
 from ..batching import BatchPlan
 from ..checkpoint import resume
-from ..checks import exactly_once, pages
-from ..checks.exactly_once import Planned
+from ..checks import ledger, pages
+from ..checks.ledger import Planned
 from ..config.options import read_toml
 from ..config.schema import RunConfig
 from ..errors import ProofError, RequestError, Stopped, counted
@@ -360,13 +360,13 @@ def _ledger(run: _Run, held: Check | None) -> Check:
         if path.exists():
             planned = _planned(run, keeping[0].first_step if keeping else None)
             # As no kill leaves it in a run with an end, a last page that is cut short is damage.
-            found.append(exactly_once.check(path, planned, torn_ok=planned.steps is None))
+            found.append(ledger.check(path, planned, torn_ok=planned.steps is None))
         elif not ((held is not None and held.times) or any(part.last_step > part.first_step for part in keeping)):
             raise _OpenError("not recorded; --ledger records it")
         else:
             yield f"the run kept a {pages.NAME}, and it is not there"
 
-    judged = _judged(run, "ledger", exactly_once.CLAIM, "exactly", "ledger", problems)
+    judged = _judged(run, "ledger", ledger.CLAIM, "exactly", "ledger", problems)
     check = found[0] if found else judged
     return check if held is None else dataclasses.replace(check, cost_s=held.cost_s or check.cost_s)
 
