@@ -72,7 +72,7 @@ class Outcome:
 
     variant: Variant
     verdict: str  # HOLDS or PARTS; LEFT_OUT or REFERENCE, of which nothing is claimed
-    note: str = ""  # why it was left out, or is compared with that partner
+    why_not: str = ""  # why it was left out
     parting: Parting | None = None
     seconds: float = 0.0
 
@@ -148,11 +148,9 @@ def outcomes(setup: Setup, *, tolerance: float) -> Iterator[Outcome]:
     """Train the variants one after another, and yield what became of each; raises what a command that fails told."""
     yield _trained(setup, variants.reference(setup), tolerance)
     planned = variants.others(setup, _known(setup.folder / ALONE))
-    compared = {each.partner for each in planned if not each.why_not}
     for variant in planned:
-        is_idle = not variant.partner and variant.name not in compared
-        if note := variant.why_not or "nothing is compared with it" * is_idle:
-            yield Outcome(variant=variant, verdict=LEFT_OUT, note=note)
+        if variant.why_not:
+            yield Outcome(variant=variant, verdict=LEFT_OUT, why_not=variant.why_not)
         else:
             yield _trained(setup, variant, tolerance)
 
@@ -182,7 +180,7 @@ def _trained(setup: Setup, variant: Variant, tolerance: float) -> Outcome:
     names, is_first = (variant.name, variant.partner), setup.name == "gradients"
     ours, theirs = (read(setup.folder / name, first_step=is_first) for name in names)
     parting = compare(ours, theirs, tolerance=0 if variant.same_bits else tolerance)
-    return dataclasses.replace(trained, verdict=HOLDS if parting.holds else PARTS, note=variant.note, parting=parting)
+    return dataclasses.replace(trained, verdict=HOLDS if parting.holds else PARTS, parting=parting)
 
 
 def check(name: str, found: Sequence[Outcome], tolerance: float, precision: str, cost_s: float) -> Check:
@@ -206,8 +204,6 @@ def check(name: str, found: Sequence[Outcome], tolerance: float, precision: str,
             f"{len(compared) - exact} within {tolerance:g}; the largest difference is {size(loss)} of a loss and "
             f"{size(weight)} of a tensor"
         )
-    if noted := ", ".join(each.variant.name for each in found if each.parting and each.note):
-        said += f"; {noted}: by design not one device's model, but that of local batch statistics"
     return Check(
         name=name,
         claim=_CLAIMS[name],

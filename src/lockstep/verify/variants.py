@@ -50,7 +50,6 @@ class Variant:
     partner: str = ""
     """The name of the variant that it is compared with; empty where others are compared with this one alone."""
     same_bits: bool = False  # whether the two have to be the same bits: one world, strategy and accumulation
-    note: str = ""  # why its partner is another one than might be expected
     why_not: str = ""  # why it cannot be trained; empty where it can
 
     @property
@@ -112,37 +111,25 @@ def others(setup: Setup, known: Known) -> list[Variant]:
         way: _Way,
         name: str,
         partner: str,
-        *more: str,
+        *,
         parts: int = known.accumulation,
         begun: _Way | None = None,
         starter: str = "",
         same_bits: bool = False,
-        note: str = "",
     ) -> None:
         """Add a variant of `parts` micro-batches, whose first half is trained as `begun`, where that is given."""
-        words = (*more, "--accumulate", str(parts), "--micro-batch", "none")
+        words = ("--accumulate", str(parts), "--micro-batch", "none")
         stages = [_at_once(setup, name, way, *words, *(("--resume", "auto") if begun else ()), starter=starter)]
         if begun is not None:
             stages.insert(0, _at_once(setup, name, begun, *words, "--max-steps", str(known.steps // 2)))
         why_not = _obstacle(setup, known, way, parts, begun)
-        found[name] = Variant(
-            name=name, stages=tuple(stages), partner=partner, same_bits=same_bits, note=note, why_not=why_not
-        )
+        found[name] = Variant(name=name, stages=tuple(stages), partner=partner, same_bits=same_bits, why_not=why_not)
 
     # One world gives the same bits each time; on a GPU, --deterministic alone sees to that.
     exact = setup.is_cpu or setup.config.precision.deterministic
-    asked, ranked = setup.config.parallel, [way for way in setup.ways if way.has_ranks]
+    ranked = [way for way in setup.ways if way.has_ranks]
     for way in setup.ways:
-        if known.has_statistics and not way.has_ranks and asked.strategy == asked.batchnorm == "auto":
-            local = _Way(auto(several=True), way.devices)
-            add(local, f"{local.name}-local", "", "--batchnorm", "local")
-            note = (
-                f"each of {way.devices} replicas takes batch statistics of its own: by design not one device's model, "
-                "but that of as many ranks which do so too"
-            )
-            add(way, way.name, f"{local.name}-local", note=note)
-        else:
-            add(way, way.name, ALONE)
+        add(way, way.name, ALONE)
         if way in ranked and setup.is_cpu:
             more = _Way(way.strategy, way.devices + 1)
             add(more, more.name, ALONE)
@@ -162,7 +149,9 @@ def others(setup: Setup, known: Known) -> list[Variant]:
 
 def _obstacle(setup: Setup, known: Known, way: _Way, parts: int, begun: _Way | None) -> str:
     """Return why a variant cannot be trained; "" where it can."""
-    ranks, each = (way.devices, 1) if way.has_ranks else (1, way.devices)
+    asked, (ranks, each) = setup.config.parallel, (way.devices, 1) if way.has_ranks else (1, way.devices)
+    if known.has_statistics and each > 1 and asked.strategy == asked.batchnorm == "auto":
+        return f"each of {each} replicas takes batch statistics of its own: by design not one device's model"
     if not known.batch and parts > known.accumulation:
         return "the loop has no DataLoader whose batches could be cut"
     if known.batch and ranks > most_ranks(known.batch // parts, each):
@@ -171,7 +160,7 @@ def _obstacle(setup: Setup, known: Known, way: _Way, parts: int, begun: _Way | N
         return "one step has no middle"
     if begun and not known.has_epochs:
         return "a loop that does not go over session.epochs(…) cannot be continued"
-    if begun not in (None, way) and known.has_statistics and setup.config.parallel.batchnorm == "local":
+    if begun not in (None, way) and known.has_statistics and asked.batchnorm == "local":
         return "with --batchnorm local another number of replicas is another model"
     return ""
 

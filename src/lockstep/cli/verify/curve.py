@@ -122,7 +122,7 @@ def judge(asked: Setup, tolerance: float) -> int:
     begun_s, screen, found = time.monotonic(), Screen(stderr=True), list[Outcome]()
     for each in curve.outcomes(setup, tolerance=tolerance):
         found.append(each)
-        note = f", {each.note}" if each.note else ""
+        note = f", {each.why_not}" if each.why_not else ""
         if each.parting:
             tensors = curve.TENSORS[setup.name]
             note += f", losses {curve.size(each.parting.loss)}, {tensors} {curve.size(each.parting.weight)}"
@@ -162,7 +162,7 @@ def _keep(folder: Path, check: Check, found: Sequence[Outcome]) -> None:
             "name": each.variant.name,
             "compared_with": each.variant.partner or None,
             "verdict": each.verdict,
-            "note": each.note,
+            "note": each.why_not,
             "same_bits_required": each.variant.same_bits,
             **({} if each.parting is None else dataclasses.asdict(each.parting)),
             "seconds": each.seconds,
@@ -183,8 +183,8 @@ def _print(screen: Screen, found: Sequence[Outcome], setup: Setup, tolerance: fl
         if parting is not None:
             cells = [curve.size(parting.loss), curve.size(parting.weight), parting.where]
         rows.append((each.variant.name, each.variant.partner, *cells, each.verdict))
-        if each.note:
-            notes.setdefault(each.note, []).append(each.variant.name)
+        if each.why_not:
+            notes.setdefault(each.why_not, []).append(each.variant.name)
     screen.table(("variant", "compared with", "losses", curve.TENSORS[setup.name], "begins", ""), rows, texts=2)
     for note, names in notes.items():
         screen.say((f"{', '.join(names)}: {note}", "dim"))
