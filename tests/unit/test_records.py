@@ -21,7 +21,7 @@ from lockstep.record import manifest
 from lockstep.record.console import Terminal
 from lockstep.screen import Screen
 
-from ..command import GATED, OPEN, command, end, events, gate, losses, ranks_of, refusal, start, until, weights
+from ..command import events, losses, refusal, weights
 
 TRAIN = ("train", "digits", "--model", "mlp", "--accelerator", "cpu", "--strategy", "single")
 
@@ -152,25 +152,6 @@ def test_the_config_repeats_the_run_in_another_folder(
     older = run / "checkpoints" / "last"
     _train(tmp_path / "on", "--epochs", 3, "--clip", 1, "--resume", older)
     assert read_toml(tmp_path / "on" / "config.toml").checkpoint.resume == str(older)
-
-
-def test_the_config_of_a_run_whose_ranks_were_started_again_repeats_it(tmp_path: Path) -> None:
-    gate(tmp_path, 8)
-    with start(tmp_path, *GATED, "--devices", 1, "--max-restarts", 1) as agent:
-        until((tmp_path / "run" / "checkpoints" / "last").exists)
-        ranks_of(agent)[0].kill()
-        gate(tmp_path, OPEN)
-        ended = end(agent)
-    assert ended.code == 0, ended.err
-    run, again = tmp_path / "run", tmp_path / "again"
-    assert [row["first_step"] for row in events(run, "start")] == [0, 6]
-    words = ("--config", run / "config.toml", "--data", "tests.own_data:gated", "--output", again)
-    ended = command(tmp_path, "train", *words)
-    assert ended.code == 0, ended.err
-    assert [row["first_step"] for row in events(again, "start")] == [0]
-    assert losses(again) == losses(run)
-    assert weights(again) == weights(run)
-    assert (again / "config.toml").read_text() == (run / "config.toml").read_text()
 
 
 def test_quiet_is_one_line_and_the_same_records(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
