@@ -137,7 +137,7 @@ def test_what_is_known_of_the_run_has_to_be_in_it(tmp_path: Path) -> None:
         ({"steps": 9}, "^it ends with step 8, and the run made 9 steps$"),
         ({"evaluations": [4, 6, 8]}, r"^1 evaluation \(the first after step 6\) not there$"),
     ):
-        found = check(tmp_path / NAME, dataclasses.replace(PLANNED, **known))  # type: ignore[arg-type]
+        found = check(tmp_path / NAME, dataclasses.replace(PLANNED, **known))
         assert re.search(sentence, found.found), found
 
 

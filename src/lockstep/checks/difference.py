@@ -126,7 +126,7 @@ def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
     dtypes = "" if a.dtype == b.dtype else f"{a.dtype} in A, {b.dtype} in B".replace("torch.", "")
     has_ulps = not dtypes and a.dtype.is_floating_point
     absolute, largest, differing, ulps = 0.0, 0.0, 0, 0
-    for x, y in zip(_flat(a).split(_PART), _flat(b).split(_PART), strict=True) if a.numel() else ():
+    for x, y in zip(*(torch.split(_flat(each), _PART) for each in (a, b)), strict=True) if a.numel() else ():
         ulps = max(ulps, _ulps(x, y)) if has_ulps else 0
         # Whole numbers beyond float64's digits are compared as they are; their distance comes out rounded.
         unlike = x.double() != y.double() if dtypes or x.is_floating_point() else x.long() != y.long()

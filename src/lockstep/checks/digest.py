@@ -123,7 +123,7 @@ def _parts(flat: Tensor) -> Iterator[Tensor]:
     if flat.storage_offset() % per_word:
         flat = flat.clone()  # words begin where memory has them
     whole = len(flat) // per_word * per_word
-    for piece in flat[:whole].view(torch.int64).split(_PIECE):
+    for piece in torch.split(flat[:whole].view(torch.int64), _PIECE):
         deep = len(piece) // _LAYERS if len(piece) >= _LAYERED else 0
         if deep:
             yield piece[: _LAYERS * deep].view(_LAYERS, deep).sum(0)

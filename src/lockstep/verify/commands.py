@@ -89,11 +89,13 @@ def run(
     Raises the error of the one that failed first, with `name` in the sentence, and `RunError` after `limit_s`. As soon
     as `enough` returns True they are asked to stop; having stopped is then no failure.
     """
-    until_s, fine = time.monotonic() + limit_s, (0,)
+    until_s = time.monotonic() + limit_s
+    fine: tuple[int, ...] = (0,)
     with contextlib.ExitStack() as stack:
         started = (Running(name, *each, grace_s=grace_s) for each in zip(stage, logs, strict=True))
         children = [stack.enter_context(each) for each in started]
-        stack.callback(lambda: [child.ask() for child in children])  # all at once, before each is waited for
+        for child in children:
+            stack.callback(child.ask)  # all at once, before each is waited for
         while sum(child.check(fine=fine) for child in children) < len(children):
             if time.monotonic() > until_s:
                 raise RunError(f"The variant {name} failed: it was ended after {limit_s:.0f} s; see {logs[0]}.")

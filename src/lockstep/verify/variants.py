@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..batching import BatchPlan, most_ranks
+from ..batching import most_ranks
 from ..config.options import flatten
 from ..config.registry import KINDS, auto
 from ..config.schema import RunConfig
@@ -81,22 +81,6 @@ class Setup:
     script: Command = ()  # the user's script and its own arguments, or -m and a module's
     name: str = "curve"  # of the check: curve, or gradients, for which the first step is enough
 
-    @property
-    def ways(self) -> list[_Way]:
-        """How the strategies use the devices: the one that was asked for, or all."""
-        asked, is_own = self.config.parallel.strategy, bool(self.script or self.config.optim.step)
-        several = [name for name, kind in KINDS.items() if kind.process_per_device]
-        if not is_own:  # each process of such a loop has one device
-            several += [name for name, kind in KINDS.items() if kind.drives_all and not kind.has_ranks]
-        return [_Way(name, self.devices) for name in (several if asked == "auto" else [asked])]
-
-    def check(self) -> None:
-        """Raise `RequestError` where the batch cannot be shared out among the devices, as far as that is known."""
-        batch = self.config.batch
-        if not self.script:  # whose batch is its own
-            micro = BatchPlan.solve(batch.size, 1, micro_size=batch.micro_batch, accumulation=batch.accumulate)
-            BatchPlan.solve(batch.size, self.devices, accumulation=micro.accumulation)
-
 
 def reference(setup: Setup) -> Variant:
     """Return the run on one device."""
@@ -127,8 +111,13 @@ def others(setup: Setup, known: Known) -> list[Variant]:
 
     # One world gives the same bits each time; on a GPU, --deterministic alone sees to that.
     exact = setup.is_cpu or setup.config.precision.deterministic
-    ranked = [way for way in setup.ways if way.has_ranks]
-    for way in setup.ways:
+    asked, is_own = setup.config.parallel.strategy, bool(setup.script or setup.config.optim.step)
+    several = [name for name, kind in KINDS.items() if kind.process_per_device]
+    if not is_own:  # each process of such a loop has one device
+        several += [name for name, kind in KINDS.items() if kind.drives_all and not kind.has_ranks]
+    ways = [_Way(name, setup.devices) for name in (several if asked == "auto" else [asked])]
+    ranked = [way for way in ways if way.has_ranks]
+    for way in ways:
         add(way, way.name, ALONE)
         if way in ranked and setup.is_cpu:
             more = _Way(way.strategy, way.devices + 1)

@@ -22,7 +22,7 @@ from ...verify import curve
 from ...verify.curve import Outcome
 from ...verify.variants import Setup
 from .. import flags, output, run, words
-from ..train import preflight
+from ..train import check as check_training
 from . import shared
 
 _USAGE = """\
@@ -86,8 +86,6 @@ def checked(config: RunConfig, given: list[str], script: Sequence[str], *, name:
                 f"lockstep verify {name} has no use for --{key} {asks[key]}: it starts the runs of all variants "
                 "itself, and continues some; leave it out."
             )
-    if not script:
-        preflight(config)
     kind = KINDS.get(asked.strategy)
     if kind is not None and kind.has_two_levels:
         raise RequestError(
@@ -102,18 +100,18 @@ def checked(config: RunConfig, given: list[str], script: Sequence[str], *, name:
             f"lockstep verify {name} starts all ranks itself, and this process is a rank by its environment; start the "
             "command once, without torchrun, or, if the variables are left over: unset RANK WORLD_SIZE LOCAL_RANK."
         )
-    setup = Setup(
+    count = shared.several(config)
+    several = dataclasses.replace(config, parallel=dataclasses.replace(asked, devices=count))
+    launchers.least_ranks(several) if script else check_training(several)
+    return Setup(
         config=config,
         folder=Path(),
-        devices=shared.several(config),
+        devices=count,
         is_cpu=shared.gpus(config) == 0,
         given=("run" if script else "train", *flags.without(given, _VARIED)),
         script=tuple(script),
         name=name,
     )
-    launchers.least_ranks(dataclasses.replace(config, parallel=dataclasses.replace(asked, devices=setup.devices)))
-    setup.check()
-    return setup
 
 
 def judge(asked: Setup, tolerance: float) -> int:

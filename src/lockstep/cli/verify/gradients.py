@@ -64,8 +64,8 @@ def main(given: list[str]) -> int:
     step = own.get("--step", "")
     is_loop = bool(script or (step and _takes_batch(step)))
     if is_loop:
-        names = {word.partition("=")[0] for word in rest} | own.keys()
-        if idle := [name for name in ("--all", "--max-steps") if name in names]:
+        given = [word.partition("=")[0] for word in (*rest, *own)]
+        if idle := [name for name in ("--all", "--max-steps") if name in given]:
             raise RequestError(f"{idle[0]} has no use here: the first step of a loop is compared; leave it out.")
         rest = [*rest, *(("--step", step) if step else ())]
     config, rest = curve.parsed(rest, script, prog=_PROG)
