@@ -257,7 +257,7 @@ def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
     that is `torn_ok`.
     """
     begun_s, torn = time.perf_counter(), ""
-    evaluated: dict[int, str] = {}
+    evaluated: list[tuple[int, str]] = []
 
     def trained() -> Iterator[Page]:
         nonlocal torn
@@ -266,7 +266,7 @@ def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
                 if page.kind == TRAIN:
                     yield page
                 else:
-                    evaluated[page.first_step] = _of_evaluation(page)
+                    evaluated.append((page.first_step, _of_evaluation(page)))
         except TornError:
             if not torn_ok:
                 raise
@@ -291,8 +291,8 @@ def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
             findings.append(f"epoch {epoch}: {finding}")
     if due and planned.steps is not None and due != planned.steps + 1:
         findings.append(f"it ends with step {due - 1:,}, and the run made {counted(planned.steps, 'step')}")
-    findings += [f"the evaluation after step {step}: {finding}" for step, finding in evaluated.items() if finding]
-    if absent := sorted({*planned.evaluations} - evaluated.keys()):
+    findings += [f"the evaluation after step {step}: {finding}" for step, finding in evaluated if finding]
+    if absent := sorted({*planned.evaluations} - {step for step, _ in evaluated}):
         findings.append(f"{counted(len(absent), 'evaluation')} (the first after step {absent[0]}) not there")
     covered = f"{counted(epochs, 'epoch')} and {counted(len(evaluated), 'evaluation')}"
     covered += f", steps {first:,} to {due - 1:,}" * bool(first)
