@@ -183,7 +183,7 @@ verify run                   | takes one run, found 0
 """
 
 TABLES = {
-    "": COMMANDS + VERIFY,
+    "": COMMANDS + VERIFY.lstrip(),
     "train digits": TRAIN,
     "train digits --accelerator cpu": STARTS,
     "submit slurm --dry-run": SUBMIT,
