@@ -16,7 +16,7 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from lockstep import checkpoint
-from lockstep.checks.exactly_once import Planned, check
+from lockstep.checks.ledger import Planned, check
 from lockstep.checks.pages import NAME
 from lockstep.cli.main import main
 from lockstep.config.options import override
@@ -76,11 +76,9 @@ def test_what_is_held_out_follows_from_seed_and_index_alone() -> None:
 def test_ranks_train_on_what_is_left_as_one_process_does(pool: RankPool, tmp_path: Path) -> None:
     values = HELD | {"max_steps": 20}
     assert apart(curve(pool, tmp_path, 3, **values, ledger=True), alone(pool, **values)) < 1e-9
-    found = check(tmp_path / NAME, Planned(global_batch=100, seed=0))
-    assert (found.outcome, found.times) == (
-        Check.HOLDS,
-        5,
-    )  # two epochs, one of them cut, two evaluations, and the test set's
+    found = check(tmp_path / NAME, Planned(global_batch=100))
+    # two epochs, one of them cut, two evaluations, and the test set's
+    assert (found.outcome, found.times) == (Check.HOLDS, 5)
 
 
 def _leaking(world: World, folder: Path) -> str:
@@ -105,7 +103,7 @@ def _leaking(world: World, folder: Path) -> str:
 def test_a_held_out_sample_that_is_trained_on_stops_the_run(pool: RankPool, tmp_path: Path) -> None:
     for said in pool.run(2, _leaking, tmp_path):
         assert "Not each sample was trained on exactly once" in said
-        assert "of none of the 1,309 samples came" in said
+        assert "of 1,309 samples came" in said
 
 
 def _run(world: World, values: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -115,7 +113,7 @@ def _run(world: World, values: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def test_a_run_without_improvement_stops_and_one_that_is_resumed_stops_at_the_same_step(
-    pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pool: RankPool, tmp_path: Path
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     values = FROZEN | {"patience": 3}
@@ -130,9 +128,6 @@ def test_a_run_without_improvement_stops_and_one_that_is_resumed_stops_at_the_sa
         assert main(["verify", "run", str(folder)]) == 0
     (more,) = pool.run(1, _run, FROZEN | {"patience": 4}, parts)  # which goes on
     assert more["steps"] == 14 * 5
-    text = (whole / "config.toml").read_text()
-    (whole / "config.toml").write_text(text.replace("patience = 3", "patience = 4"))
-    assert "complete at step 56, and config.toml asks for 126" in refusal(capsys, "verify", "run", whole, code=3)
 
 
 def test_best_follows_the_validation_set_and_both_are_tested_at_the_end(pool: RankPool, tmp_path: Path) -> None:

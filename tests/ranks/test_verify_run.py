@@ -18,7 +18,6 @@ from lockstep.cli import flags
 from lockstep.cli.main import main
 from lockstep.engine import run
 from lockstep.errors import Stopped
-from lockstep.record import checks
 from lockstep.record.checks import Check
 from lockstep.verify import claims
 from lockstep.world.world import World
@@ -118,8 +117,7 @@ def test_a_whole_run_holds_and_says_so(copy: Path, capsys: Capture) -> None:
     "words",
     [
         "--drop-last --micro-batch 7 --clip 0.5 --ema 0.9 --optimizer adamw --lr 0.001 --max-steps 57",
-        "--schedule step --milestones 0.3 --lr-rule sqrt --base-batch 30 --max-steps 31",
-        "--precision fp64 --checkpoint-every 7 --schedule onecycle --max-steps 31",
+        "--checkpoint-every 7 --schedule onecycle --lr-rule sqrt --base-batch 30 --max-steps 31",
     ],
 )
 def test_a_run_of_one_process_holds(tmp_path: Path, words: str) -> None:
@@ -177,21 +175,9 @@ def test_a_killed_run_is_judged_as_far_as_it_came(tmp_path: Path, capsys: Captur
 
 def test_a_run_that_failed_is_told_as_such(tmp_path: Path, capsys: Capture) -> None:
     _train(tmp_path / "run", "--model", "tests.models:Exploding", code=1)
-    capsys.readouterr()
-    assert main(["verify", "run", str(tmp_path / "run")]) == 3
-    said = " ".join("".join(capsys.readouterr()).split())
+    said = refusal(capsys, "verify", "run", tmp_path / "run", code=3)
     assert re.search(r"losses fails: the loss of step 4 is not a finite number \(steps.jsonl line \d+\)", said)
-    assert re.search(r"The run is not complete: it failed at step \d+ of 580 with exit code 1\.", said)
-    assert "checkpoints, not checked: none was written" in said
-
-
-def test_under_fp16_an_overflow_is_no_fault(copy: Path) -> None:
-    for edit, outcome in (
-        (_set("step", 3, "grad_norm", "Infinity"), Check.FAILS),
-        (_edit(STEPS, '"precision": "fp32"', '"precision": "fp16"'), Check.HOLDS),
-    ):
-        edit(copy)
-        assert _found(copy)["losses"].outcome == outcome
+    assert re.match(r"it failed at step \d+ of 580 with exit code 1", claims.judge(tmp_path / "run").unfinished)
 
 
 # ---- what does not
@@ -242,15 +228,14 @@ def _ledger(change: Callable[[bytes], bytes]) -> Spoil:
 FAULTS: list[tuple[Spoil, str, str]] = [
     (_line("step", 17), "steps", r"step 18 follows step 16 \(steps.jsonl line \d+\)"),
     (_line("step", 69), "steps", "complete at step 68, and config.toml asks for 69"),
-    (_set("step", 23, "samples", "64"), "steps", "step 23 has 64 samples .* gives it 29"),
+    (_set("step", 23, "samples", "64"), "steps", "step 23 has 64 samples .* by the plan 29 samples"),
     (_set("step", 4, "loss", "NaN"), "losses", "the loss of step 4 is not a finite number"),
     (_set("step", 12, "lr", "0.05000000000000001"), "rates", "step 12 had .* 0.05000000000000001, and .* gives 0.05 "),
     (_line("eval", 69), "evaluations", "the evaluation after step 69 is not in steps.jsonl"),
     (_set("eval", 46, "samples", "359"), "evaluations", "step 46 has 359 samples, and .* 360"),
-    (_set("eval", 46, "loss", "0.5"), "checkpoints", "best: its loss is .*, and step 46 had 0.5"),
     (_edit(STEPS, r'("event": "proof", .*?"at_step": )69', r"\g<1>67"), "replicas", "but the run's last step is 69"),
     (_edit(SUMMARY, r'"best_top1": [\d.]+', '"best_top1": 0.95'), "summary", "best_top1 is 0.95, and by steps.jsonl"),
-    (lambda folder: (folder / SUMMARY).unlink(), "summary", "summary.json is not there or is none, and .* exit code 0"),
+    (lambda folder: (folder / SUMMARY).unlink(), "summary", "is None, and by steps.jsonl it is"),
     (_flip, "checkpoints", "checkpoints/best cannot be used: model.safetensors does not match"),
     (_point("best", "step-00000069"), "checkpoints", "best: it is of step 69 with top1 .* the best one had 0"),
     (_point("last", "step-00000046"), "checkpoints", "last: it is of step 46, and the run of 69"),
@@ -272,19 +257,3 @@ def test_each_fault_is_found_and_named(copy: Path, capsys: Capture, spoil: Spoil
     assert re.search(words, said), said
     assert _outcomes(copy)[claim] == Check.FAILS
     assert "**fails**" in (copy / "proof.md").read_text()
-
-
-def test_what_a_run_found_wrong_of_itself_stays_wrong(copy: Path, capsys: Capture) -> None:
-    found = "the copies are apart"
-    checks.add(copy, [Check(name="buffers", claim="buffers are alike", outcome=Check.FAILS, times=3, found=found)])
-    assert "buffers fails: the copies are apart" in refusal(capsys, "verify", "run", copy, code=3)
-    assert _json(copy / SUMMARY)["proof"]["buffers"]["times"] == 3
-
-
-# ---- what lies there otherwise
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Capture) -> None:
-    assert "is not there; give a run's folder" in refusal(capsys, "verify", "run", tmp_path / "nothing")
-    assert "lies in no run's folder" in refusal(capsys, "verify", "run", tmp_path)
-    assert "takes one run, found 0" in refusal(capsys, "verify", "run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -13,7 +12,8 @@ import psutil
 import pytest
 import torch
 
-from lockstep.config.options import override, read_toml
+from lockstep.cli.main import main
+from lockstep.config.options import override
 from lockstep.config.registry import KINDS
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ProofError, RequestError, RunError
@@ -38,12 +38,18 @@ WEIGHT[2] = math.nextafter(float(WEIGHT[2]), 9)
     ("losses", "theirs", "tensors", "tolerance", "expected"),
     [
         (LOSSES, LOSSES, {}, 0, {"holds": True, "loss": 0, "weight": 0, "step": None, "tensor": "", "where": ""}),
-        (PARTED, LOSSES, {}, 1e-3, {"holds": False, "step": 4, "where": "step 4", "loss": pytest.approx(3 / 103)}),
+        (PARTED, LOSSES, {}, 1e-3, {"holds": False, "step": 4, "where": "at step 4", "loss": pytest.approx(3 / 103)}),
         # The last bit counts only where bits are due, and so does the sign of a zero.
         (LAST_BIT, LOSSES, {}, 1e-9, {"holds": True}),
         (LAST_BIT, LOSSES, {}, 0, {"holds": False, "step": 3}),
         (LOSSES, LOSSES, {"weight": WEIGHT}, 1e-9, {"holds": True}),
-        (LOSSES, LOSSES, {"weight": WEIGHT}, 0, {"holds": False, "step": None, "where": "after 6", "tensor": "weight"}),
+        (
+            LOSSES,
+            LOSSES,
+            {"weight": WEIGHT},
+            0,
+            {"holds": False, "step": None, "where": "after step 6", "tensor": "weight"},
+        ),
         (LOSSES, LOSSES, {"bias": -torch.zeros(3)}, 0, {"holds": False, "weight": 0, "tensor": "bias"}),
         (LOSSES, LOSSES, {"bias": torch.full((3,), 0.5)}, 1e-3, {"holds": False, "tensor": "bias", "weight": 1.0}),
         (LOSSES, LOSSES, {"more": torch.ones(2)}, 1, {"holds": False, "tensor": "more", "weight": math.inf}),
@@ -83,113 +89,94 @@ def test_the_tolerance_is_that_of_the_arithmetic() -> None:
 
 # ---- which variants there are
 
+KNOWN = Known(steps=6, accumulation=1, batch=64, has_statistics=True, has_epochs=True, optimizers=1)
+SCRIPT = ("mine.py", "--lr", "1")
 
-def _setup(folder: Path = Path("out"), *, devices: int = 2, is_cpu: bool = True, **values: Any) -> Setup:
+
+def _setup(*, devices: int = 2, is_cpu: bool = True, script: tuple[str, ...] = (), **values: Any) -> Setup:
     config = override(RunConfig(), **{"batch": 64, "max_steps": 6} | values)
-    return Setup(config=config, folder=folder, devices=devices, is_cpu=is_cpu)
+    given = ("run" if script else "train", "--precision", "fp64")
+    return Setup(config=config, folder=Path("out"), devices=devices, is_cpu=is_cpu, given=given, script=script)
 
 
-def _others(setup: Setup, *, has_statistics: bool = True, steps: int = 6, **known: Any) -> list[Variant]:
-    return variants.others(setup, Known(steps=steps, has_statistics=has_statistics, **known))
+def _others(setup: Setup, **known: Any) -> dict[str, Variant]:
+    return {each.name: each for each in variants.others(setup, KNOWN._replace(**known))}
 
 
-def _after(words: tuple[str, ...], flag: str) -> str:
-    return words[words.index(flag) + 1] if flag in words else ""
+def _after(words: tuple[str, ...], flag: str) -> list[str]:
+    return [words[at + 1] for at, word in enumerate(words) if word == flag]
 
 
-def _strategies(found: list[Variant]) -> set[str]:
-    return {_after(words, "--strategy") for each in found for words in each.commands}
+def _strategies(found: dict[str, Variant]) -> set[str]:
+    return {name for each in found.values() for words in each.commands for name in _after(words, "--strategy")}
 
 
 @pytest.mark.parametrize("has_statistics", [True, False])
-def test_every_strategy_of_the_table_is_held_against_one_device(
+def test_every_strategy_of_one_host_is_held_against_one_device(
     has_statistics: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KINDS, "other", KINDS["ddp"])
     found = _others(_setup(), has_statistics=has_statistics)
-    partners = {each.name: each.partner for each in found}
+    partners = {name: each.partner for name, each in found.items()}
     assert {partners[name] for name in ("ddp-2", "ddp-3", "other-2", "other-3", "single-then-ddp-2")} == {"single"}
     assert partners["other-2-accum-2"] == "single-accum-2"
-    # One process cannot synchronise statistics: it is held against ranks that do not either, nor can they go on with
-    # what one device has begun.
-    assert partners["dp-2"] == ("ddp-2-local" if has_statistics else "single")
-    assert partners["hybrid-2x2"] == ("ddp-4-local" if has_statistics else "single")
-    assert ("single-then-hybrid-2x2" in partners) == (not has_statistics)
-    exact = ["ddp-2-by-torchrun", "ddp-2-by-hand", "ddp-2-resumed", "other-2-resumed", "hybrid-2x2-resumed"]
-    assert [each.name for each in found if each.same_bits] == exact
+    # One process cannot synchronise statistics: it is another model by design.
+    assert bool(found["dp-2"].why_not) == has_statistics
+    exact = ["ddp-2-by-torchrun", "ddp-2-by-hand", "ddp-2-resumed", "other-2-resumed"]
+    assert [name for name, each in found.items() if each.same_bits] == exact
     assert _strategies(_others(_setup(strategy="ddp"), has_statistics=has_statistics)) == {"single", "ddp"}
 
 
-@pytest.mark.parametrize(("gpus", "strategy"), [("5,3", "auto"), ("", "hybrid")])
-def test_gpus_are_those_there_are_and_bits_are_due_where_they_can_be(gpus: str, strategy: str) -> None:
-    chosen = gpus.split(",") if gpus else [*"0123"]
-    asked: dict[str, Any] = {"is_cpu": False, "gpus": gpus, "strategy": strategy, "devices": len(chosen)}
+@pytest.mark.parametrize("gpus", ["5,3", ""])
+def test_gpus_are_those_there_are_and_bits_are_due_where_they_can_be(gpus: str) -> None:
+    asked: dict[str, Any] = {"is_cpu": False, "gpus": gpus}
     found = _others(_setup(**asked))
-    assert not any(each.same_bits for each in found)
-    assert any(each.same_bits for each in _others(_setup(**asked, deterministic=True)))
-    for each in found:
-        for stage in each.stages:
-            taken = [_after(words, "--gpus").split(",") for words in stage]
-            if "hybrid" in stage[0]:  # each rank has GPUs of its own
-                assert [gpu for gpus in taken for gpu in gpus] == chosen
-            else:
-                assert all(gpus == (chosen[:1] if "single" in stage[0] else chosen) for gpus in taken)
-
-
-def test_code_of_the_users_own_is_named_to_each_variant() -> None:
-    for each in _others(_setup(loss="mine:loss", model="mine:Net")):
-        assert all({"mine:loss", "mine:Net"} <= {*words} for words in each.commands)
+    assert not any(each.same_bits for each in found.values())
+    assert any(each.same_bits for each in _others(_setup(**asked, deterministic=True)).values())
+    for words in (words for each in found.values() for words in each.commands):
+        chosen = [gpus.split(",")[0] if "single" in words else gpus] if gpus else []
+        assert _after(words, "--gpus") == chosen
 
 
 def test_what_cannot_be_trained_is_left_out() -> None:
     for setup, known, names in (
-        (_setup(batch=2), {}, {"ddp-3", "ddp-4-local", "ddp-2-accum-2", "hybrid-2x2", "hybrid-2x2-resumed"}),
-        (_setup(), {"steps": 1}, {"ddp-2-resumed", "single-then-ddp-2", "hybrid-2x2-resumed"}),
+        (_setup(batch=2), {"batch": 2, "has_statistics": False}, {"ddp-3", "ddp-2-accum-2"}),
+        (_setup(), {"steps": 1}, {"dp-2", "ddp-2-resumed", "single-then-ddp-2"}),
         (_setup(batchnorm="local"), {}, {"single-then-ddp-2"}),
-        (_scripted(), {"has_statistics": False, "has_batches": False}, {"single-accum-2", "ddp-2-accum-2"}),
-        (_scripted(), {"has_statistics": False, "has_epochs": False}, {"ddp-2-resumed", "single-then-ddp-2"}),
+        (_setup(script=SCRIPT), {"has_statistics": False, "batch": 0}, {"single-accum-2", "ddp-2-accum-2"}),
+        (_setup(script=SCRIPT), {"has_statistics": False, "has_epochs": False}, {"ddp-2-resumed", "single-then-ddp-2"}),
     ):
-        assert {each.name for each in _others(setup, **known) if each.why_not} == names
+        assert {name for name, each in _others(setup, **known).items() if each.why_not} == names
 
 
-def test_all_variants_share_a_config_without_what_tells_them_apart(tmp_path: Path) -> None:
-    variants.write_config(_setup(tmp_path, strategy="ddp", micro_batch=20, output=Path("asked")))
-    # 64 samples, at most 20 of them at once on one device
-    assert read_toml(tmp_path / variants.CONFIG) == override(_setup().config, accumulate=4)
-
-
-def _scripted(**values: Any) -> Setup:
-    script, flags = ("mine.py", "--lr", "1"), ("--precision", "fp64", "--max-steps", "6")
-    return dataclasses.replace(_setup(**values), script=script, flags=flags)
-
-
-def test_a_script_is_run_by_each_process_with_the_flags_given_alone(tmp_path: Path) -> None:
-    # Of how its batch is cut the reference leaves the decision to the script, and the others take over that.
-    for setup, cut in (
-        (_scripted(), ()),
-        (_scripted(micro_batch=9), ("--micro-batch", "9")),
-        (_scripted(accumulate=3), ("--accumulate", "3", "--micro-batch", "none")),
-    ):
-        (only,) = setup.reference.commands
-        shared = ("run", "--precision", "fp64", "--max-steps", "6", "--output", "out/single", "--strategy", "single")
-        assert only[4:] == (*shared, *cut, "mine.py", "--lr", "1")
-        assert _strategies(_others(setup, has_statistics=False)) == {"single", "ddp"}
-    for each in _others(setup, has_statistics=False):
-        assert all(words[-3:] == ("mine.py", "--lr", "1") for words in each.commands)
-        assert {_after(words, "--accumulate") for words in each.commands} == {"6" if "accum" in each.name else "3"}
-    variants.write_config(dataclasses.replace(setup, folder=tmp_path))
-    assert not list(tmp_path.iterdir())  # a file would beat what the script decides on
-
-
-def test_a_step_of_ones_own_is_trained_by_processes_with_one_device_each() -> None:
-    found = _others(_setup(step="mine:step"), has_statistics=False)
-    assert _strategies(found) == {"single", "ddp"}
-    assert all(each.partner for each in found)
+def test_each_variant_has_the_flags_given_and_is_cut_as_the_reference_was() -> None:
+    (only,) = variants.reference(_setup(script=SCRIPT)).commands
+    assert only[3:7] == ("lockstep", "run", "--precision", "fp64")
+    assert only[-3:] == SCRIPT
+    assert _after(only, "--accumulate") == [], "what a script decides on is its own"
+    found = _others(_setup(script=SCRIPT), accumulation=3, has_statistics=False)
+    assert _strategies(found) == {"single", "ddp"}, "each process of a script has one device"
+    for each in found.values():
+        for words in each.commands:
+            assert words[-3:] == SCRIPT
+            assert _after(words, "--accumulate") == ["6" if "accum" in each.name else "3"]
+    assert _strategies(_others(_setup(step="mine:step"))) == {"single", "ddp"}
+    assert "--find-unused" not in _others(_setup(find_unused=True))["dp-2"].commands[0]
+    assert "--find-unused" in _others(_setup(find_unused=True))["ddp-2"].commands[0]
 
 
 def test_accumulation_is_a_part_of_loops_with_several_optimizers() -> None:
-    found = {each.name: each for each in _others(_scripted(), has_statistics=False, optimizers=2)}
+    found = _others(_setup(script=SCRIPT), has_statistics=False, optimizers=2)
     assert (found["single-accum-2"].partner, found["ddp-2-accum-2"].partner) == ("", "single-accum-2")
+
+
+def test_the_first_gradients_are_what_optimizers_keep_of_them(tmp_path: Path) -> None:
+    for name, momentum in (("adam", 0.9), ("plain", 0.0)):
+        words = ("--optimizer", "adamw") if momentum else ("--momentum", "0", "--no-nesterov")
+        run = ("train", "digits", "--model", "mlp", "--accelerator", "cpu", "--strategy", "single", "--max-steps", "1")
+        assert main([*run, *words, "--output", str(tmp_path / name)]) == 0
+        found = curve.read(tmp_path / name, first_step=True).tensors
+        assert {each.partition("/")[0] for each in found} == {"optimizer" if momentum else "model"}
 
 
 # ---- running them

@@ -95,13 +95,9 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, capsys: Capture
 
 def test_what_is_no_whole_checkpoint_is_refused(tmp_path: Path, capsys: Capture) -> None:
     good = _ours(tmp_path / "run", _weights())
-    whole = _save(tmp_path / "whole.pth", _weights())
-    save_file(_weights(), tmp_path / "whole.safetensors")
-    for path in (tmp_path / "whole.pth", tmp_path / "whole.safetensors"):
-        data, cut = path.read_bytes(), tmp_path / f"cut{path.suffix}"
-        for length in (0, 100, len(data) // 2, len(data) - 1):
-            cut.write_bytes(data[:length])
-            assert f"{cut} cannot be read: it is cut short, damaged" in refusal(capsys, "diff", good, cut)
+    whole, cut = _save(tmp_path / "whole.pth", _weights()), tmp_path / "cut.pth"
+    cut.write_bytes(Path(whole).read_bytes()[:-1])
+    assert f"{cut} cannot be read: it is cut short, damaged" in refusal(capsys, "diff", good, cut)
     assert "holds no tensor" in refusal(capsys, "diff", good, _save(tmp_path / "numbers.pt", {"epoch": 3}))
     assert "no such file or folder" in refusal(capsys, "diff", good, tmp_path / "nothing")
     damaged = good / "checkpoints" / "last" / "model.safetensors"
@@ -161,19 +157,11 @@ def test_ulps_count_the_numbers_between() -> None:
         assert _one(least, -least).ulps == 2
 
 
-def test_the_whole_of_a_tensor_is_compared_by_its_largest_number() -> None:
-    a = torch.arange(50_000.0)
-    b = a.clone()
-    b[[3, 48_000]] += torch.tensor([0.5, 2.0])
-    found = _one(a.view(5, -1), b.view(5, -1))
-    assert (found.differing, found.absolute, found.relative) == (2, 2.0, 2.0 / 49_999)
-
-
-@pytest.mark.parametrize("numbers", list(permutations((0.0, 1.5, -1.5, math.inf, -math.inf, math.nan), 2)))
-def test_what_is_no_number_differs_from_all_others_without_end(numbers: tuple[float, float]) -> None:
-    x, y = (torch.tensor([1.0, each]) for each in numbers)
-    found, is_finite = _one(x, y), all(map(math.isfinite, numbers))
-    assert (found.differing, found.absolute) == (1, abs(numbers[0] - numbers[1]) if is_finite else math.inf)
+def test_what_is_no_number_differs_from_all_others_without_end() -> None:
+    for numbers in permutations((0.0, 1.5, -1.5, math.inf, -math.inf, math.nan), 2):
+        found = _one(*(torch.tensor([1.0, each]) for each in numbers))
+        is_finite = all(map(math.isfinite, numbers))
+        assert (found.differing, found.absolute) == (1, abs(numbers[0] - numbers[1]) if is_finite else math.inf)
 
 
 def test_bits_that_are_no_other_value_are_seen() -> None:

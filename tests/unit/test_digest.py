@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.checks import finite
-from lockstep.checks.digest import differing, digest, digests
+from lockstep.checks.digest import differing, digest
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.engine import train
@@ -43,20 +43,17 @@ def _flipped(tensor: Tensor, bit: int) -> Tensor:
 @pytest.mark.parametrize("size", [1, 513, 70_001])
 def test_one_bit_is_seen_and_its_tensor_named(size: int, dtype: torch.dtype) -> None:
     own = {"other": some(1000, seed=1), "this": some(size, dtype)}
-    copy = {name: each.clone() for name, each in own.items()}
-    whole, each = int(digest([*own.values()])), digests([*own.values()]).tolist()
-    assert (int(digest([*copy.values()])), digests([*copy.values()]).tolist()) == (whole, each)
-    assert differing(own, dict(reversed(copy.items()))) == []
+    copy = {name: each.clone() for name, each in reversed(own.items())}
+    whole = int(digest([*own.values()]))
+    assert whole == int(digest([each.clone() for each in own.values()]))
+    assert differing(own, copy) == []
     bits = own["this"].nbytes * 8
     for bit in {0, 1, 7, bits // 3, bits // 2, bits - 1}:
         if dtype == torch.bool:
             bit -= bit % 8  # a truth value has one bit that means something
         copy["this"] = _flipped(own["this"], bit)
-        assert int(digest([*copy.values()])) != whole
-        found = digests([*copy.values()]).tolist()
-        assert found[0] == each[0]
-        assert found[1] != each[1]
-        assert differing(own, dict(reversed(copy.items()))) == ["this"]
+        assert int(digest([own["other"], copy["this"]])) != whole
+        assert differing(own, copy) == ["this"]
 
 
 def _changes() -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
@@ -67,21 +64,16 @@ def _changes() -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
     yield "a tensor comes twice", [a, b, small], [a, b, small, small]
     for shape in ((512, 512), (256, 64, 3, 3), (3, 5)):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        rows, flat = weight.flatten(1), weight.view(-1)
-        pairs = [(rows, 0, 1), (rows, 0, len(rows) - 1)]
-        pairs += [(flat, 0, distance) for distance in (1, 2, 3, 64, 512, 513) if distance < len(flat)]
-        for held, first, second in pairs:
+        for held, distance in product((weight.flatten(1), weight.view(-1)), (1, 2, len(weight) - 1)):
             turned = held.clone()
-            turned[first], turned[second] = held[second], held[first]
-            yield f"rows or elements {first} and {second} of {shape}", [weight], [turned.view(shape)]
+            turned[0], turned[distance] = held[distance], held[0]
+            yield f"rows or elements {distance} apart of {shape}", [weight], [turned.view(shape)]
     wide = some(300_000)
     for bit, distance in product((0, 31, 63), (1, 8, 64, 512, 4096, 65_536)):
         words = wide.view(torch.int64).clone()
         words[[7, 7 + distance]] ^= -(1 << 63) if bit == 63 else 1 << bit
         # As a data line does that has gone bad; distances that are powers of two, which memory has.
         yield f"bit {bit} in two words {distance} apart", [wide], [words.view(torch.float32)]
-    for size in (1, 64, 40_001):
-        yield f"all {size} set", [torch.zeros(size)], [torch.full((size,), -1, dtype=torch.int32).view(torch.float32)]
     long = torch.arange((1 << 22) + 5)  # words: of two pieces
     for at in (0, (1 << 22) - 1, 1 << 22, len(long) - 1):
         changed = long.clone()

@@ -246,7 +246,7 @@ def test_a_submitted_job_writes_through_no_link(
 def test_the_variants_of_a_curve_are_written_through_no_link(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("single", "single.log", "curve.toml"):
+    for name in ("single", "single.log"):
         (tmp_path / name / "out").mkdir(parents=True)
         (tmp_path / name / "out" / name).symlink_to(tmp_path)
         told = refusal(capsys, "verify", "curve", "digits", "--model", "mlp", "--output", tmp_path / name / "out")

@@ -134,18 +134,6 @@ CURVE = """
 [torchrun]                             | starts all ranks itself | unset RANK WORLD_SIZE LOCAL_RANK
 """
 
-SCRIPTS = """
-absent.py                              | absent.py cannot be read
---lr 1 mine.py                         | lockstep verify curve takes no --lr: the script decides
---rank 0 --world-size 2 --init-method file:///x mine.py --rank 1 | no use for --rank 0
-"""
-
-FIRST_STEP = """
---max-steps 3 mine.py                  | --max-steps has no use
---all mine.py                          | --all has no use here
---lr 1 mine.py                         | lockstep verify gradients takes no --lr
-"""
-
 # What reaches the model, the data set or the loss: refused on the first rank, with torch, before anything trains.
 OWN = """
 --model {own}:none                     | returned None | an nn.Module
@@ -172,8 +160,37 @@ OWN = """
 --resume gone                          | gone | no checkpoint
 """.replace("{own}", "tests.refused")
 
+SCRIPTS = """
+absent.py                    | absent.py cannot be read
+-m no_such_module            | -m no_such_module: there is no such module
+--lr 1 mine.py               | lockstep verify curve takes no --lr: the script decides
+--strategy dp mine.py        | --strategy dp drives several devices | each process of a script has one
+--rank 0 --world-size 2 --init-method file:///x mine.py --rank 1 | no use for --rank 0
+--devices 1 mine.py          | --devices 1 leaves nothing to compare
+"""
+
+FIRST_STEP = """
+absent.py                    | absent.py cannot be read
+--max-steps 3 mine.py        | --max-steps has no use
+--all mine.py                | --all has no use here
+--lr 1 mine.py               | lockstep verify gradients takes no --lr
+--world-size 2 --rank 0 --init-method file:///x mine.py | lockstep verify gradients has no use for --rank 0
+"""
+
+GRADIENTS = """
+--devices 1                  | --devices 1 leaves nothing to compare
+--strategy single            | --strategy single has one replica
+--step nowhere:step          | --step nowhere:step: no module 'nowhere'
+"""
+
+VERIFY = """
+verify run nothing           | is not there; give a run's folder
+verify run photos            | lies in no run's folder
+verify run                   | takes one run, found 0
+"""
+
 TABLES = {
-    "": COMMANDS,
+    "": COMMANDS + VERIFY.lstrip(),
     "train digits": TRAIN,
     "train digits --accelerator cpu": STARTS,
     "run": RUN,
@@ -181,6 +198,7 @@ TABLES = {
     "verify curve digits --accelerator cpu": CURVE,
     "verify curve --accelerator cpu": SCRIPTS,
     "verify gradients --accelerator cpu": FIRST_STEP,
+    "verify gradients digits --accelerator cpu": GRADIENTS,
     "train --accelerator cpu --model mlp": OWN,
 }
 ROWS = [(begun, *row.split("|", 1)) for begun, rows in TABLES.items() for row in rows.strip("\n").splitlines()]

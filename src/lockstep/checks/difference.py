@@ -1,4 +1,4 @@
-"""How two sets of named tensors differ: what one of them lacks, and of the others how much, by kind of layer."""
+"""How two sets of named tensors differ: what one of them lacks, and how much the others differ, by kind of layer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..errors import counted
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_PART = 1 << 14
-"""Elements that are compared at once: what the passes over them make stays in the processor's caches."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""A type of whole numbers for each size of an element in bytes."""
+_PART = 1 << 14
+"""Elements compared at a time, so that intermediate results stay in the processor's caches."""
+_MOST = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -23,21 +24,16 @@ class Difference:
     """One tensor that is not the same bits on both sides."""
 
     name: str
-    kind: str
-    """Of what layer it is a part: BatchNorm statistics, convolution weights, …"""
+    kind: str  # what it is a part of: BatchNorm statistics, convolution weights, …
     elements: int
-    differing: int
-    """Elements whose values differ; 0 where only the signs of zeros or the bits of NaNs do."""
-    absolute: float
-    """Largest |a - b|, in float64; infinite where one side is not a finite number and the other has another value."""
-    relative: float
-    """`absolute` by the largest finite |value| of the tensor on either side."""
-    ulps: int | None
-    """Largest number of floating-point numbers between a and b, plus one; None for whole numbers and across dtypes."""
-    dtypes: str = ""
-    """Both, where they differ; the values are then compared in float64."""
-    shapes: str = ""
-    """Both, where they differ; nothing is then compared."""
+    differing: int = 0  # elements whose values differ; 0 where only the signs of zeros or the bits of NaNs do
+    absolute: float = math.inf
+    """Largest |a - b|, in float64; infinite where one side is not finite and the other has another value."""
+    relative: float = math.inf  # `absolute` by the largest finite |value| of the tensor on either side
+    ulps: int | None = None
+    """Largest distance in floating-point numbers from a to b; None for whole numbers and across dtypes."""
+    dtypes: str = ""  # both, where they differ; the values are then compared in float64
+    shapes: str = ""  # both, where they differ; the values are then not compared
 
 
 @dataclass(frozen=True)
@@ -46,35 +42,38 @@ class Comparison:
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
-    differences: tuple[Difference, ...]
-    """Of tensors that both have: largest relative difference first."""
-    equal: int
-    """Tensors that are the same bits on both sides."""
+    differences: tuple[Difference, ...]  # of tensors that both have: largest relative difference first
+    equal: int  # tensors that are the same bits on both sides
 
     def beyond(self, tolerance: float) -> tuple[Difference, ...]:
         """Return the differences whose relative size exceeds `tolerance`; with 0, also those in bits alone."""
         return tuple(each for each in self.differences if tolerance == 0 or not each.relative <= tolerance)
 
+    def sizes(self, floor: float) -> dict[str, float]:
+        """Return each difference relative to `floor` at least; infinite for a tensor that one side lacks."""
+        found = {each.name: min(each.relative, each.absolute / floor) for each in self.differences}
+        return found | dict.fromkeys((*self.only_a, *self.only_b), math.inf)
+
     def verdict(self, tolerance: float) -> str:
         """Return in a sentence whether the two are the same, and if not, what kind of tensors differ."""
         kinds = Counter(each.kind for each in self.beyond(tolerance))
-        lacking = [f"{counted(len(self.only_a), 'tensor')} only in A"] * bool(self.only_a)
-        lacking += [f"{counted(len(self.only_b), 'tensor')} only in B"] * bool(self.only_b)
+        sides = {"A": len(self.only_a), "B": len(self.only_b)}
+        parts = [f"{counted(count, 'tensor')} only in {side}" for side, count in sides.items() if count]
         tensors = counted(self.equal + len(self.differences), "tensor")
-        if not kinds and not lacking:
-            within = f" within {tolerance:g}" if self.differences else " bits"
-            more = f", of which {len(self.differences)} not the same bits" if self.differences else ""
-            return f"The same{within}: {tensors}{more}."
-        if len(kinds) == 1 and not lacking:
-            ((kind, count),) = kinds.items()
-            return f"Only {kind} differ: {count} of {tensors}."
-        parts = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
-        said = [f"{kinds.total()} of {tensors} differ: {parts}"] if kinds else []
-        return f"{'; '.join([*said, *lacking])}."
+        if len(kinds) == 1 and not parts:
+            return f"Only {''.join(kinds)} differ: {kinds.total()} of {tensors}."
+        if kinds:
+            of_kinds = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
+            parts.insert(0, f"{kinds.total()} of {tensors} differ: {of_kinds}")
+        if parts:
+            return f"{'; '.join(parts)}."
+        if not self.differences:
+            return f"The same bits: {tensors}."
+        return f"The same within {tolerance:g}: {tensors}, of which {len(self.differences)} not the same bits."
 
 
 def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Comparison:
-    """Return how the tensors `a` and `b`, on the CPU, differ, matched by name."""
+    """Return how the tensors `a` and `b` differ, matched by name."""
     shared = [name for name in a if name in b]
     different = [name for name in shared if not _same_bits(a[name], b[name])]
     found = [_difference(name, a[name], b[name], _kind_of(name, a[name], a.keys())) for name in different]
@@ -86,21 +85,25 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Comparison:
     )
 
 
+def distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest |a - b| of two tensors of one shape; infinite where a value is no number."""
+    return _difference("", a.detach(), b.detach(), "").absolute
+
+
 def _kind_of(name: str, tensor: Tensor, names: Collection[str]) -> str:
     """Return what `tensor` is, in the plural, by its group, its shape and the tensors beside it in `names`."""
     group, _, path = name.partition("/")
     layer, _, leaf = path.rpartition(".")
     if group == "optimizer":
         return "optimizer tensors"
-    if leaf in _STATISTICS:
-        what = "BatchNorm statistics"
+    kind = "convolution weights" if tensor.dim() > 2 else "linear and embedding weights"
+    if leaf in ("running_mean", "running_var", "num_batches_tracked"):
+        kind = "BatchNorm statistics"
     elif f"{group}/{layer}.running_mean" in names:
-        what = "BatchNorm weights and biases"
+        kind = "BatchNorm weights and biases"
     elif leaf == "bias" or tensor.dim() < 2:
-        what = "biases and other vectors"
-    else:
-        what = "convolution weights" if tensor.dim() > 2 else "linear and embedding weights"
-    return what if group == "model" else f"{group}'s {what}"
+        kind = "biases and other vectors"
+    return kind if group == "model" else f"{group}'s {kind}"
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -108,9 +111,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the elements in order as whole numbers, which are compared as such: a NaN is then equal to itself."""
     flat = _flat(tensor)
-    return flat.view(INTEGERS[flat.element_size()])
+    return flat.view(INTEGERS[flat.element_size()])  # by which a NaN is equal to itself
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -120,44 +122,34 @@ def _flat(tensor: Tensor) -> Tensor:
 def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
     if a.shape != b.shape:
         shapes = f"{tuple(a.shape)} in A, {tuple(b.shape)} in B"
-        return Difference(name, kind, a.numel(), a.numel(), math.inf, math.inf, None, shapes=shapes)
-    dtypes = "" if a.dtype == b.dtype else f"{_short(a.dtype)} in A, {_short(b.dtype)} in B"
+        return Difference(name, kind, a.numel(), a.numel(), shapes=shapes)
+    dtypes = "" if a.dtype == b.dtype else f"{a.dtype} in A, {b.dtype} in B".replace("torch.", "")
     has_ulps = not dtypes and a.dtype.is_floating_point
     absolute, largest, differing, ulps = 0.0, 0.0, 0, 0
-    parts = (torch.split(_flat(each), _PART) for each in (a, b))
-    for x, y in zip(*parts, strict=True) if a.numel() else ():
-        if has_ulps:
-            ulps = max(ulps, _ulps(x, y))
-        # Whole numbers that float64 does not hold are compared as they are, and their distance comes out rounded.
-        other = x.long() != y.long() if not (dtypes or x.is_floating_point()) else x.double() != y.double()
+    for x, y in zip(*(torch.split(_flat(each), _PART) for each in (a, b)), strict=True) if a.numel() else ():
+        ulps = max(ulps, _ulps(x, y)) if has_ulps else 0
+        # Whole numbers beyond float64's digits are compared as they are; their distance comes out rounded.
+        unlike = x.double() != y.double() if dtypes or x.is_floating_point() else x.long() != y.long()
         x, y = x.double(), y.double()
-        other &= ~(x.isnan() & y.isnan())
-        # Two infinities of one sign are equal, and so are two NaNs; their difference would be none.
-        gaps = (x - y).abs().masked_fill_(~other, 0).nan_to_num_(nan=math.inf, posinf=math.inf)
-        absolute, differing = max(absolute, float(gaps.max())), differing + int(other.sum())
+        unlike &= ~(x.isnan() & y.isnan())
+        # Where the two are equal, inf - inf and nan - nan are no difference.
+        gaps = (x - y).abs().masked_fill_(~unlike, 0).nan_to_num_(nan=math.inf, posinf=math.inf)
+        absolute, differing = max(absolute, float(gaps.max())), differing + int(unlike.sum())
         largest = max(largest, *(float(each.nan_to_num(0, 0, 0).abs().max()) for each in (x, y)))
     relative = absolute / largest if largest else (math.inf if absolute else 0.0)
     return Difference(name, kind, a.numel(), differing, absolute, relative, ulps if has_ulps else None, dtypes)
 
 
 def _ulps(x: Tensor, y: Tensor) -> int:
-    """Return how many steps from one floating-point number to the next lead from x (n,) to y at most.
-
-    Two NaNs are no step apart, whatever their bits. Read as a whole number, a float's bits order the positive numbers;
-    the negative ones, mirrored, continue them.
-    """
+    """Return the largest number of steps between neighbouring floating-point numbers from x (n,) to y."""
     first, second = _place(x), _place(y)
     steps = (first - second).abs()
-    # Of opposite signs they may be farther apart than 64 bits count.
-    steps.masked_fill_(((first < 0) != (second < 0)) & (first.abs() > torch.iinfo(torch.int64).max - second.abs()), -1)
-    steps.masked_fill_(steps < 0, torch.iinfo(torch.int64).max).masked_fill_(x.isnan() & y.isnan(), 0)
-    return int(steps.max())
+    # Numbers of opposite signs may be further apart than int64 counts.
+    steps.masked_fill_(((first ^ second) < 0) & (first.abs() > _MOST - second.abs()), _MOST)
+    return int(steps.masked_fill_(x.isnan() & y.isnan(), 0).max())
 
 
 def _place(values: Tensor) -> Tensor:
+    """Return each number's place among all of its type: their bits as whole numbers, the negative ones mirrored."""
     bits = values.contiguous().view(INTEGERS[values.element_size()])
     return torch.where(bits < 0, torch.iinfo(bits.dtype).min - bits, bits).long()
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

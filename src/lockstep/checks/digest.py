@@ -1,23 +1,17 @@
-"""A digest of tensors, computed where they lie: one 64-bit number, which is another one if a single bit is.
+"""A digest of tensors, computed where they lie: a 64-bit number that changes with any single bit.
 
-A tensor's bytes are read once, as 64-bit integers. The tensor is cut into layers that are laid upon each other and
-summed, wrapping around at 2⁶⁴: so a word meets only those a multiple of a layer away. Each sum is then mixed and
-multiplied by an odd key of its own, and all are added. A change of one sum changes the digest for certain, such as a
-flipped bit; changes of several cancel with a chance of 2⁻⁶³, such as those of elements that change places. What cancels
-within a sum, such as words one layer apart that change places, is not seen. Whole numbers add up to the same in any
-order, so that the digest is the same on every device, with any number of threads.
+A tensor's bytes are read once, as 64-bit words. Long tensors are cut into layers, which are summed, wrapping around at
+2⁶⁴; each sum is mixed, multiplied by an odd key of its own, and added up. A change of one sum changes the digest, and
+changes of several cancel with a chance of 2⁻⁶³; unseen is what cancels within a sum, such as two words a multiple of a
+layer apart that change places. Sums of whole numbers do not depend on order: every device gives the same digest.
+(torch.hash_tensor does not see elements that change places, and is slower on a CPU.)
 
-torch.hash_tensor, which combines bits by exclusive or, does not see elements that change places at all, and on a CPU
-takes longer.
-
-Digests are what tensors are compared by here, between ranks and between the devices of one process, since bytes need
-not travel for it; only of tensors that differ are the values exchanged, to tell by how much.
+Ranks and devices compare digests, so that tensors travel only where they differ, to tell by how much.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,18 +23,13 @@ from torch import Tensor
 
 from ..checkpoint.state import laid_out_as
 from ..world.world import World
-from .difference import INTEGERS
+from .difference import INTEGERS, distance
 
-_LAYERS = 31
-"""With fewer, what follows takes longer; with more, the sums. A prime: memory has distances of powers of two."""
-_LAYERED = 1 << 14
-"""Words from which on layers are worth it; below, each word has a key of its own."""
-_PIECE = 1 << 22
-"""Words that are cut into layers at a time: keys are as many as the words of two layers, and kept."""
-_GROUP = 1 << 16
-"""Words that are mixed and summed at a time: they stay in the processor's caches."""
-_SMALL_BYTES = 1 << 17
-"""Tensors below this size are digested together: each call on one costs as much as reading some ten thousand bytes."""
+_LAYERS = 31  # more make the sums slower, fewer what follows; a prime, as distances in memory are powers of two
+_LAYERED = 1 << 14  # words from which on layers are worth it; below, each word has a key of its own
+_PIECE = 1 << 22  # words that are cut into layers at a time, which bounds the number of keys
+_GROUP = 1 << 16  # words that are mixed and summed at a time: they stay in the processor's caches
+_SMALL_BYTES = 1 << 17  # below, tensors are digested together: a call costs as much as reading ten thousand bytes
 _KEY = 0x9E3779B97F4A7C15
 
 
@@ -48,14 +37,13 @@ class Found(NamedTuple):
     """A tensor that is not the same bits on all ranks."""
 
     name: str
-    ranks: tuple[int, ...]
-    """Those that are unlike most; all of them where no more than half agree."""
+    ranks: tuple[int, ...]  # those that are unlike most; all of them where no more than half agree
     gap: float | None
     """Largest |difference| from rank 0's, infinite where a value is no number; None where a rank lacks the tensor."""
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the digest (0-dim int64, on their device) of all `tensors`, in their order; nothing is waited for.
+    """Return the digest (0-dim int64, on their device) of all `tensors`, in their order; waits for nothing.
 
     Tensors are taken in memory order: ranks that compare have the same memory format.
     """
@@ -70,16 +58,10 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
     return _folded(part for body in bodies for part in _parts(body))
 
 
-def digests(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the digest of each tensor by itself, (n,) int64."""
-    return torch.stack([_folded(_parts(_flat(tensor))) for tensor in tensors])
-
-
 def differing(own: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> list[str]:
-    """Return the names in `copy`, on whatever device, that are not the same bits as the tensors of that name in `own`.
+    """Return the names in `copy`, on any device and in any memory order, whose bits are not those in `own`.
 
-    The order in memory may be another one. The host waits for both devices, and compares the numbers itself: what
-    carries tensors from one device to another is not relied on.
+    The host compares the numbers: what carries tensors from one device to another is not relied on.
     """
     ours = [own[name] for name in copy]
     theirs = [
@@ -88,76 +70,46 @@ def differing(own: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> list[str
     ]
     if not ours or int(digest(ours)) == int(digest(theirs)):
         return []
-    pairs = zip(copy, digests(ours).tolist(), digests(theirs).tolist(), strict=True)
-    return [name for name, mine, their in pairs if mine != their]
+    pairs = zip(copy, ours, theirs, strict=True)
+    return [name for name, mine, their in pairs if int(digest([mine])) != int(digest([their]))]
 
 
 def compare(world: World, tensors: Mapping[str, Tensor]) -> list[Found]:
-    """Return the tensors that are not the same bits on all ranks, or that some lack (*collective*).
+    """Return the tensors that are not the same bits on all ranks (*collective*).
 
-    First those that some lack, then the largest difference.
+    First come those that some rank lacks, then the largest difference.
     """
-    own = {
-        name: value
-        for group in device_groups(tensors)
-        for name, value in zip(group, digests(list(group.values())).tolist(), strict=True)
-    }
-    by_rank: list[dict[str, int]] = world.gather(own)
+    by_rank: list[dict[str, int]] = world.gather({name: int(digest([each])) for name, each in tensors.items()})
     names = dict.fromkeys(name for theirs in by_rank for name in theirs)
     values = {name: [theirs.get(name) for theirs in by_rank] for name in names}
     unlike = [name for name, each in values.items() if len(set(each)) > 1]
-    shared = [name for name in unlike if None not in values[name]]
-    gaps = dict(zip(shared, _gaps(world, [tensors[name] for name in shared]), strict=True))
+    gaps = {name: _gap(world, tensors[name]) for name in unlike if None not in values[name]}
     found = [Found(name, _unlike_most(values[name]), gaps.get(name)) for name in unlike]
     return sorted(found, key=lambda each: -math.inf if each.gap is None else -each.gap)
 
 
-def largest_gap(a: Tensor, b: Tensor) -> float:
-    """Return the largest |a - b| of two tensors of one shape and device; infinite where a value is no number."""
-    gaps = (_plain(a).double() - _plain(b).double()).abs()
-    return float(gaps.nan_to_num(nan=math.inf, posinf=math.inf).max()) if a.numel() else 0.0
-
-
-def device_groups(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the tensors of each kind of device, in the order in which these come: the same on every rank."""
-    groups: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        groups.setdefault(tensor.device.type, {})[name] = tensor
-    return list(groups.values())
-
-
 def _unlike_most(values: Sequence[int | None]) -> tuple[int, ...]:
-    """Return the ranks whose value is not that of the majority; all ranks where there is none."""
     (value, count), *_ = Counter(values).most_common(1)
-    if 2 * count <= len(values):
-        return tuple(range(len(values)))
-    return tuple(rank for rank, theirs in enumerate(values) if theirs != value)
+    has_majority = 2 * count > len(values)
+    return tuple(rank for rank, theirs in enumerate(values) if not has_majority or theirs != value)
 
 
-def _gaps(world: World, tensors: Sequence[Tensor]) -> list[float]:
-    """Return of each tensor the largest |difference| of any rank's from rank 0's (*collective*)."""
-    found: list[float] = []
-    ends = itertools.accumulate(each.numel() for each in tensors)
-    # Some at a time, as float64: a model may fill a device's memory, and an exchange for each takes as long as for all.
-    for _, group in itertools.groupby(zip(tensors, ends, strict=True), key=lambda each: each[1] // _PIECE):
-        parts = [_plain(tensor).reshape(-1).to(world.device, torch.float64) for tensor, _ in group]
-        own = torch.cat(parts)
-        reference = own.clone()
-        world.broadcast([reference])
-        same = (own == reference) | (own.isnan() & reference.isnan())
-        gaps = (own - reference).abs().masked_fill(same, 0).nan_to_num(nan=math.inf, posinf=math.inf)
-        found += world.max(torch.stack([part.max() for part in torch.split(gaps, list(map(len, parts)))])).tolist()
-    return found
+def _gap(world: World, tensor: Tensor) -> float:
+    """Return the largest |difference| of any rank's tensor from rank 0's (*collective*)."""
+    own = _plain(tensor).reshape(-1).to(world.device, torch.float64)
+    reference = own.clone()
+    world.broadcast([reference])
+    return float(world.max(torch.tensor(distance(own, reference), dtype=torch.float64, device=world.device)))
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return the numbers, a complex one as two, without their history."""
+    """Return the numbers without their history, a complex one as two."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements (n,), as whole numbers of their size, in memory order where that needs no copy."""
+    """Return the elements (n,) as whole numbers of their size, in memory order where that needs no copy."""
     tensor = _plain(tensor)
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)
@@ -171,9 +123,7 @@ def _parts(flat: Tensor) -> Iterator[Tensor]:
     if flat.storage_offset() % per_word:
         flat = flat.clone()  # words begin where memory has them
     whole = len(flat) // per_word * per_word
-    words = flat[:whole].view(torch.int64)
-    for at in range(0, len(words), _PIECE):
-        piece = words[at : at + _PIECE]
+    for piece in torch.split(flat[:whole].view(torch.int64), _PIECE):
         deep = len(piece) // _LAYERS if len(piece) >= _LAYERED else 0
         if deep:
             yield piece[: _LAYERS * deep].view(_LAYERS, deep).sum(0)
@@ -210,7 +160,7 @@ def _sum_of(numbers: Tensor) -> Tensor:
 
 @functools.cache  # powers of two up to the words of two layers: some megabytes a device
 def _keys(count: int, device: torch.device) -> Tensor:
-    """Return (count,) odd int64 numbers in no order: of evenly spaced ones, moves to and fro would cancel."""
+    """Return (count,) odd int64 numbers without a pattern: with evenly spaced ones, moves to and fro would cancel."""
     # SplitMix64 (G. Steele, D. Lea, C. Flood, 2014) of 1, 2, 3, …
     found = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_KEY)
     found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""Weights and what goes with them that are no longer finite numbers: a loss can be finite and its gradients not."""
+"""Find tensors that are not finite: a loss can be finite while its gradients are not."""
 
 from __future__ import annotations
 
@@ -16,26 +16,24 @@ NAMED = 3
 
 
 def suspect(tensors: Iterable[Tensor]) -> Tensor:
-    """Return whether any of `tensors`, of one device, may hold a number that is not finite; nothing is waited for.
+    """Return whether any of `tensors`, of one device, may be not finite; waits for nothing.
 
-    The answer (0-dim bool, on their device; on the CPU where there are none) is True for every NaN and infinity, and
-    also where finite numbers are so large that the squares of a norm overflow: the norm is the quickest of torch's
-    passes over memory, and `not_finite` makes sure.
+    The answer (0-dim bool, on their device) is True for every NaN and infinity, and also for finite numbers whose
+    squares overflow: a norm is torch's quickest pass over memory, and `not_finite` makes sure.
     """
     held = [each.detach() for each in tensors if _can_be(each)]
     if not held:
         return torch.tensor(False)
-    norms = _torch.foreach_norm(held)
-    return ~torch.stack([norm.float() for norm in norms]).isfinite().all()
+    return ~torch.stack([norm.float() for norm in _torch.foreach_norm(held)]).isfinite().all()
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of those that hold a number which is not finite, in their order."""
+    """Return the names of the tensors that hold a NaN or an infinity."""
     return [name for name, each in tensors.items() if _can_be(each) and not bool(each.detach().isfinite().all())]
 
 
 def found(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors, of one device, that are not finite on any rank: the same on all (*collective*)."""
+    """Return the names of tensors, of one device, that are not finite on any rank (*collective*)."""
     own = not_finite(tensors) if bool(suspect(tensors.values())) else []
     return list(dict.fromkeys(name for theirs in world.gather(own) for name in theirs))
 
@@ -50,5 +48,4 @@ def error(step: int, names: Iterable[str], remedy: str) -> RunError:
 
 
 def _can_be(tensor: Tensor) -> bool:
-    """Return whether `tensor` has elements of a kind that includes infinities and NaNs."""
     return (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0

@@ -1,13 +1,16 @@
-"""The ledger of a run that trains, `ledger.bin` (see `pages`): noted by every rank, written by rank 0.
+"""The ledger of a run, `ledger.bin` (see `pages`): noted by every rank, written by rank 0, and judged afterwards.
 
-While it is written, an account is kept of the samples of the epoch under way, so that it is known at the epoch's end
-whether each came exactly once.
+The samples of the epoch under way are counted meanwhile, so that its end tells whether each came exactly once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,18 +18,60 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import RequestError
+from ..batching import BatchPlan
+from ..errors import RequestError, counted
 from ..files import append_whole, ours
+from ..record.checks import Check
 from ..world.world import World
-from .exactly_once import Tally, evaluated
-from .pages import EVAL, TRAIN, Indices, Page, read
+from .pages import EVAL, TRAIN, Indices, Page, TornError, read
+
+CLAIM = "Each epoch and each evaluation held each sample exactly once"
+_NAMED = 4
+"""Findings that a check names."""
+Notes = list[tuple[int, Indices]]
+"""The samples (n,) that a rank has computed, by step."""
+
+
+class _Tally:
+    """How often each of `samples` samples came."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        # An index has as many bits as the largest sample, and may be beyond it. Memory is for those that came alone.
+        self._kind = np.min_scalar_type(2 * samples)
+        self._pages: list[Page] = []
+
+    def add(self, page: Page) -> None:
+        """Count the samples of a page."""
+        self._pages.append(dataclasses.replace(page, indices=page.indices.astype(self._kind)))
+
+    def finding(self, expected: int | None) -> str:
+        """Return in a clause why this is not each sample exactly once; "" where it is.
+
+        `expected` is how many samples were to come, all or fewer; None where that is not known, and it is only asked
+        whether one came twice.
+        """
+        came = np.concatenate([np.empty(0, self._kind), *(page.indices for page in self._pages)])
+        different, times = np.unique(came, return_counts=True)
+        known = int(np.searchsorted(different, self.samples))
+        clauses = [f"{known:,} of {expected:,} samples came"] if expected not in (None, known) else []
+        if len(repeated := different[times > 1]):
+            others = f" and {counted(len(repeated) - 1, 'more sample')}" if len(repeated) > 1 else ""
+            places = [place for page in self._pages for place in page.places(repeated[0])]
+            where = " and ".join(f"in step {step} on rank {rank}" for step, rank in places[:2])
+            clauses.append(f"sample {repeated[0]}{others} came more than once, {where}")
+        return ", and ".join(clauses)
+
+
+def _of_evaluation(page: Page) -> str:
+    """Return in a clause why an evaluation did not hold each sample exactly once; "" where it did."""
+    tally = _Tally(page.samples)
+    tally.add(page)
+    return tally.finding(page.samples)
 
 
 class Ledger:
-    """Keeps the ledger of a run that trains: every rank notes what it computes, rank 0 writes it.
-
-    Where the disk is full, pages wait in memory and go out with the next one; training goes on.
-    """
+    """Keeps the ledger of a run. Pages that a full disk does not take wait in memory; training goes on."""
 
     def __init__(
         self,
@@ -40,9 +85,8 @@ class Ledger:
     ) -> None:
         """Open the ledger at `path`, which a run that is continued has rewound before (*collective*).
 
-        `path` counts on rank 0; None keeps the account without a file. `samples` are those of the training set,
-        `devices` those that each rank drives. Raises `RequestError`, on every rank, for a file that cannot be written,
-        or is torn or damaged.
+        `path` counts on rank 0; None is no file. `samples` are those of the training set, `devices` those of each rank.
+        Raises `RequestError`, on every rank, for a file that cannot be written, or is torn or damaged.
         """
         self.cost_s = 0.0
         """Seconds that this rank spent in the collective methods."""
@@ -53,26 +97,23 @@ class Ledger:
         self._world = world
         self._samples, self._steps_per_epoch = samples, steps_per_epoch
         self._accumulation, self._devices = accumulation, devices
-        self._notes: list[tuple[int, Indices]] = []
-        self._evaluated: list[Indices] = []
-        self._tally = Tally(0)
-        self._epoch, self._first_step = -1, 0
+        self._notes: Notes = []
+        self._evaluated: Notes = []
+        self._begin: Page | None = None
+        """The first page of the epoch under way."""
+        self._tally = _Tally(0)
         self._waiting: list[bytes] = []
         self._file: BinaryIO | None = None
         world.together(lambda: self._open(path) if world.is_main and path is not None else None)
 
     def _open(self, path: Path) -> None:
+        for page in read(path) if path.exists() else ():
+            self._count(page)
         try:
             # Unbuffered: what is written is the kernel's, and survives the end of this process.
             self._file = open(path, "ab", buffering=0, opener=ours)
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error.strerror}; give another --output.") from error
-        try:
-            for page in read(path):
-                self._count(page)
-        except RequestError:
-            self._file.close()
-            raise
 
     @property
     def waiting(self) -> int:
@@ -85,44 +126,38 @@ class Ledger:
 
     def add_evaluated(self, indices: Indices) -> None:
         """Note that this rank evaluates the samples at `indices` (n,)."""
-        self._evaluated.append(indices.copy())
+        self._evaluated.append((0, indices.copy()))
 
     def flush(self, epoch: int) -> None:
         """Write the steps noted since the last time, all of `epoch`, as one page (*collective*)."""
-        begun_s = time.perf_counter()
         notes, self._notes = self._notes, []
         self._keep(TRAIN, epoch, self._samples, notes)
-        self.cost_s += time.perf_counter() - begun_s
 
-    def flush_evaluation(self, epoch: int, step: int, samples: int) -> str | None:
+    def flush_evaluation(self, epoch: int, step: int, samples: int) -> str:
         """Write the evaluation of `samples` samples after `step`, in `epoch`, as one page (*collective*).
 
-        Returns, on every rank, why it did not hold each sample once, on the rank that has it; None where it did.
+        Returns, on every rank, why it did not hold each sample once, and on which rank; "" where it did.
         """
-        begun_s = time.perf_counter()
-        notes, self._evaluated = [(step, indices) for indices in self._evaluated], []
+        notes, self._evaluated = [(step, indices) for _, indices in self._evaluated], []
         page = self._keep(EVAL, epoch, samples, notes)
-        finding = (evaluated(page) if page else "nothing of it was noted") if self._world.is_main else ""
-        said: str = self._world.gather(finding)[0]
-        self.cost_s += time.perf_counter() - begun_s
-        return f"the evaluation after step {step}: {said}" if said else None
+        found = (_of_evaluation(page) if page else "nothing of it was noted") if self._world.is_main else ""
+        return self._told(f"the evaluation after step {step}: {found}" if found else "")
 
-    def close_epoch(self, epoch: int, expected: int) -> str | None:
-        """Return, on every rank, why `epoch` did not hold each sample exactly once; None where it did (*collective*).
+    def close_epoch(self, epoch: int, expected: int) -> str:
+        """Return, on every rank, why `epoch` did not hold each sample exactly once; "" where it did (*collective*).
 
         `expected` is how many samples were to come: fewer than there are where an incomplete last batch is left out.
-        Of an epoch whose beginning is not recorded, it is only asked whether a sample came twice.
+        Where its beginning is not recorded, it is only asked whether a sample came twice.
         """
         self.flush(epoch)
-        finding = None
-        if self._world.is_main and self._epoch != epoch:
-            finding = "no step of it was noted"
-        elif self._world.is_main:
-            whole = self._first_step == epoch * self._steps_per_epoch + 1
-            self.whole_epochs += whole
-            finding = self._tally.finding(expected if whole else None)
-        said: str | None = self._world.gather(finding)[0]
-        return None if said is None else f"epoch {epoch}: {said}"
+        found, begin = "", self._begin
+        if self._world.is_main and (begin is None or begin.epoch != epoch):
+            found = "no step of it was noted"
+        elif begin is not None:
+            is_whole = begin.first_step == epoch * self._steps_per_epoch + 1
+            self.whole_epochs += is_whole
+            found = self._tally.finding(expected if is_whole else None)
+        return self._told(f"epoch {epoch}: {found}" if found else "")
 
     def close(self) -> None:
         """Write what had found no room so far, and have the disk confirm the file; `waiting` tells what is lost."""
@@ -134,31 +169,33 @@ class Ledger:
                 except OSError as error:
                     self.trouble = error.strerror or str(error)
 
-    def __enter__(self) -> Ledger:
-        return self
+    def _told(self, finding: str) -> str:
+        """Return what rank 0 has found (*collective*)."""
+        begun_s = time.perf_counter()
+        found: str = self._world.gather(finding)[0]
+        self.cost_s += time.perf_counter() - begun_s
+        return found
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _keep(self, kind: str, epoch: int, samples: int, notes: list[tuple[int, Indices]]) -> Page | None:
-        """Write what was noted as one page, and return it, on rank 0; None on others, and where nothing was noted."""
-        gathered = _gathered(self._world, notes)
-        if gathered is None:
-            return None
-        first_step, counts, indices = gathered
-        ranks, devices = self._world.size, self._devices
-        page = Page(kind, epoch, first_step, ranks, self._accumulation, samples, counts, indices, devices=devices)
-        self._count(page)
-        if self._file is not None:
-            self._waiting.append(page.encode())
-            self._write()
+    def _keep(self, kind: str, epoch: int, samples: int, notes: Notes) -> Page | None:
+        """Write what all ranks have noted as one page (*collective*); return it on rank 0 where that is anything."""
+        begun_s = time.perf_counter()
+        page = None
+        if (gathered := _gathered(self._world, notes)) is not None:
+            first_step, counts, indices = gathered
+            ranks, devices = self._world.size, self._devices
+            page = Page(kind, epoch, first_step, ranks, self._accumulation, samples, counts, indices, devices=devices)
+            self._count(page)
+            if self._file is not None:
+                self._waiting.append(page.encode())
+                self._write()
+        self.cost_s += time.perf_counter() - begun_s
         return page
 
     def _count(self, page: Page) -> None:
         if page.kind == TRAIN:
-            if page.epoch != self._epoch:
-                self._epoch, self._first_step, self._tally = page.epoch, page.first_step, Tally(page.samples)
-            self._tally.add(page.indices)
+            if self._begin is None or page.epoch != self._begin.epoch:
+                self._begin, self._tally = page, _Tally(page.samples)
+            self._tally.add(page)
 
     def _write(self) -> None:
         assert self._file is not None
@@ -171,26 +208,102 @@ class Ledger:
             self.trouble = error.strerror or str(error)
 
 
-def _gathered(world: World, notes: list[tuple[int, Indices]]) -> tuple[int, npt.NDArray[np.uint32], Indices] | None:
-    """Return, on rank 0, the first step noted on any rank, counts (steps, ranks) and all indices (*collective*).
+def _gathered(world: World, notes: Notes) -> tuple[int, npt.NDArray[np.uint32], Indices] | None:
+    """Return the first step noted on any rank, counts (steps, ranks) and all indices, on rank 0 (*collective*).
 
     None on the other ranks, and where nothing was noted.
     """
-    notes = sorted(notes, key=lambda note: note[0])
     at = np.array([step for step, _ in notes], np.int64)
     sizes = np.array([len(indices) for _, indices in notes], np.int64)
-    total = int(sizes.sum())
-    heads = world.stack(torch.tensor([at.min(initial=2**62), at.max(initial=-1), total])).numpy()
+    heads = world.stack(torch.tensor([at.min(initial=2**62), at.max(initial=-1), sizes.sum()])).numpy()
     first, last, most = int(heads[:, 0].min()), int(heads[:, 1].max()), int(heads[:, 2].max())
     if last < first:
         return None
     steps = last - first + 1
     own = np.zeros(steps + most, np.int64)  # how many in each step, then which
     np.add.at(own, at - first, sizes)
-    own[steps : steps + total] = np.concatenate([np.empty(0, np.int64), *(indices for _, indices in notes)])
+    held = np.concatenate([np.empty(0, np.int64), *(notes[number][1] for number in np.argsort(at, kind="stable"))])
+    own[steps : steps + len(held)] = held
     told = world.stack(torch.from_numpy(own)).numpy()
     if not world.is_main:
         return None
     shares = [np.split(each[steps : steps + each[:steps].sum()], np.cumsum(each[: steps - 1])) for each in told]
     indices = np.concatenate([share for step in zip(*shares, strict=True) for share in step])
     return first, np.ascontiguousarray(told[:, :steps].T.astype(np.uint32)), indices
+
+
+# ---- afterwards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What a run was to do and, where it is known, what it did."""
+
+    global_batch: int
+    drop_last: bool = False
+    first: int | None = None  # the step from which on it kept a ledger
+    steps: int | None = None  # the optimizer steps that it made
+    evaluations: Collection[int] = ()  # the steps after which it evaluated, from `first` on
+
+
+def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
+    """Return what there is to say of the ledger at `path` of a run that was `planned`.
+
+    Each known step has to be there once, and an evaluation after each step that had one; each evaluation and each whole
+    epoch has to hold each sample once (without a smaller last batch, as many samples as its steps take), and an epoch
+    that is not whole none twice.
+
+    Raises `RequestError` for a file that is not there or is damaged; a last page that a kill cut short is left out if
+    that is `torn_ok`.
+    """
+    begun_s, torn = time.perf_counter(), ""
+    evaluated: list[tuple[int, str]] = []
+
+    def trained() -> Iterator[Page]:
+        nonlocal torn
+        try:
+            for page in read(path):
+                if page.kind == TRAIN:
+                    yield page
+                else:
+                    evaluated.append((page.first_step, _of_evaluation(page)))
+        except TornError:
+            if not torn_ok:
+                raise
+            torn = "; a last page that a kill cut short is left out"
+
+    findings, epochs, first, due = list[str](), 0, 0, planned.first or 0
+    plan = BatchPlan(global_size=planned.global_batch, ranks=1, accumulation=1)
+    for epoch, group in groupby(trained(), key=lambda page: page.epoch):
+        begin = next(group)
+        if not first:  # another folder's run may have begun the ledger
+            first, due = begin.first_step, min(due or begin.first_step, begin.first_step)
+        epochs, tally = epochs + 1, _Tally(begin.samples)
+        for page in chain([begin], group):
+            if page.first_step != due:
+                findings.append(f"step {page.first_step} follows step {due - 1}")
+            due = page.last_step + 1
+            tally.add(page)
+        per_epoch = plan.steps(begin.samples, drop_last=planned.drop_last)
+        # A ledger may begin in the middle of an epoch, and a run end there.
+        is_whole = begin.first_step == epoch * per_epoch + 1 and due == (epoch + 1) * per_epoch + 1
+        if finding := tally.finding(min(begin.samples, per_epoch * planned.global_batch) if is_whole else None):
+            findings.append(f"epoch {epoch}: {finding}")
+    if due and planned.steps is not None and due != planned.steps + 1:
+        findings.append(f"it ends with step {due - 1:,}, and the run made {counted(planned.steps, 'step')}")
+    findings += [f"the evaluation after step {step}: {finding}" for step, finding in evaluated if finding]
+    if absent := sorted({*planned.evaluations} - {step for step, _ in evaluated}):
+        findings.append(f"{counted(len(absent), 'evaluation')} (the first after step {absent[0]}) not there")
+    covered = f"{counted(epochs, 'epoch')} and {counted(len(evaluated), 'evaluation')}"
+    covered += f", steps {first:,} to {due - 1:,}" * bool(first)
+    covered += "; what was trained before is not recorded" * (first > 1)
+    more = f"; and {counted(len(findings) - _NAMED, 'more finding')}" if len(findings) > _NAMED else ""
+    return Check(
+        name="ledger",
+        claim=CLAIM,
+        outcome=Check.FAILS if findings else Check.HOLDS if epochs or evaluated else Check.OPEN,
+        times=epochs + len(evaluated),
+        tolerance="exactly",
+        found=("; ".join(findings[:_NAMED]) or covered) + more + torn,
+        cost_s=time.perf_counter() - begun_s,
+    )

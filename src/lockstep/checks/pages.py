@@ -7,13 +7,15 @@ each, so that a page that a kill cut short is told apart from a damaged one. Eac
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import itertools
 import os
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -30,44 +32,32 @@ _KINDS = (TRAIN, EVAL)
 # magic, version, kind, bits an index, ranks, devices of a rank but the first, accumulation, epoch, first step, steps,
 # samples in the data set, indices, checksum of counts and indices, checksum of the header before it
 _HEADER = struct.Struct("<4sHBBHHIQQIQQII")
-_CHUNK = 1 << 16
-"""Indices packed at a time: a multiple of 8, so that each chunk ends with a whole byte."""
-MOST_SAMPLES = 1 << 40
-"""In a data set."""
+_MOST_SAMPLES, _LAST_STEP = 1 << 40, 1 << 62
+_MORE = 1 << 16
+"""Indices that a page may hold beyond a few times the samples of its data set."""
 
 
 class TornError(RequestError):
     """The file ends in the middle of its last page, as a killed run leaves it; all pages before are whole."""
 
 
-def bits_for(samples: int) -> int:
-    """Return the bits that an index of a data set of `samples` samples takes."""
+def _bits_for(samples: int) -> int:
     return max(1, (samples - 1).bit_length())
 
 
-def pack(indices: Indices, bits: int) -> bytes:
+def _pack(indices: Indices, bits: int) -> bytes:
     """Return `indices` (n,) with `bits` bits each, lowest bit first, in ⌈n · bits ÷ 8⌉ bytes."""
     assert not len(indices) or (indices.min() >= 0 and int(indices.max()) >> bits == 0), "an index of no sample"
-    chunks = []
-    for start in range(0, len(indices), _CHUNK):
-        octets = indices[start : start + _CHUNK].astype("<i8").view(np.uint8).reshape(-1, 8)[:, : -(-bits // 8)]
-        each = np.unpackbits(octets, axis=1, count=bits, bitorder="little")
-        chunks.append(np.packbits(each, bitorder="little").tobytes())
-    return b"".join(chunks)
+    octets = indices.astype("<i8").view(np.uint8).reshape(-1, 8)[:, : -(-bits // 8)]
+    return np.packbits(np.unpackbits(octets, axis=1, count=bits, bitorder="little"), bitorder="little").tobytes()
 
 
-def unpack(data: bytes, number: int, bits: int) -> Indices:
-    """Return the `number` indices that `pack` made `data` of, (number,)."""
-    octets = np.frombuffer(data, np.uint8)
-    indices = np.empty(number, np.int64)
-    for start in range(0, number, _CHUNK):
-        size = min(_CHUNK, number - start)
-        part = octets[start * bits // 8 : -(-(start + size) * bits // 8)]
-        each = np.unpackbits(part, count=size * bits, bitorder="little").reshape(size, bits)
-        held = np.zeros((size, 8), np.uint8)
-        held[:, : -(-bits // 8)] = np.packbits(each, axis=1, bitorder="little")
-        indices[start : start + size] = held.view("<i8")[:, 0]
-    return indices
+def _unpack(data: bytes, number: int, bits: int) -> Indices:
+    """Return the `number` indices that `_pack` made `data` of, (number,)."""
+    each = np.unpackbits(np.frombuffer(data, np.uint8), count=number * bits, bitorder="little").reshape(number, bits)
+    octets = np.zeros((number, 8), np.uint8)
+    octets[:, : -(-bits // 8)] = np.packbits(each, axis=1, bitorder="little")
+    return octets.view("<i8")[:, 0].astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,50 +66,32 @@ class Page:
 
     kind: str
     epoch: int
-    first_step: int
-    """Counted from 1, over the whole run."""
+    first_step: int  # counted from 1, over the whole run
     ranks: int
-    accumulation: int
-    """Global micro-batches of a whole batch."""
-    samples: int
-    """In the data set: the one that is trained on, or the one that is evaluated."""
+    accumulation: int  # global micro-batches of a whole batch
+    samples: int  # in the data set that is trained on or evaluated
     counts: npt.NDArray[np.uint32]
     """(steps, ranks): how many samples each rank computed in each step; an evaluation counts as one step."""
-    indices: Indices
-    """(counts.sum(),): the samples by step, then rank, then as the rank computed them."""
-    devices: int = 1
-    """Devices that each rank drives."""
+    indices: Indices  # (counts.sum(),): the samples by step, then rank, then as the rank computed them
+    devices: int = 1  # devices that each rank drives
 
     @property
     def last_step(self) -> int:
         """The last step on this page."""
         return self.first_step + len(self.counts) - 1
 
-    @functools.cached_property
-    def ends(self) -> Indices:
-        """Where in `indices` each share ends, (steps × ranks,)."""
-        return np.cumsum(self.counts.reshape(-1), dtype=np.int64)
-
-    def share(self, step: int, rank: int) -> Indices:
-        """Return the samples that `rank` computed in `step`, in the order in which it did."""
-        cell = (step - self.first_step) * self.ranks + rank
-        return self.indices[self.ends[cell] - self.counts.reshape(-1)[cell] : self.ends[cell]]
-
-    def until(self, step: int) -> Page | None:
-        """Return the page without the steps after `step`; None where none is left."""
-        if self.last_step <= step:
-            return self
-        steps = step - self.first_step + 1
-        if steps <= 0:
-            return None
-        return replace(self, counts=self.counts[:steps], indices=self.indices[: self.ends[steps * self.ranks - 1]])
+    def places(self, sample: int) -> Iterator[tuple[int, int]]:
+        """Yield (step, rank) wherever this sample came."""
+        ends = np.cumsum(self.counts.reshape(-1), dtype=np.int64)
+        for cell in np.searchsorted(ends, np.flatnonzero(self.indices == sample), side="right").tolist():
+            yield self.first_step + cell // self.ranks, cell % self.ranks
 
     def encode(self) -> bytes:
         """Return the page as the file holds it."""
         assert self.counts.shape[1] == self.ranks, self.counts.shape
         assert self.counts.sum() == len(self.indices), "each index is some rank's"
-        bits = bits_for(self.samples)
-        body = self.counts.astype("<u4").tobytes() + pack(self.indices, bits)
+        bits = _bits_for(self.samples)
+        body = self.counts.astype("<u4").tobytes() + _pack(self.indices, bits)
         world = (self.ranks, self.devices - 1)
         numbers = (_KINDS.index(self.kind), bits, *world, self.accumulation, self.epoch, self.first_step)
         held = (len(self.counts), self.samples, len(self.indices), zlib.crc32(body))
@@ -127,88 +99,70 @@ class Page:
         return header + struct.pack("<I", zlib.crc32(header)) + body
 
 
-def read(path: Path, *, torn_ok: bool = False) -> Iterator[Page]:
+def read(path: Path) -> Iterator[Page]:
     """Yield the pages of the ledger at `path`, one at a time.
 
     Raises `RequestError` where there is none, for a page that is damaged, and for one of another version of this
-    format; and `TornError`, which is one, where a kill cut the last page short, unless `torn_ok`.
+    format; and `TornError`, which is one, after all whole pages where a kill cut the last one short.
     """
     try:
         file = open(path, "rb", opener=foreign)
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}; give a run that kept a ledger.") from error
     with file:
-        size, number = os.fstat(file.fileno()).st_size, 0
-        while (start := file.tell()) < size:
-            number += 1
-            at = f"{path}, page {number}, from byte {start} on,"
-            header = file.read(_HEADER.size)
-            length = _length(header, at)
-            if length is None or length > size - file.tell():
-                if torn_ok:
-                    return
-                raise TornError(
-                    f"{at} is cut short, as a kill while it was written leaves it; continue the run, which cuts it "
-                    "off and records those steps anew."
-                )
-            yield _decoded(header, file.read(length), at)
+        size = os.fstat(file.fileno()).st_size
+        for number in itertools.count(1):
+            if (start := file.tell()) >= size:
+                return
+            yield _read(file, size, f"{path}, page {number}, from byte {start} on,")
 
 
-def _length(header: bytes, at: str) -> int | None:
-    """Return the bytes of the page's body; None where the header is cut short."""
+def _read(file: BinaryIO, size: int, at: str) -> Page:
+    """Return the page where the file of `size` bytes stands; its header is judged before its numbers are believed."""
+    torn = TornError(f"{at} is cut short, as by a kill; continue the run, which drops that page and records it anew.")
+    damaged = RequestError(f"{at} is damaged, or of another version's format; give a copy, or move it away.")
+    header = file.read(_HEADER.size)
     if header[:4] != _MAGIC[: len(header)]:
-        raise _damaged(at)
+        raise damaged
     if len(header) < _HEADER.size:
-        return None
-    _, version, kind, bits, ranks, _, accumulation, _, first, steps, samples, held, _, own_sum = _HEADER.unpack(header)
-    if version != _VERSION:
-        raise RequestError(
-            f"{at} is of version {version} of the ledger's format, and this lockstep reads version {_VERSION}; "
-            "read it with the one that wrote it."
-        )
-    # The header is judged before its numbers are believed: a damaged one would say where the next page begins.
-    is_ours = kind < len(_KINDS) and bits == bits_for(samples) and 0 < samples <= MOST_SAMPLES and first < 2**62
-    if own_sum != zlib.crc32(header[:-4]) or not is_ours or not (steps and ranks and accumulation):
-        raise _damaged(at)
-    # A page is of one epoch. Of a small data set, as many bytes would hold many more indices than of a large one.
-    if held > 4 * samples + _CHUNK:
-        raise RequestError(f"{at} holds {held:,} indices, and the data set has {counted(samples, 'sample')}.")
-    return int(steps * ranks * 4 + -(-held * bits // 8))
-
-
-def _decoded(header: bytes, body: bytes, at: str) -> Page:
-    _, _, kind, bits, ranks, further, accumulation, epoch, first, steps, samples, held, body_sum, _ = _HEADER.unpack(
-        header
+        raise torn
+    _, version, kind, bits, ranks, further, accumulation, epoch, first, steps, samples, held, body_sum, own_sum = (
+        _HEADER.unpack(header)
     )
+    is_ours = version == _VERSION and kind < len(_KINDS) and steps and ranks and accumulation and first < _LAST_STEP
+    is_ours = is_ours and 0 < samples <= _MOST_SAMPLES and bits == _bits_for(samples)
+    if own_sum != zlib.crc32(header[:-4]) or not is_ours:
+        raise damaged
+    # A page is of one epoch. Indices of a small data set take few bytes, and far more memory.
+    if held > 4 * samples + _MORE:
+        raise RequestError(f"{at} holds {held:,} indices, and the data set has {counted(samples, 'sample')}.")
+    length = steps * ranks * 4 + -(-held * bits // 8)
+    if length > size - file.tell():
+        raise torn
+    body = file.read(length)
     counts = np.frombuffer(body[: steps * ranks * 4], "<u4").reshape(steps, ranks).astype(np.uint32)
     if zlib.crc32(body) != body_sum or counts.sum() != held:
-        raise _damaged(at)
-    indices = unpack(body[steps * ranks * 4 :], held, bits)
+        raise damaged
+    indices = _unpack(body[steps * ranks * 4 :], held, bits)
     return Page(_KINDS[kind], epoch, first, ranks, accumulation, samples, counts, indices, devices=further + 1)
-
-
-def _damaged(at: str) -> RequestError:
-    return RequestError(
-        f"{at} is damaged: its checksum is another; give another copy of it, or move it away and continue the run "
-        "with a new one."
-    )
 
 
 def rewind(path: Path, *, step: int, begun: Path | None = None) -> int | None:
     """Cut the ledger back to what had happened by `step`, atomically, so that a resumed run goes on from there.
 
-    Steps and evaluations after `step` go, and so does a last page that a kill cut short. Where there is no file, that
-    of the run in the folder `begun` is carried over. Returns the last step that is left, 0 of none, and None where
-    there is no ledger. Raises `RequestError` for one that is damaged.
+    Steps and evaluations after `step` go, and so does a last page that a kill cut short. Where there is no file, the
+    one of the run in the folder `begun` is carried over. Returns the last step that is left, 0 for none, and None
+    where there is no ledger. Raises `RequestError` for one that is damaged.
     """
     source = path if path.exists() or begun is None else begun / NAME
     if not source.exists():
         return None
     kept, last = [], 0
-    for page in read(source, torn_ok=True):
-        if (part := page.until(step)) is not None:
-            kept.append(part.encode())
-            last = max(last, part.last_step) if part.kind == TRAIN else last
+    with contextlib.suppress(TornError):
+        for page in read(source):
+            if page.last_step <= step:  # a page ends where a checkpoint was saved
+                kept.append(page.encode())
+                last = page.last_step if page.kind == TRAIN else last
     data = b"".join(kept)
     if source != path or len(data) != path.stat().st_size:
         write_whole(path, data)

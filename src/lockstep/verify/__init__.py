@@ -1,1 +1,1 @@
-"""What proofs are made with: digests and replicas, the sample ledger, the difference of two checkpoints."""
+"""Proofs: gradients of N ranks against one, curves of variants, a run judged by its records."""

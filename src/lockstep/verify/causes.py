@@ -8,187 +8,153 @@ itself is a cause, and so large is its part.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch import BatchNorm, TorchDispatchMode
-from .gradients import ONE, TOLERANCE, Case, Workbench, beyond, gaps, ratio, worst
-from .switches import EVERYTHING, Off, coupled, draws_by_itself, switched
+from ..config.registry import KINDS
+from .gradients import ONE, TOLERANCE, Case, Workbench, beyond, gaps, worst
+from .switches import EVERYTHING, Constants, Off, switched, unsteady
 
-_SWITCHED = {
-    "data": (
-        "data",
-        "ranks read other samples than one process does for their shares: the data set, or the order that they are "
-        "read in, is not the same on every rank, or draws from a generator of its own; seed it by the sample's index",
-    ),
-    "randomness": (
-        "randomness",
-        "the model draws random numbers, such as dropout, and each rank draws its own",
-    ),
-    "statistics": (
-        "local BatchNorm",
-        "each replica normalises by the statistics of its own share; use --batchnorm sync, which ddp has by default, "
-        "or a norm that does not look at the batch",
-    ),
+_SENTENCES = {
+    "data": "ranks read other samples than one process does for their shares: the data set, or the order that they are "
+    "read in, is not the same on every rank, or draws from a generator of its own; seed it by the sample's index",
+    "randomness": "the model draws random numbers, such as dropout, and each rank draws its own",
+    "local BatchNorm": "each replica normalises by the statistics of its own share; use --batchnorm sync, which ddp "
+    "has by default, or a norm that does not look at the batch",
+    "a loss that divides by the local batch": "--loss returns the mean of the samples it is given, although "
+    'reduction="sum" is asked for: ranks with other counts weigh samples differently; return the sum',
+    "a loss that couples samples": "--loss of a batch is not the sum of its samples' losses: each rank sees its share "
+    "alone; this loss needs all samples in one place",
+    "mean of means": "ranks' means are averaged, whatever their numbers of samples (a mean of means): with even shares "
+    "the gradients agree; divide the summed loss by the global count instead",
+    "a wrong count": "every gradient is {:.6g} times one process's: the exchange sums or divides by a wrong count; "
+    "divided by that factor, all agree",
+    "randomness of its own": "the model draws from NumPy's or Python's generator, or one of its own, which cannot be "
+    "switched off; draw from torch's, so that the rest can be compared",
+    "coupled samples": "{}: what it makes of a sample depends on the others of the batch, and a rank has its own share "
+    "alone",
+    "coarser arithmetic": "the model computes a part in less than float64 ({}), whose rounding this is; verify with "
+    f"--tolerance {TOLERANCE:g}",
+    "unexplained": "nothing that can be switched off makes the gradients differ by itself: several things do together, "
+    "or not each time, or what cannot be switched off",
 }
-_OF_LOSS = {
-    True: (
-        "a loss that divides by the local batch",
-        '--loss returns the mean of the samples it is given, although reduction="sum" is asked for: ranks with other '
-        "counts weigh samples differently; return the sum",
-    ),
-    False: (
-        "a loss that couples samples",
-        "--loss of a batch is not the sum of its samples' losses: each rank sees its share alone; this loss needs all "
-        "samples in one place",
-    ),
-}
-_MEAN_OF_MEANS = (
-    "ranks' means are averaged, whatever their numbers of samples (a mean of means): with even shares the gradients "
-    "agree; divide the summed loss by the global count instead"
-)
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """One thing that makes the gradients differ, measured by itself."""
 
     name: str
-    sentence: str
-    """What it does, and what to do, without a full stop."""
+    sentence: str  # what it does, and what to do, without a full stop
     tensors: dict[str, float]
     """The gaps that it makes beyond the tolerance while all else is switched off, the largest first."""
-    rest: float
-    """The largest gap that is left with it switched off, too."""
+    rest: float  # the largest gap that is left with it switched off, too
 
     def merged(self, other: Cause) -> Cause:
         """Return the same cause as two batches show it: its part in each tensor, and what is left, at their largest."""
         both = {name: max(gap, other.tensors.get(name, 0)) for name, gap in self.tensors.items()}
-        return dataclasses.replace(self, tensors=beyond(other.tensors | both, 0), rest=max(self.rest, other.rest))
-
-
-Measure = Callable[..., dict[str, float]]
-Agreed = Callable[[Mapping[str, float]], bool]
+        return self._replace(tensors=beyond(other.tensors | both, 0), rest=max(self.rest, other.rest))
 
 
 def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[Cause]:
     """Return the causes of a gap under `strategy` in `case`, one at least, on rank 0 (*collective*).
 
-    What other ranks return says nothing.
+    What other ranks return means nothing.
     """
+    ground, rescaled, found = case, False, list[Cause]()
 
     def measured(case: Case, off: Off, *, rescaled: bool = False) -> dict[str, float]:
-        theirs, ours = bench.under(strategy, case, off), bench.reference(case, off)
-        return gaps(theirs, ours, ratio(theirs, ours) if rescaled and ours else 1.0)
+        theirs, ours = bench.under(strategy, case, off), bench.under(ONE, case, off)
+        return gaps(theirs, ours, _ratio(theirs, ours) if rescaled else 1.0)
 
-    def agreed(found: Mapping[str, float]) -> bool:
-        answer: bool = bench.world.gather(worst(found) <= tolerance)[0]  # rank 0 has measured; all go the same way
+    def agreed(gaps: Mapping[str, float]) -> bool:
+        answer: bool = bench.world.gather(worst(gaps) <= tolerance)[0]  # rank 0 has measured; all go the same way
         return answer
 
-    ground, rescaled, rest, found = case, False, measured(case, EVERYTHING), list[Cause]()
+    def add(name: str, gaps: Mapping[str, float], rest: float, *details: object) -> None:
+        if bench.world.is_main:
+            found.append(Cause(name, _SENTENCES[name].format(*details), beyond(gaps, tolerance), rest))
+
+    rest = measured(case, EVERYTHING)
     if not agreed(rest):
-        at_fault = _of_the_exchange(bench, strategy, case, measured, agreed)
-        if at_fault is None:
-            return [_stays(bench, case, rest, tolerance)] if bench.world.is_main else []
-        ground, rescaled, left, name, sentence = at_fault
-        found, rest = [Cause(name, sentence, rest, worst(left))], left
-    model = bench.job(strategy).model
-    there = {
-        "data": bench.world_of(strategy).size > 1,
-        "randomness": True,
-        "statistics": any(isinstance(each, BatchNorm) for each in model.modules()),
-        "loss": bench.step is None,
-    }
-    for switch in (name for name, is_there in there.items() if is_there):
+        parts, factor = bench.replicas * case.accumulation, 1.0
+        even = Case("even shares", case.start, case.start + case.size // parts * parts, case.accumulation)
+        # The others that are even as well: one alone may agree by chance.
+        others = [each for each in bench.cases if not each.size % (bench.replicas * each.accumulation)]
+        left = dict[str, float]()
+        if case.start < even.stop < case.stop and all(
+            agreed(left := measured(each, EVERYTHING)) for each in (*others, even)
+        ):
+            ground = even
+            add("mean of means", rest, worst(left))
+        elif agreed(left := measured(case, EVERYTHING, rescaled=True)):
+            rescaled = True
+            factor = _ratio(bench.under(strategy, case, EVERYTHING), bench.under(ONE, case, EVERYTHING))
+            add("a wrong count", rest, worst(left), factor)
+        else:
+            name, detail = _of_the_model(bench, case, rest, tolerance) if bench.world.is_main else ("unexplained", "")
+            add(name, rest, worst(rest), detail)
+            return found
+        rest = left
+    has_statistics = any(isinstance(each, BatchNorm) for each in bench.job(strategy).model.modules())
+    for switch, name, is_there in (
+        ("data", "data", KINDS[strategy].has_ranks and bench.world.size > 1),
+        ("randomness", "randomness", True),
+        ("statistics", "local BatchNorm", has_statistics),
+        ("loss", "", bench.step is None),
+    ):
         let_in = EVERYTHING - {switch}
-        alone = measured(ground, let_in, rescaled=rescaled)
+        alone = measured(ground, let_in, rescaled=rescaled) if is_there else {}
         if switch == "randomness" and agreed(alone):
             # Threads that share a generator may happen to draw what one process draws: another seed tells.
-            first, second = (bench.reference(ground, let_in, seed=seed) for seed in (1, 2))
+            first, second = (bench.under(ONE, ground, let_in, seed=seed) for seed in (1, 2))
             alone = gaps(first, second)
-        if not agreed(alone) and bench.world.is_main:
-            name, sentence = _OF_LOSS[_divides(bench)] if switch == "loss" else _SWITCHED[switch]
-            found.append(Cause(name, sentence, beyond(alone, tolerance), worst(rest)))
-    if found or not bench.world.is_main:
-        return found
-    sentence = "nothing makes the gradients differ alone: several things do together, or they do not each time"
-    return [Cause("unexplained", sentence, {}, worst(rest))]
+        if is_there and not agreed(alone) and bench.world.is_main:
+            add(name or _of_the_loss(bench), alone, worst(rest))
+    if not found:
+        add("unexplained", {}, worst(rest))
+    return found
 
 
-def _of_the_exchange(
-    bench: Workbench, strategy: str, case: Case, measured: Measure, agreed: Agreed
-) -> tuple[Case, bool, dict[str, float], str, str] | None:
-    """Return the batch on which the gradients agree, whether rescaled, what is left, and what is at fault without."""
-    parts = bench.replicas * case.accumulation
-    even = Case("even shares", case.start, case.start + case.size // parts * parts, case.accumulation)
-    # The others that are even as well: one alone may agree by chance.
-    others = [each for each in bench.cases if not each.size % (bench.replicas * each.accumulation)]
-    left: dict[str, float] = {}
-    if case.start < even.stop < case.stop and all(
-        agreed(left := measured(each, EVERYTHING)) for each in (*others, even)
-    ):
-        return even, False, left, "mean of means", _MEAN_OF_MEANS
-    if agreed(left := measured(case, EVERYTHING, rescaled=True)):
-        theirs, ours = bench.under(strategy, case, EVERYTHING), bench.reference(case, EVERYTHING)
-        sentence = (
-            f"every gradient is {ratio(theirs, ours) if ours else 1.0:.6g} times one process's: the exchange sums or "
-            "divides by a wrong count; divided by that factor, all agree"
-        )
-        return case, True, left, "a wrong count", sentence
-    return None
+def _ratio(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """Return the number k for which k × `reference` comes nearest to `theirs`, in least squares; 1 where all are 0."""
+    shared = [name for name in reference if name in theirs]
+    square = sum(float((reference[name] ** 2).sum()) for name in shared)
+    return sum(float((theirs[name] * reference[name]).sum()) for name in shared) / square if square else 1.0
 
 
-def _divides(bench: Workbench) -> bool:
-    """Return whether the loss of a batch is the mean of its samples' losses; it is asked, by rank 0 alone."""
+def _of_the_loss(bench: Workbench) -> str:
+    """Return what a loss does that is not the sum of its samples' losses: it is asked about made-up scores."""
     job = bench.job(ONE)
-    generator = torch.Generator().manual_seed(0)
     classes = job.config.model.classes or job.data.train.classes
-    scores = torch.randn(4, classes, generator=generator, dtype=job.precision.dtype).to(job.world.device)
-    labels = torch.arange(4, device=job.world.device) % classes
+    scores = torch.randn(4, classes, generator=torch.Generator().manual_seed(0), dtype=job.precision.dtype)
+    scores, labels = scores.to(job.world.device), torch.arange(4, device=job.world.device) % classes
     together = float(job.loss_fn(scores, labels, reduction="sum"))
     one_by_one = sum(float(job.loss_fn(scores[at : at + 1], labels[at : at + 1], reduction="sum")) for at in range(4))
-    return abs(4 * together - one_by_one) <= 1e-6 * abs(one_by_one)
+    is_mean = abs(4 * together - one_by_one) <= 1e-6 * abs(one_by_one)
+    return "a loss that divides by the local batch" if is_mean else "a loss that couples samples"
 
 
-def _stays(bench: Workbench, case: Case, rest: Mapping[str, float], tolerance: float) -> Cause:
-    """Return why a gap stays that nothing switches off, on rank 0: a layer that couples samples, if there is one."""
-    job, micros, tensors = bench.job(ONE), [x for x, _ in bench.read(case)], beyond(rest, tolerance)
-    with switched(job.model, EVERYTHING, job.strategy.devices):
-        watch = _Watching()
-        with watch, torch.no_grad():
+def _of_the_model(bench: Workbench, case: Case, rest: Mapping[str, float], tolerance: float) -> tuple[str, str]:
+    """Return why a gap stays that nothing switches off, and where, by passes of the model in this process."""
+    job, micros, rows = bench.job(ONE), [x for x, _ in bench.read(case)], case.cut(bench.replicas)
+    with switched(job.model, frozenset({"statistics"}), job.strategy.devices), Constants():  # type: ignore[no-untyped-call]
+        with _Watching() as watch, torch.no_grad():
             job.model(micros[0])
         coarse = list(watch.coarse) if job.precision.name == "fp64" else []
+        if unsteady(job.model, micros[0], slice(None), 0.0):
+            return "randomness of its own", ""
         # Some processors round a row otherwise in a batch of another size: float32 is no coupling in float64's digits.
         fine = max(tolerance, TOLERANCE) if coarse else tolerance
-        draws = draws_by_itself(job.model, micros[0])
-        parts = zip(micros, bench.rows(case), strict=True)
-        layer = None if draws else next(filter(None, (coupled(job.model, x, rows, fine) for x, rows in parts)), None)
-    if draws:
-        name = "randomness of its own"
-        sentence = (
-            "the model draws from NumPy's or Python's generator, or one of its own, which cannot be switched off; draw "
-            "from torch's, so that the rest can be compared"
-        )
-    elif layer is not None:
-        name = "coupled samples"
-        sentence = (
-            f"{layer}: what it makes of a sample depends on the others of the batch, and a rank has its own share alone"
-        )
-    elif coarse and worst(tensors) < TOLERANCE:
-        name = "coarser arithmetic"
-        sentence = (
-            f"the model computes a part in less than float64 ({', '.join(coarse[:3])}), whose rounding this is; "
-            f"verify with --tolerance {TOLERANCE:g}"
-        )
-    else:
-        name = "unexplained"
-        sentence = "with randomness, batch statistics, data and loss switched off on both sides, the gap stays"
-    return Cause(name, sentence, tensors, worst(rest))
+        for x, part in ((x, part) for x, parts in zip(micros, rows, strict=True) for part in parts):
+            if layer := unsteady(job.model, x, part, fine):
+                return "coupled samples", layer
+    if coarse and worst(rest) < TOLERANCE:
+        return "coarser arithmetic", ", ".join(coarse[:3])
+    return "unexplained", ""
 
 
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]

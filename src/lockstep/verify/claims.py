@@ -1,54 +1,164 @@
 """A run judged by its records alone: no model is built, no data set is read.
 
-Each claim is judged from several files that were written at different times (the config, the manifest, the steps, the
-summary, the checkpoints), and holds where they agree: a claim is a function that yields what is wrong.
+Each claim holds where files that were written at different times agree (the config, the steps, the summary, the
+checkpoints): it is a function that yields what is wrong. Whatever lies in a run's folder, a verdict or one error comes
+of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
-from .. import checkpoint
+from .. import checkpoint, files
 from ..batching import BatchPlan
 from ..checkpoint import resume
-from ..checks import exactly_once, finite, pages
-from ..checks.exactly_once import Planned
+from ..checks import ledger, pages
+from ..checks.ledger import Planned
+from ..config.options import read_toml
 from ..config.schema import RunConfig
-from ..data.order import OF_A_SAMPLER, SHUFFLED
-from ..errors import ProofError, RequestError, counted
-from ..files import understanding
+from ..errors import ProofError, RequestError, Stopped, counted
+from ..files import lines_of, parse_json, understanding
 from ..record.checks import BIT_FOR_BIT, Check, from_json
+from ..runs.folders import run_of
 from ..training import optim
-from . import records
-from .records import CONFIG, MANIFEST, STEPS, SUMMARY, Records, is_finite
 
-SCORES = ("top1", "top5", "loss", "samples")
-"""What an evaluation gives; an `eval` event, a summary and a checkpoint have it by these names."""
-_COMPLETE = (0, 75)
-"""Exit codes of runs that came to an end of their own: done, and stopped on request."""
-_BUT = "; but the run's last step is"
-_BY_THEMSELVES = ("event", "time", "best_top1", "proof")
-"""Of an end's fields, those that the summary has otherwise."""
+CONFIG, MANIFEST, STEPS, SUMMARY = "config.toml", "manifest.json", "steps.jsonl", "summary.json"
+_SCORES = ("top1", "top5", "loss", "samples")
+"""What an evaluation gives; an `eval` event and a summary have it by these names."""
+_COMPLETE = (0, Stopped.exit_code)
+_T = TypeVar("_T")
+_Row = Mapping[str, Any]
+"""An event of steps.jsonl, with the number of its "line"."""
+
+
+class _Part(NamedTuple):
+    """What one start of the run has left in steps.jsonl: a run is started once, and again each time it is resumed."""
+
+    rows: Sequence[_Row]
+    start: _Row
+    end: _Row | None  # `finish` or `failed`; None where it was killed, or still runs
+    first_step: int  # the step after which it begins
+    last_step: int  # its last optimizer step, or the one it began after
+
+
+class _Run(NamedTuple):
+    """What lies in a run's folder; None or nothing for what cannot be read, which `damage` tells."""
+
+    folder: Path
+    config: RunConfig | None
+    summary: Mapping[str, Any]  # empty, too, where the last start has not ended
+    parts: Sequence[_Part]
+    damage: Sequence[str]
+    exit: int | None = None  # the exit code with which the last start ended; None where it was killed, or still runs
+    first_step: int = 0  # the step after which the records begin: 0, unless the run was begun in another folder
+    last_step: int = 0
+    unfinished: str = ""  # why the run has no end yet, as a clause; "" for one that is complete
+    is_own_loop: bool = False
+
+    def rows(self, *events: str) -> list[_Row]:
+        return [row for part in self.parts for row in part.rows if row["event"] in events]
+
+
+def find(path: Path) -> Path:
+    """Return the run's folder that `path` is, or that its checkpoint lies in. Raises `RequestError` for none."""
+    folder = run_of(path) or path
+    if (folder / STEPS).is_file() or (folder / MANIFEST).is_file():
+        return folder
+    found = f"lies in no run's folder: there is neither {STEPS} nor {MANIFEST}" if path.exists() else "is not there"
+    raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")
+
+
+def _read(folder: Path) -> _Run:
+    damage: list[str] = []
+
+    def understood(name: str, load: Callable[[], _T]) -> _T | None:
+        try:
+            with understanding(Path(name)):
+                return load()
+        except RequestError as error:
+            damage.append(_reason(error))
+            return None
+
+    def json_object(name: str) -> dict[str, Any]:
+        return {**parse_json(files.read(folder / name))}
+
+    lines = understood(STEPS, lambda: list(lines_of(folder / STEPS))) or []
+    is_torn = bool(lines) and not lines[-1].endswith(b"\n")
+    numbered = enumerate(lines[: len(lines) - is_torn], start=1)
+    found = [understood(f"{STEPS} line {number}", partial(_row, number, line)) for number, line in numbered]
+    rows = [row for row in found if row is not None]
+    begins = [index for index, row in enumerate(rows) if row["event"] == "start"]
+    if begins[:1] != [0]:
+        damage.append(f"{STEPS} does not begin with the event of a start")
+        begins = []
+    parts = [_part(rows[begin:end]) for begin, end in zip(begins, [*begins[1:], len(rows)], strict=False)]
+    config = understood(CONFIG, lambda: read_toml(folder / CONFIG))
+    understood(MANIFEST, lambda: json_object(MANIFEST))
+    summary = understood(SUMMARY, lambda: json_object(SUMMARY)) if (folder / SUMMARY).exists() else None
+    if summary is None or summary.get("exit") is None:  # a start marks the one before it; or it holds proofs alone
+        summary = {}
+    if not parts:
+        return _Run(folder, config, summary, parts, damage)
+    first, last = parts[0], parts[-1]
+    code = None if last.end is None else last.end["exit"]
+    if is_torn and code is not None:  # as no kill leaves it
+        damage.append(f"the last line of {STEPS} is cut short")
+    total = last.start["total_steps"]  # 0 where that is not known
+    at = f"step {last.last_step:,}" + (f" of {total:,}" if total else "")
+    unfinished = {
+        0: "",
+        None: f"it was killed after {at}, or still runs",
+        Stopped.exit_code: f"it was stopped on request at {at}, and can be resumed",
+    }.get(code, f"it failed at {at} with exit code {code}")
+    is_own = first.start["chosen"].get("loop") == "own"
+    return _Run(folder, config, summary, parts, damage, code, first.first_step, last.last_step, unfinished, is_own)
+
+
+def _row(line: int, text: bytes) -> _Row:
+    row = {**parse_json(text), "line": line}
+    for name, kind in {"event": str, "step": int, "first_step": int, "samples": int, "exit": int}.items():
+        if type(row.get(name, kind())) is not kind or not row["event"]:  # exactly: a bool is no number here
+            raise ValueError(f"{name} is {row[name]!r}")
+    return row
+
+
+def _part(rows: Sequence[_Row]) -> _Part:
+    first, steps = rows[0]["first_step"], [row["step"] for row in rows if row["event"] == "step"]
+    ends = [row for row in rows if row["event"] in ("finish", "failed")]
+    return _Part(rows, rows[0], ends[-1] if ends else None, first, steps[-1] if steps else first)
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition(";")[0].rstrip(".")
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < math.inf
+
+
+def _at(row: _Row) -> str:
+    return f"{STEPS} line {row['line']}"
+
+
+# ---- judging
 
 
 class _OpenError(Exception):
     """Why a claim cannot be judged, as a clause."""
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """What became of each claim about a run."""
 
-    checks: tuple[Check, ...]
-    """Those judged here, then those that the run itself wrote beside them."""
-    unfinished: str
-    """Why the run has no end, as a clause; "" for one that is complete."""
+    checks: Sequence[Check]  # those judged here, then others that the run has written
+    unfinished: str  # why the run has no end, as a clause; "" for one that is complete
 
     @property
     def failing(self) -> list[Check]:
@@ -57,13 +167,24 @@ class Judgement:
 
 
 def judge(folder: Path) -> Judgement:
-    """Return what became of each claim about the run in `folder`, from its files alone; writes nothing."""
-    run = records.read(folder)
-    held = _held(run)
-    checks = [each.of(run) for each in (_OF_OWN_LOOPS if run.is_own_loop else _CLAIMS)]
-    checks += [_replicas(run, held.get("replicas")), _ledger(run, held.get("ledger"))]
-    names = {check.name for check in checks}
-    return Judgement((*checks, *(check for name, check in held.items() if name not in names)), run.unfinished)
+    """Return what became of each claim about the run in `folder`, from its files alone; writes nothing.
+
+    Raises `RequestError` where its records are none of ours.
+    """
+    with understanding(folder / STEPS):
+        run = _read(folder)
+        # In place of the summary's, to which others may have added: the checks in the run's own events.
+        held = {check.name: check for check in from_json(run.summary.get("proof"))}
+        for part in run.parts:
+            told = next((row.get("checks") for row in reversed(part.rows) if row["event"] == "proof"), None)
+            # A start that made no step has only checks that it made.
+            has_steps = part.last_step > part.first_step or part is run.parts[0]
+            held |= {check.name: check for check in from_json(told) if has_steps or check.times}
+        claims = [claim for claim in _CLAIMS if not (run.is_own_loop and claim[0] in _OF_THE_COMMAND)]
+        checks = [_judged(run, *claim) for claim in claims]
+        checks += [_replicas(run, held.get("replicas")), _ledger(run, held.get("ledger"))]
+        names = {check.name for check in checks}
+        return Judgement([*checks, *(check for name, check in held.items() if name not in names)], run.unfinished)
 
 
 def refusal(folder: Path, judged: Judgement) -> ProofError:
@@ -73,344 +194,204 @@ def refusal(folder: Path, judged: Judgement) -> ProofError:
     return ProofError(f"{folder} is not what its records claim: {first.name} {first.outcome}: {first.found}.{more}")
 
 
-def _held(run: Records) -> Mapping[str, Check]:
-    """Return the checks that the run, or others beside it, have written, as far as they are whole.
-
-    What the run itself has proved is read from its events, which nobody writes to afterwards.
-    """
-    found = {check.name: check for check in from_json((run.summary or {}).get("proof"))}
-    for part in run.parts:
-        told = next((row.fields.get("checks") for row in reversed(part.rows) if row.event == "proof"), None)
-        # A start that made no step has nothing to say but what it has looked at.
-        has_steps = part.last_step > part.first_step or part is run.parts[0]
-        found |= {check.name: check for check in from_json(told) if has_steps or check.times}
-    return found
-
-
-@dataclass(frozen=True)
-class _Claim:
-    """What is claimed of a run, the files that it takes, what is wrong, and how often that was looked at."""
-
-    name: str
-    says: str
-    tolerance: str
-    needs: tuple[str, ...]
-    times: Callable[[Records], int]
-    problems: Callable[[Records], Iterator[str]]
-
-    def of(self, run: Records) -> Check:
-        """Judge a run; nothing in its records can raise."""
-        begun_s, times, found = time.perf_counter(), 0, [""]
-        lacking = {CONFIG: run.config, STEPS: run.parts or None}
-        outcome = Check.OPEN
-        try:
-            with understanding(Path("its records")):
-                if absent := [name for name in self.needs if lacking[name] is None]:
-                    raise _OpenError(f"{' and '.join(absent)} cannot be read")
-                found, times = [*self.problems(run)], self.times(run)
-                outcome = Check.FAILS if found else Check.HOLDS if times else Check.OPEN
-        except _OpenError as error:
-            found = [str(error)]
-        except RequestError as error:  # over what no event, config or checkpoint of ours holds
-            outcome, found = Check.FAILS, [str(error).partition(";")[0].rstrip(".")]
-        more = f"; and {counted(len(found) - 1, 'more finding')}" if found[1:] else ""
-        return Check(
-            name=self.name,
-            claim=self.says,
-            outcome=outcome,
-            times=times,
-            tolerance=self.tolerance,
-            found="".join(found[:1]) + more,
-            cost_s=time.perf_counter() - begun_s,
-        )
+def _judged(
+    run: _Run, name: str, claim: str, tolerance: str, event: str, problems: Callable[[_Run], Iterator[str]]
+) -> Check:
+    """Judge a claim about the events of a kind by what `problems` yields."""
+    begun_s, times, found, outcome = time.perf_counter(), 0, [""], Check.OPEN
+    try:
+        with understanding(Path("its records")):
+            if not run.parts and name != "files":
+                raise _OpenError(f"{STEPS} cannot be read")
+            found, times = [*problems(run)], len(run.rows(event))
+            outcome = Check.FAILS if found else Check.HOLDS if times else Check.OPEN
+    except _OpenError as error:
+        found = [str(error)]
+    except RequestError as error:  # over what no event, config or checkpoint of ours holds
+        outcome, found = Check.FAILS, [_reason(error)]
+    more = f"; and {counted(len(found) - 1, 'more finding')}" if found[1:] else ""
+    told, cost_s = "".join(found[:1]) + more, time.perf_counter() - begun_s
+    return Check(name=name, claim=claim, outcome=outcome, times=times, tolerance=tolerance, found=told, cost_s=cost_s)
 
 
-def _claim(
-    name: str, says: str, tolerance: str, needs: tuple[str, ...], *events: str
-) -> Callable[[Callable[[Records], Iterator[str]]], _Claim]:
-    """Make a claim of a function that yields what is wrong; it is looked at as often as there are such `events`."""
-    return lambda problems: _Claim(name, says, tolerance, needs, lambda run: len(run.rows(*events)), problems)
+def _config(run: _Run) -> RunConfig:
+    if run.config is None:
+        raise _OpenError(f"{CONFIG} cannot be read")
+    return run.config
 
 
-_BOTH = (CONFIG, STEPS)
-
-
-# ---- files and steps
-
-
-@_claim("files", f"{CONFIG}, {MANIFEST}, {STEPS} and {SUMMARY} can be read to their ends", "", (), "start")
-def _damage(run: Records) -> Iterator[str]:
+def _damage(run: _Run) -> Iterator[str]:
     yield from run.damage
 
 
-@_claim("steps", "Each optimizer step is recorded once, in order", "exactly", (STEPS,), "step")
-def _sequence(run: Records) -> Iterator[str]:
+def _steps(run: _Run) -> Iterator[str]:
     before = run.first_step
     for row in run.rows("start", "step"):
-        step, expected = (row["first_step"], before) if row.event == "start" else (row["step"], before + 1)
+        step, expected = (row["first_step"], before) if row["event"] == "start" else (row["step"], before + 1)
         if step != expected:
-            yield f"step {step} follows step {before} ({row.at})"
+            yield f"step {step} follows step {before} ({_at(row)})"
         before = step
-
-
-@_claim(
-    "steps", "Each optimizer step is recorded once, in order, with its share of the epoch", "exactly", _BOTH, "step"
-)
-def _steps(run: Records) -> Iterator[str]:
-    config, samples = _config(run), _samples(run)
-    plan = BatchPlan(**{name: run.parts[-1].start["plan"][name] for name in ("global_size", "ranks", "accumulation")})
-    per_epoch = plan.steps(samples, drop_last=config.batch.drop_last)
-    if per_epoch == 0:
-        yield f"{counted(samples, 'sample')} make no step of {plan.global_size} ({CONFIG})"
+    if run.is_own_loop:
         return
+    config, samples = _config(run), _samples(run)
+    plan = BatchPlan(global_size=config.batch.size, ranks=1, accumulation=1)
+    per_epoch = plan.steps(samples, drop_last=config.batch.drop_last)
     total = min(per_epoch * config.epochs, config.max_steps or per_epoch * config.epochs)
-    last = run.parts[-1].start
-    for start, name, told, expected in (
-        *((part.start, "batch", part.start["plan"]["global_size"], config.batch.size) for part in run.parts),
-        *((part.start, "steps an epoch", part.start["steps_per_epoch"], per_epoch) for part in run.parts),
-        (last, "epochs", last["epochs"], config.epochs),
-        (last, "steps", last["total_steps"], total),
-    ):
-        if told != expected:
-            yield f"{CONFIG} has {name} {expected}, and the run was started with {told} ({start.at})"
-    for name, ours in {"batch_plan": "plan", "first_step": "first_step", "chosen": "chosen"}.items():
-        if run.manifest is not None and run.manifest.get(name) != (told := last.fields.get(ours)):
-            yield f"{MANIFEST} has {name} {run.manifest.get(name)}, and the run was last started with {told}"
-    for before, part in itertools.pairwise(run.parts):
-        now, then = (each.start["plan"]["accumulation"] for each in (part, before))
-        if now != then and part.chosen.get("batchnorm") != "none":
-            cut = f"{counted(now, 'global micro-batch')}, and were of one of {then}"
-            yield f"from step {part.first_step + 1} on, batch statistics are those of one of {cut}: another model"
-    yield from _sequence.problems(run)
+    for part in run.parts:
+        if (begun := part.start["plan"]["global_size"]) != config.batch.size:
+            yield f"{CONFIG} has batch {config.batch.size}, and the run was started with {begun} ({_at(part.start)})"
     for row in run.rows("step"):
         epoch, within = divmod(row["step"] - 1, per_epoch)
         begin, end = plan.batch(within, samples)
         if (row["epoch"], row["samples"]) != (epoch, end - begin):
-            yield (
-                f"step {row['step']} has {counted(row['samples'], 'sample')} of epoch {row['epoch']}, and the batch "
-                f"plan gives it {end - begin:,} of epoch {epoch} ({row.at})"
-            )
-    if not run.unfinished and run.last_step != total and not _gave_up(run, config.patience):
+            told, due = (f"{counted(each, 'sample')} of epoch" for each in (row["samples"], end - begin))
+            yield f"step {row['step']} has {told} {row['epoch']}, and by the plan {due} {epoch} ({_at(row)})"
+    if not run.unfinished and run.last_step != total and config.patience is None:
         yield f"the run is complete at step {run.last_step:,}, and {CONFIG} asks for {total:,}"
 
 
-def _gave_up(run: Records, patience: int | None) -> bool:
-    """Whether the last evaluations, as many as --patience allows, have brought no better top1 than those before."""
-    top1 = list({row["step"]: row["top1"] for row in run.rows("eval") if is_finite(row["top1"])}.values())
-    before, since = top1[: -(patience or 1)], top1[-(patience or 1) :]
-    return len(since) == patience and (max(since) <= max(before) if before else run.first_step > 0)
-
-
-def _samples(run: Records) -> int:
-    """Return the size of the training set: a checkpoint tells it, or else what the steps of an epoch have."""
-    for meta in run.metas.values():
-        if type(told := meta.get("samples")) is int and told > 0:
-            return told
+def _samples(run: _Run) -> int:
+    """Return the size of the training set: a checkpoint tells it, or else the steps of an epoch."""
+    meta = checkpoint.peek(run.folder / "checkpoints" / "last") or {}
     start = run.parts[0].start
     size, per_epoch = start["plan"]["global_size"], start["steps_per_epoch"]
     lasts = [row["samples"] for row in run.rows("step") if row["step"] % per_epoch == 0]
-    return int((per_epoch - 1) * size + (lasts or [size])[0])
+    return int(meta.get("samples") or (per_epoch - 1) * size + (lasts or [size])[0])
 
 
-@_claim("losses", "Each loss and gradient norm is a finite number", "", (STEPS,), "step")
-def _losses(run: Records) -> Iterator[str]:
-    for part in run.parts:
-        # Under fp16 the loss is scaled up until gradients overflow; the step is then skipped, the norm recorded.
-        names = ("loss",) if part.chosen.get("precision") == "fp16" else ("loss", "grad_norm")
-        for row in part.rows:
-            for name in names if row.event == "step" else ():
-                if not is_finite(row.fields.get(name, None if name == "loss" else 0)):
-                    yield f"the {name} of step {row['step']} is not a finite number ({row.at})"
+def _losses(run: _Run) -> Iterator[str]:
+    for row in run.rows("step"):
+        if not _is_finite(row["loss"]):
+            yield f"the loss of step {row['step']} is not a finite number ({_at(row)})"
 
 
-@_claim("rates", "Each step had the learning rate of the config's schedule", BIT_FOR_BIT, _BOTH, "step")
-def _rates(run: Records) -> Iterator[str]:
-    """Judge each step's learning rate, by the number of epochs that its own start had: a schedule may span them."""
+def _rates(run: _Run) -> Iterator[str]:
     config = _config(run)
     peak = optim.peak_lr(config.optim, config.batch.size)
-    for part in run.parts:
+    for part in run.parts:  # a schedule may span the epochs, of which each start has its own number
         epochs, per_epoch = part.start["epochs"], part.start["steps_per_epoch"]
         factor = optim.schedule(config.optim, steps_per_epoch=per_epoch, epochs=epochs)
         for row in part.rows:
-            if row.event == "step" and row["lr"] != (expected := peak * factor(row["step"] - 1)):
-                said = f"{row['lr']!r}, and {CONFIG} gives {expected!r}"
-                yield f"step {row['step']} had the learning rate {said} over {counted(epochs, 'epoch')} ({row.at})"
+            if row["event"] == "step" and row["lr"] != (expected := peak * factor(row["step"] - 1)):
+                rates = f"{row['lr']!r}, and {CONFIG} gives {expected!r}"
+                yield f"step {row['step']} had the learning rate {rates} over {counted(epochs, 'epoch')} ({_at(row)})"
 
 
-# ---- scores
-
-
-@_claim("evaluations", "Where an evaluation was due, the whole set was evaluated", "exactly", (STEPS,), "eval")
-def _evaluations(run: Records) -> Iterator[str]:
-    due = {part.last_step for part in run.parts if part.end is not None and part.end["exit"] == 0}
-    for part in run.parts:
-        every = part.start["steps_per_epoch"] * max(1, part.start.fields.get("eval_every") or 1)
-        due |= {row["step"] for row in part.rows if row.event == "step" and row["step"] % every == 0}
-    # At the last step of a run that did not end well, it may have been under way.
-    due = due | {run.last_step} if run.exit == 0 else due - {run.last_step}
-    due = {step for step in due if step > run.first_step}
-    if not due and not run.rows("eval"):
-        raise _OpenError(f"none is due in these records: {run.unfinished or 'they begin after the last one'}")
-    for step in sorted(due - {row["step"] for row in run.rows("eval")}):
-        yield f"the evaluation after step {step} is not in {STEPS}"
+def _evaluations(run: _Run) -> Iterator[str]:
+    rows = run.rows("evaluate", "eval", "test")
+    if not rows and (run.unfinished or run.last_step == run.first_step):
+        raise _OpenError(f"there is none in these records: {run.unfinished or 'they have no step'}")
+    if run.exit == 0 and run.last_step not in {row["step"] for row in rows if row["event"] == "eval"}:
+        yield f"the evaluation after step {run.last_step} is not in {STEPS}"
     sizes: dict[bool, int] = {}
-    for row in run.rows("evaluate", "eval", "test"):
+    for row in rows:
         samples, after = row["samples"], f"the evaluation after step {row['step']}"
-        size = sizes.setdefault("of" in row.fields, samples)  # `of`: at the end, beside a validation set
+        size = sizes.setdefault("of" in row, samples)  # `of`: at the end, beside a validation set
         if samples != size or size < 1:
-            yield f"{after} has {counted(samples, 'sample')}, and the set has {size:,} ({row.at})"
-        elif row.event != "evaluate":
-            top1, top5, loss = (row[name] for name in ("top1", "top5", "loss"))
-            # A share of the samples is a quotient of whole numbers, to the last bit.
-            is_share = all(is_finite(each) and round(each * samples) / samples == each for each in (top1, top5))
-            if not (is_finite(loss) and is_share and 0 <= top1 <= top5 <= 1):
-                yield f"{after} cannot have had loss {loss}, top1 {top1} and top5 {top5} ({row.at})"
+            yield f"{after} has {counted(samples, 'sample')}, and the set has {size:,} ({_at(row)})"
+        elif row["event"] != "evaluate" and not (_is_finite(row["loss"]) and 0 <= row["top1"] <= row["top5"] <= 1):
+            yield f"{after} cannot have had {', '.join(f'{name} {row[name]}' for name in _SCORES)} ({_at(row)})"
 
 
-@_claim("summary", f"{SUMMARY} says what {STEPS} says", BIT_FOR_BIT, (STEPS,), "finish", "failed")
-def _summary(run: Records) -> Iterator[str]:
-    end, told, rows = run.parts[-1].end, run.summary, run.rows("eval")
+def _summary(run: _Run) -> Iterator[str]:
+    end, rows = run.parts[-1].end, run.rows("eval")
     if end is None:
         raise _OpenError(f"there is none of the last start: {run.unfinished}")
-    if told is None:
-        code = f"exit code {end['exit']} ({end.at})"
-        yield f"{SUMMARY} is not there or is none, and {STEPS} has the run's end with {code}"
-        return
+    otherwise = ("event", "line", "time", "best_top1", "proof")
     # Null is what this start did not measure: that stays as an earlier one has left it.
-    expected = {name: held for name, held in end.fields.items() if held is not None and name not in _BY_THEMSELVES}
+    expected = {name: held for name, held in end.items() if held is not None and name not in otherwise}
     expected["steps"] = run.last_step
     if rows and run.exit == 0:
-        expected |= {name: rows[-1][name] for name in SCORES}
-        best = max((row["top1"] for row in rows if is_finite(row["top1"])), default=None)
-        if run.first_step == 0 or (best or 0) > (
-            told.get("best_top1") or 0
-        ):  # one before the first record may be better
-            expected["best_top1"] = best
+        expected |= {name: rows[-1][name] for name in _SCORES}
+        if run.first_step == 0:  # one before the first record may have been better
+            expected["best_top1"] = max((row["top1"] for row in rows if _is_finite(row["top1"])), default=None)
     for name, value in expected.items():
-        if told.get(name) != value:
-            yield f"{name} is {told.get(name)}, and by {STEPS} it is {value}"
+        if run.summary.get(name) != value:
+            yield f"{name} is {run.summary.get(name)}, and by {STEPS} it is {value}"
 
 
-# ---- checkpoints
-
-
-@_claim(
-    "checkpoints",
-    "The checkpoints are whole, finite, of this run, and of the steps they stand for",
-    BIT_FOR_BIT,
-    (STEPS,),
-    "checkpoint",
-)
-def _checkpoints(run: Records) -> Iterator[str]:
-    """Judge the checkpoints `last` and `best`; reads them whole."""
-    saved = {row["step"] for row in run.rows("checkpoint")}
-    newest, scores = max(saved, default=0), {row["step"]: row for row in run.rows("eval")}
-    folder = run.folder / "checkpoints"
+def _checkpoints(run: _Run) -> Iterator[str]:
+    saved, folder = {row["step"] for row in run.rows("checkpoint")}, run.folder / "checkpoints"
     if not saved and (run.unfinished or run.is_own_loop) and not os.path.lexists(folder / "last"):
         raise _OpenError(f"none was written: {run.unfinished or 'nothing was saved'}")
-    # `best` may point to what an evaluation gave that is on the disk: a full one leaves out a checkpoint.
-    there = saved | {part.first_step for part in run.parts}
-    best = max((row["top1"] for step, row in scores.items() if step in there and is_finite(row["top1"])), default=None)
-    has_best = "best" in run.metas if run.is_own_loop else best is not None or run.exit == 0
+    scores = {row["step"]: row["top1"] for row in run.rows("eval") if _is_finite(row["top1"])}
+    # A full disk leaves out a checkpoint, and `best` then points to the best of those on the disk.
+    kept = saved | {part.first_step for part in run.parts}
+    best = max((top1 for step, top1 in scores.items() if step in kept), default=None)
+    has_best = os.path.lexists(folder / "best") if run.is_own_loop else best is not None or run.exit == 0
     for name in ("last", "best") if has_best else ("last",):
         try:
-            state = checkpoint.load(folder / name)
+            meta = checkpoint.load(folder / name).meta
         except RequestError as error:
-            yield str(error).partition(";")[0].rstrip(".")  # without what to resume from instead
+            yield _reason(error)
             continue
-        meta, step = state.meta, state.meta["step"]
-        # An option that is newer than the checkpoint cannot have been another one.
-        before, asked = meta.get("config", {}), {} if run.config is None else resume.identity(run.config)
-        for key in asked if not run.is_own_loop else ():
-            if before.get(key, asked[key]) != asked[key]:
-                yield f"{name}: it was trained with {key} {before[key]}, and {CONFIG} has {asked[key]}"
-        # What a model holds beside weights and statistics, such as a mask, may be infinite; an optimizer without a
-        # state of its own does not tell which are weights.
-        trained = {each.rpartition("/")[0] for each in state.part("optimizer")}
-        held = {
-            f"{group}/{each}": tensor
-            for group in ("model", "ema")
-            for each, tensor in state.part(group).items()
-            if not trained or each in trained or each.endswith(("running_mean", "running_var"))
-        }
-        if bad := finite.not_finite(held):
-            yield f"{name}: {', '.join(bad[: finite.NAMED])} {'is' if len(bad) == 1 else 'are'} not finite"
-        most = step if run.is_own_loop else run.last_step
-        if name == "last" and run.exit == 0 and step != most:
+        step, most = meta["step"], meta["step"] if run.is_own_loop else run.last_step
+        if name == "last" and not (most if run.exit == 0 else max(saved, default=0)) <= step <= most:
             yield f"last: it is of step {step}, and the run of {most}"
-        elif name == "last" and not newest <= step <= most:
-            yield f"last: it is of step {step}; the records go to {run.last_step}, and tell of one of step {newest}"
         if run.is_own_loop:
             continue
-        if name == "best" and best is not None and step not in scores:
-            yield f"best: it is of step {step}, of which {STEPS} has no evaluation"
-        elif name == "best" and best is not None and scores[step]["top1"] != best:
-            yield f"best: it is of step {step} with top1 {scores[step]['top1']}, and the best one had {best}"
-        row, told = scores.get(meta.get("evaluated", 0)), meta.get("scores")
-        if row is None or told is None or (name == "last" and step != run.last_step):
-            continue
-        for key in SCORES:
-            if told.get(key) != row[key]:
-                yield f"{name}: its {key} is {told.get(key)}, and step {row['step']} had {row[key]} ({row.at})"
+        # An option that is newer than the checkpoint cannot have been another one.
+        before, asked = meta.get("config", {}), {} if run.config is None else resume.identity(run.config)
+        for key in asked:
+            if before.get(key, asked[key]) != asked[key]:
+                yield f"{name}: it was trained with {key} {before[key]}, and {CONFIG} has {asked[key]}"
+        if name == "best" and best is not None and scores.get(step) != best:
+            yield f"best: it is of step {step} with top1 {scores.get(step)}, and the best one had {best}"
 
 
-# ---- what the run itself has looked at
-
-
-def _replicas(run: Records, held: Check | None) -> Check:
+def _replicas(run: _Run, held: Check | None) -> Check:
     """Judge what the run itself wrote of its replicas: they must have been the same, also after the last step."""
     if held is None or run.exit is None:
         why = run.unfinished or f"{STEPS} has no comparison"
         return Check(name="replicas", claim="All ranks hold the same bits", outcome=Check.OPEN, found=why)
     # What is wrong with replicas ends a run; in the summary of any other, only an earlier judgement can say that.
-    if held.outcome == Check.OPEN or run.exit not in _COMPLETE or held.at_step is None:
+    if held.outcome == Check.OPEN or run.exit not in _COMPLETE or held.at_step in (None, run.last_step):
         return held
-    found, is_last = held.found.partition(_BUT)[0], held.at_step == run.last_step
-    found = found if is_last else f"{found}{_BUT} {run.last_step}"
-    return dataclasses.replace(held, outcome=Check.HOLDS if is_last else Check.FAILS, found=found)
+    found = f"compared last after step {held.at_step}; but the run's last step is {run.last_step}"
+    return dataclasses.replace(held, outcome=Check.FAILS, found=found)
 
 
-def _ledger(run: Records, held: Check | None) -> Check:
+def _ledger(run: _Run, held: Check | None) -> Check:
     """Judge the ledger, where one was recorded; `held` is what the run itself wrote of it, and what recording cost."""
-    path, keeping = run.folder / pages.NAME, [part for part in run.parts if part.chosen.get("ledger") is True]
-    check: Check | None = None
+    path, keeping = run.folder / pages.NAME, [part for part in run.parts if part.start["chosen"].get("ledger") is True]
+    found: list[Check] = []
 
-    def problems(run: Records) -> Iterator[str]:
-        nonlocal check
+    def problems(run: _Run) -> Iterator[str]:
         if path.exists():
             planned = _planned(run, keeping[0].first_step if keeping else None)
             # As no kill leaves it in a run with an end, a last page that is cut short is damage.
-            check = exactly_once.check(path, planned, torn_ok=planned.steps is None)
-        elif (held is not None and held.times) or any(part.last_step > part.first_step for part in keeping):
-            yield f"the run kept a {pages.NAME}, and it is not there"
-        else:
+            found.append(ledger.check(path, planned, torn_ok=planned.steps is None))
+        elif not ((held is not None and held.times) or any(part.last_step > part.first_step for part in keeping)):
             raise _OpenError("not recorded; --ledger records it")
+        else:
+            yield f"the run kept a {pages.NAME}, and it is not there"
 
-    judged = _claim("ledger", exactly_once.CLAIM, "exactly", _BOTH, "ledger")(problems).of(run)
-    check = check or judged
-    return dataclasses.replace(check, cost_s=held.cost_s) if held is not None and held.cost_s is not None else check
+    judged = _judged(run, "ledger", ledger.CLAIM, "exactly", "ledger", problems)
+    check = found[0] if found else judged
+    return check if held is None else dataclasses.replace(check, cost_s=held.cost_s or check.cost_s)
 
 
-def _planned(run: Records, begun: int | None) -> Planned:
+def _planned(run: _Run, begun: int | None) -> Planned:
     """Return what the ledger has to hold, which was begun after this step."""
-    config, last = _config(run), run.parts[-1]
-    own = run.is_own_loop  # batch and order are then the loop's, which tells them at its start
+    batch, start = _config(run).batch, run.parts[-1].start
+    own = run.is_own_loop  # whose batch the loop tells at its start
     return Planned(
-        global_batch=last.start["plan"]["global_size"] if own else config.batch.size,
-        seed=config.seed,
-        drop_last=last.chosen.get("drop-last") is True if own else config.batch.drop_last,
-        order=last.chosen.get("order", OF_A_SAMPLER) if own else SHUFFLED,
+        global_batch=start["plan"]["global_size"] if own else batch.size,
+        drop_last=start["chosen"].get("drop-last") is True if own else batch.drop_last,
         first=None if begun is None else begun + 1,
         steps=run.last_step if run.exit in _COMPLETE else None,
         evaluations=[] if begun is None else [row["step"] for row in run.rows("eval") if row["step"] > begun],
     )
 
 
-def _config(run: Records) -> RunConfig:
-    assert run.config is not None, "as the claim needs"
-    return run.config
-
-
-_CLAIMS = (_damage, _steps, _losses, _rates, _evaluations, _summary, _checkpoints)
-_OF_OWN_LOOPS = (_damage, _sequence, _losses, _checkpoints)
-"""Of a loop of the user's own, rates and scores are known to nobody else."""
+_CLAIMS = (
+    ("files", f"{CONFIG}, {MANIFEST}, {STEPS} and {SUMMARY} can be read to their ends", "", "start", _damage),
+    ("steps", "Each optimizer step is recorded once, in order, with its samples", "exactly", "step", _steps),
+    ("losses", "Each loss is a finite number", "", "step", _losses),
+    ("rates", "Each step had the learning rate of the config's schedule", BIT_FOR_BIT, "step", _rates),
+    ("evaluations", "Each evaluation took the whole set, and the last step has one", "exactly", "eval", _evaluations),
+    ("summary", f"{SUMMARY} says what {STEPS} says", BIT_FOR_BIT, "start", _summary),
+    ("checkpoints", "The checkpoints are whole and of this run", BIT_FOR_BIT, "checkpoint", _checkpoints),
+)
+_OF_THE_COMMAND = ("rates", "evaluations", "summary")
+"""Claims that nobody can judge of a loop of the user's own."""

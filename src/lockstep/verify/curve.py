@@ -1,8 +1,8 @@
-"""Whether the variants of one config train one model: their losses step by step, their last weights, where they part.
+"""Whether variants of one job train one model: their losses step by step, and their last weights.
 
     parting = compare(read(folder), read(other), tolerance=1e-9)
 
-`outcomes` trains the variants (see `variants`) and judges each against its partner.
+`outcomes` trains the variants (see `variants`) and compares each with its partner.
 """
 
 from __future__ import annotations
@@ -13,26 +13,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..config.options import override
 from ..config.schema import RunConfig
 from ..errors import counted
 from ..files import lines_of, parse_json, understanding
 from ..record.checks import BIT_FOR_BIT, Check
-from . import first_step, variants
-from .variants import Known, Setup, Variant
+from . import variants
+from .variants import ALONE, Known, Setup, Variant
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FLOOR = 1e-3
-"""Losses and tensors whose largest value is below this are compared as if it were this.
-
-What mathematics makes zero, such as the gradient of a bias before a BatchNorm, holds rounding noise alone, and that
-differs freely; so does a loss that is the small difference of large numbers. With a tolerance of 1e-9, differences of
-such values then count from 1e-12 on.
-"""
+"""Losses and tensors whose largest value is below this are compared as if it were this: what mathematics makes zero,
+such as the gradient of a bias before a BatchNorm, holds rounding noise alone, which differs freely."""
 HOLDS, PARTS, REFERENCE, LEFT_OUT = "holds", "parts", "reference", "left out"
 TENSORS = {"curve": "weights", "gradients": "gradients"}
 """What is compared beside the losses, by the name of the check."""
@@ -47,9 +42,8 @@ _HINTS = {
 }
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A run as it is compared: {step: loss}, and the tensors of its last checkpoint by name."""
+class Curve(NamedTuple):
+    """A run as it is compared: {step: loss}, and tensors of its last checkpoint by name."""
 
     losses: Mapping[int, float]
     tensors: Mapping[str, Tensor]
@@ -57,26 +51,19 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """How far two curves are from each other; all differences are relative."""
+    """How far two curves are from each other; all differences are relative, and infinite where one side is missing."""
 
-    loss: float
-    """The largest difference of a step's losses; infinite where one of the two lacks a step."""
-    step: int | None
-    """The first step whose losses differ beyond the tolerance."""
-    weight: float
-    """The largest difference of a tensor's values, by the tensor's largest value."""
-    tensor: str
-    """Which tensor that is; empty where all are the same bits."""
+    loss: float  # the largest difference of a step's losses
+    step: int | None  # the first step whose losses differ beyond the tolerance
+    weight: float  # the largest difference of a tensor's values, by the tensor's largest value
+    tensor: str  # which tensor that is; empty where all are the same bits
     last_step: int
-    holds: bool
-    """Whether losses and tensors agree within the tolerance."""
+    holds: bool  # whether losses and tensors agree within the tolerance
 
     @property
     def where(self) -> str:
         """Where it begins, in words; empty where it holds. Tensors are seen after the last step alone."""
-        if self.holds:
-            return ""
-        return f"after {self.last_step}" if self.step is None else f"step {self.step}"
+        return "" if self.holds else f"after step {self.last_step}" if self.step is None else f"at step {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,45 +71,39 @@ class Outcome:
     """What became of a variant."""
 
     variant: Variant
-    verdict: str
-    """HOLDS or PARTS; LEFT_OUT, or REFERENCE, of which nothing is claimed."""
-    note: str = ""
-    """Why it was left out, or is compared with that partner."""
+    verdict: str  # HOLDS or PARTS; LEFT_OUT or REFERENCE, of which nothing is claimed
+    why_not: str = ""  # why it was left out
     parting: Parting | None = None
     seconds: float = 0.0
-    """The time its commands took."""
-
-    @property
-    def is_claim(self) -> bool:
-        """Whether the two have to agree."""
-        return self.verdict in (HOLDS, PARTS)
 
     def sentence(self, tensors: str) -> str:
         """Return where two variants part, and how far, in losses and `tensors`."""
         parting = self.parting
         assert parting is not None
-        begins = f"after step {parting.last_step}" if parting.step is None else f"at step {parting.step}"
-        most = f"{tensors} by {size(parting.weight)}, most in {parting.tensor}"
-        where = f"losses by {size(parting.loss)}, {most if parting.tensor else f'not in {tensors}'}"
-        return f"{self.variant.name} parts from {self.variant.partner} {begins}, {where}"
+        most = (
+            f"{tensors} by {size(parting.weight)}, most in {parting.tensor}" if parting.tensor else f"not in {tensors}"
+        )
+        where = f"{parting.where}, losses by {size(parting.loss)}, {most}"
+        return f"{self.variant.name} parts from {self.variant.partner} {where}"
 
 
 def default_tolerance(config: RunConfig) -> float:
-    """Return the largest relative difference that rounding explains in so short a run.
-
-    A sum in another order differs in the last digits of the precision, and training makes that grow. torch's Muon
-    orthogonalises in bfloat16 whatever the precision, where a last digit more or less can round to another number.
-    """
-    if config.optim.name == "muon":
+    """Return the largest relative difference that rounding explains in so short a run, in which it grows."""
+    if config.optim.name == "muon":  # torch's orthogonalises in bfloat16 whatever the precision
         return 1e-2
     return 1e-9 if config.precision.name == "fp64" else 1e-3
 
 
-def read(folder: Path) -> Curve:
-    """Return the curve of the run in `folder`."""
+def read(folder: Path, *, first_step: bool = False) -> Curve:
+    """Return the curve of the run in `folder`; of a `first_step`, with the tensors that have its gradients.
+
+    Those are what optimizers keep of them, by parameter (momentum, moments), or else the weights.
+    """
     from .. import checkpoint
 
-    return Curve(losses_of(folder), checkpoint.load(folder).tensors)
+    tensors = checkpoint.load(folder).tensors
+    kept = {name: held for name, held in tensors.items() if name.startswith("optimizer/")} if first_step else {}
+    return Curve(losses_of(folder), kept or tensors)
 
 
 def losses_of(folder: Path) -> dict[int, float]:
@@ -141,9 +122,7 @@ def compare(ours: Curve, theirs: Curve, *, tolerance: float) -> Parting:
     steps = sorted(ours.losses.keys() | theirs.losses.keys())
     gaps = {step: gap(ours.losses.get(step), theirs.losses.get(step)) for step in steps}
     beyond = [step for step, gap in gaps.items() if gap > tolerance]
-    found = difference.compare(ours.tensors, theirs.tensors)
-    sizes = {each.name: min(each.relative, each.absolute / FLOOR) for each in found.differences}
-    sizes |= dict.fromkeys((*found.only_a, *found.only_b), math.inf)
+    sizes = difference.compare(ours.tensors, theirs.tensors).sizes(FLOOR)
     worst = max(sizes, key=lambda name: sizes[name], default="")
     weight = sizes.get(worst, 0.0)
     # A zero and a negative zero are no distance apart, and yet not the same bits.
@@ -166,43 +145,30 @@ def gap(ours: float | None, theirs: float | None) -> float:
 
 
 def outcomes(setup: Setup, *, tolerance: float) -> Iterator[Outcome]:
-    """Train the variants one after another, and yield what became of each.
-
-    Raises what a command that fails has told.
-    """
-    alone = setup.reference
-    yield _trained(setup, alone, tolerance)
-    known, told = _known(setup.folder / alone.name)
-    if setup.script:
-        cut = {"accumulate": told["chosen"]["accumulate"], "micro_batch": None}
-        size = {"batch": told["plan"]["global_size"]} if told["plan"] else {}
-        setup = dataclasses.replace(setup, config=override(setup.config, **cut, **size))
-    planned = variants.others(setup, known)
-    compared = {each.partner for each in planned if not each.why_not}
+    """Train the variants one after another, and yield what became of each; raises what a command that fails told."""
+    yield _trained(setup, variants.reference(setup), tolerance)
+    planned = variants.others(setup, _known(setup.folder / ALONE))
     for variant in planned:
-        idle = "" if variant.partner or variant.name in compared else "nothing is compared with it"
-        if note := variant.why_not or idle:
-            yield Outcome(variant=variant, verdict=LEFT_OUT, note=note)
-            continue
-        yield _trained(setup, variant, tolerance)
+        if variant.why_not:
+            yield Outcome(variant=variant, verdict=LEFT_OUT, why_not=variant.why_not)
+        else:
+            yield _trained(setup, variant, tolerance)
 
 
-def _known(folder: Path) -> tuple[Known, dict[str, Any]]:
-    """Return what the reference's run tells, and the first event of its records."""
+def _known(folder: Path) -> Known:
     from .. import checkpoint
 
     path = folder / "steps.jsonl"
     with understanding(path):
-        told: dict[str, Any] = parse_json(next(lines_of(path)))
-        known = Known(
+        told = parse_json(next(lines_of(path)))
+        return Known(
             steps=len(losses_of(folder)),
+            accumulation=told["chosen"]["accumulate"],
+            batch=told["plan"].get("global_size", 0),
             has_statistics=told["chosen"]["batchnorm"] != "none",
-            # Which checkpoints of sessions tell.
-            optimizers=len(checkpoint.load(folder).meta.get("groups", [()])),
-            has_batches=bool(told["plan"]),
             has_epochs=bool(told["epochs"]),
+            optimizers=len(checkpoint.load(folder).meta.get("groups", [()])),  # which those of sessions tell
         )
-    return known, told
 
 
 def _trained(setup: Setup, variant: Variant, tolerance: float) -> Outcome:
@@ -211,46 +177,38 @@ def _trained(setup: Setup, variant: Variant, tolerance: float) -> Outcome:
     trained = Outcome(variant=variant, verdict=REFERENCE, seconds=time.monotonic() - begun_s)
     if not variant.partner:
         return trained
-    folders = [setup.folder / name for name in (variant.name, variant.partner)]
-    ours, theirs = (
-        Curve(losses_of(each), first_step.read(each)) if setup.first_step else read(each) for each in folders
-    )
+    names, is_first = (variant.name, variant.partner), setup.name == "gradients"
+    ours, theirs = (read(setup.folder / name, first_step=is_first) for name in names)
     parting = compare(ours, theirs, tolerance=0 if variant.same_bits else tolerance)
-    return dataclasses.replace(trained, verdict=HOLDS if parting.holds else PARTS, note=variant.note, parting=parting)
+    return dataclasses.replace(trained, verdict=HOLDS if parting.holds else PARTS, parting=parting)
 
 
 def check(name: str, found: Sequence[Outcome], tolerance: float, precision: str, cost_s: float) -> Check:
     """Return what came of all comparisons, as the claim `name` of a proof."""
-    claims = [each for each in found if each.is_claim]
-    parted = [each for each in claims if each.verdict == PARTS]
-    partings = [each.parting for each in claims if each.parting]
-    exact = sum(each.variant.same_bits for each in claims)
+    compared = [each.parting for each in found if each.parting is not None]
+    parted = [each for each in found if each.verdict == PARTS]
+    exact = sum(each.variant.same_bits for each in found if each.parting is not None)
     if parted:
-        first, *others = parted
-        said = first.sentence(TENSORS[name])
-        said += (
-            f"; so do {', '.join(each.variant.name for each in others)}, of {len(claims)} compared" if others else ""
-        )
+        said = parted[0].sentence(TENSORS[name])
+        if others := ", ".join(each.variant.name for each in parted[1:]):
+            said += f"; so do {others}, of {len(compared)} compared"
         # A net with BatchNorm makes rounding of fp32 grow to a thousandth of a loss within 20 steps of digits.
         is_rounding = precision != "fp64" and not any(each.variant.same_bits for each in parted)
         rounding = f"rounding in {precision} can grow to that, and --precision fp64 shows whether it is no more"
         said += f"; {rounding if is_rounding else _HINTS[name]}"
     else:
-        loss, weight, steps = (
-            max((getattr(each, part) for each in partings), default=0) for part in ("loss", "weight", "last_step")
-        )
+        sizes = [(each.last_step, each.loss, each.weight) for each in compared]
+        steps, loss, weight = map(max, zip(*sizes, strict=True)) if sizes else (0, 0.0, 0.0)
         said = (
-            f"{counted(len(claims), 'comparison')} over {counted(steps, 'step')}, {exact} bit for bit "
-            f"and {len(claims) - exact} within {tolerance:g}; the largest difference is {size(loss)} of a loss and "
+            f"{counted(len(compared), 'comparison')} over {counted(steps, 'step')}, {exact} bit for bit and "
+            f"{len(compared) - exact} within {tolerance:g}; the largest difference is {size(loss)} of a loss and "
             f"{size(weight)} of a tensor"
         )
-    if noted := ", ".join(each.variant.name for each in claims if each.variant.note):
-        said += f"; {noted}: by design not one device's model, but that of local batch statistics"
     return Check(
         name=name,
         claim=_CLAIMS[name],
-        outcome=Check.FAILS if parted else Check.HOLDS if claims else Check.OPEN,
-        times=len(claims),
+        outcome=Check.FAILS if parted else Check.HOLDS if compared else Check.OPEN,
+        times=len(compared),
         tolerance=f"{tolerance:g} relative; {BIT_FOR_BIT} in the same world",
         found=said,
         cost_s=cost_s,

@@ -1,25 +1,22 @@
 """The gradient of N ranks, under each strategy, against the one of a single process: on the user's model and data.
 
-Both compute the same global batches: the first of an epoch, an uneven one, its last one, and one in several
-micro-batches. One process takes each global micro-batch whole; the ranks take their shares, as in training. In float64
-the two agree but for rounding, about 1e-15 of the largest gradient, or something makes N devices train another model.
+Both compute the same global batches: the first of an epoch, an uneven one, its last one, and one in micro-batches. One
+process takes each global micro-batch whole, the ranks take their shares, as in training. In float64 the two agree but
+for rounding, about 1e-15 of the largest gradient, or something makes N devices train another model; `causes` finds it.
 
     report = examine(config, world, strategies("auto"), tolerance=1e-9)
-
-A `Workbench` measures, with whatever is switched off on both sides; `causes` asks it why.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,11 +24,12 @@ from torch import Tensor, nn
 from .. import user_code
 from .._torch import as_default_group
 from ..batching import BatchPlan
+from ..checks import difference
 from ..checks.digest import compare, digest
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..engine import train_step
-from ..errors import RequestError, counted
+from ..errors import RequestError
 from ..record.checks import Check
 from ..steps.job import Job, assemble
 from ..world.random_state import seed_all
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     from ..data.source import Splits
     from .causes import Cause
 
-Gradients = dict[str, Tensor]
 Step = Callable[[nn.Module, Tensor, Tensor], None]
 """A training step of the user's own, forward and backward: step(model, x, y) leaves gradients in the parameters."""
 Micros = list[tuple[Tensor, Tensor]]
@@ -53,30 +50,19 @@ TOLERANCE = 1e-4
 _OF_DTYPES = re.compile(r"dtype|scalar type|Float\b|Double\b|float64")
 """In the words of an error that a model which computes in float32 raises in float64."""
 _FLOOR = 1e-3
-"""Below this share of the model's largest gradient, a tensor's differences are measured against that one: gradients
-that mathematics makes zero, such as a bias's before BatchNorm, hold rounding noise, which differs freely."""
-
-
-# ---- differences
+"""Share of the model's largest gradient below which a tensor is measured against that one: what mathematics makes zero,
+such as the gradient of a bias before BatchNorm, holds rounding noise, which differs freely."""
 
 
 def gaps(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0) -> dict[str, float]:
-    """Return, for each tensor, the largest |theirs ÷ scale - reference| by the tensor's largest |value|.
+    """Return the largest difference of `theirs` ÷ `scale` by tensor, relative to its largest value (see `_FLOOR`).
 
-    Infinite where only one side has it or a value is not finite; tensors much smaller than the largest one are
-    measured by that (`_FLOOR`).
+    Infinite where only one side has it or a value is not finite.
     """
     largest = max((float(each.abs().max()) for each in reference.values() if each.numel()), default=0.0)
-    found = {}
-    for name in {**reference, **theirs}:
-        a, b = theirs.get(name), reference.get(name)
-        if a is None or b is None:
-            found[name] = math.inf
-            continue
-        gap, size = ((float(each.abs().max()) if each.numel() else 0.0) for each in (a / scale - b, b))
-        size = max(size, _FLOOR * largest)
-        found[name] = gap / size if size and math.isfinite(gap) else (math.inf if gap else 0.0)
-    return found
+    return difference.compare({name: each / scale for name, each in theirs.items()}, reference).sizes(
+        _FLOOR * largest or 1.0
+    )
 
 
 def worst(found: Mapping[str, float]) -> float:
@@ -89,18 +75,7 @@ def beyond(found: Mapping[str, float], tolerance: float) -> dict[str, float]:
     return {name: gap for name, gap in sorted(found.items(), key=lambda each: -each[1]) if gap > tolerance}
 
 
-def ratio(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Return the number k for which k × `reference` comes nearest to `theirs`, in least squares; 1 where all are 0."""
-    shared = [name for name in reference if name in theirs]
-    square = sum(float((reference[name] ** 2).sum()) for name in shared)
-    return sum(float((theirs[name] * reference[name]).sum()) for name in shared) / square if square else 1.0
-
-
-# ---- the answer
-
-
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A global batch: positions [start, stop) of the first epoch's order, in `accumulation` global micro-batches."""
 
     name: str
@@ -113,18 +88,24 @@ class Case:
         """How many samples it has."""
         return self.stop - self.start
 
+    def rows(self, ranks: int, devices: int = 1) -> list[list[slice]]:
+        """Return for each global micro-batch the places in the batch that each rank has."""
+        plan = BatchPlan(global_size=self.size, ranks=ranks, accumulation=self.accumulation, devices=devices)
+        by_rank = [[slice(part.start, part.stop) for part in plan.split(0, self.size, rank)] for rank in range(ranks)]
+        return [list(micro) for micro in zip(*by_rank, strict=True)]
 
-@dataclass(frozen=True)
-class Row:
+    def cut(self, ranks: int, devices: int = 1) -> list[list[slice]]:
+        """Return `rows` as places in their micro-batches."""
+        micros = self.rows(ranks, devices)
+        return [[slice(each.start - rows[0].start, each.stop - rows[0].start) for each in rows] for rows in micros]
+
+
+class Row(NamedTuple):
     """One batch under one strategy."""
 
-    case: str
-    split: str
-    """How the batch is shared out, in words."""
-    gap: float
-    """Largest relative difference of any tensor's gradient from one process's."""
-    tensors: dict[str, float]
-    """The gaps beyond the tolerance, the largest first."""
+    case: str  # the batch, in words
+    gap: float  # largest relative difference of any tensor's gradient from one process's
+    tensors: dict[str, float]  # the gaps beyond the tolerance, the largest first
 
 
 @dataclass(frozen=True)
@@ -134,13 +115,10 @@ class Answer:
     strategy: str
     rows: tuple[Row, ...]
     causes: tuple[Cause, ...]
-    unused: tuple[str, ...]
-    """Parameters that the loss does not reach on some rank, under a strategy that refuses that."""
+    unused: tuple[str, ...]  # parameters that the loss does not reach on some rank, under a strategy that refuses that
     unlike: Mapping[str, frozenset[int]]
-    """Parameters whose gradients were not the same bits on all ranks after the exchange, and the ranks that deviate:
-    all where no more than half agree."""
-    by_design: str
-    """Why a difference is no fault, where that is known: the strategy, which nobody asked for, or the model says so."""
+    """Parameters whose gradients were not the same bits on all ranks, and the ranks that deviate from most."""
+    by_design: str  # why a difference is no fault; "" where it is one
 
     @property
     def differs(self) -> bool:
@@ -150,7 +128,7 @@ class Answer:
     @property
     def agrees(self) -> bool:
         """Whether the gradients are one process's, and can be had."""
-        return not (self.causes or self.unused or self.differs)
+        return not (self.unused or self.differs)
 
     @property
     def fails(self) -> bool:
@@ -158,17 +136,16 @@ class Answer:
         return not self.agrees and not self.by_design
 
     def __str__(self) -> str:
-        largest = max((row.gap for row in self.rows), default=0.0)
-        if self.agrees:
-            return f"{self.strategy} agrees within {largest:.1e}"
-        names = [cause.name for cause in self.causes]
-        why = ", ".join([*names, *["unused parameters"] * bool(self.unused), *["ranks differ"] * bool(self.unlike)])
+        largest = f"{max((row.gap for row in self.rows), default=0.0):.1e}"
+        if not self.differs:
+            but = ", but has unused parameters, which training refuses" if self.unused else ""
+            return f"{self.strategy} agrees within {largest}{but}"
+        names = [*(cause.name for cause in self.causes), *["unused parameters"] * bool(self.unused)]
+        why = ", ".join([*names, *["ranks differ"] * bool(self.unlike)])
         if self.by_design:
             rest = max(cause.rest for cause in self.causes)
-            return f"{self.strategy} differs by {largest:.1e} by design ({why}), and agrees within {rest:.1e} without"
-        if self.differs:
-            return f"{self.strategy} differs by {largest:.1e} ({why})"
-        return f"{self.strategy} agrees within {largest:.1e}, but has unused parameters, which training refuses"
+            return f"{self.strategy} differs by {largest} by design ({why}), and agrees within {rest:.1e} without"
+        return f"{self.strategy} differs by {largest} ({why})"
 
 
 @dataclass(frozen=True)
@@ -196,9 +173,9 @@ class Report:
 
 
 def strategies(asked: str) -> list[str]:
-    """Return the strategies with several replicas that are measured where `asked` was asked for.
+    """Return the strategies that are measured where `asked` was asked for; raises `RequestError` for a single replica.
 
-    Raises `RequestError` for the one with a single replica, which is what the others are measured against.
+    Ranks that drive several devices each are measured where they are asked for.
     """
     several = [name for name, kind in KINDS.items() if kind.has_ranks or kind.drives_all]
     if asked not in ("auto", *several):
@@ -206,7 +183,6 @@ def strategies(asked: str) -> list[str]:
             f"--strategy {asked} has one replica, which is what others are measured against; give "
             f"{' or '.join(several)}, or none for all of them."
         )
-    # Ranks that have a device each are no ranks that drive several: those are measured where they are asked for.
     return [name for name in several if not KINDS[name].has_two_levels] if asked == "auto" else [asked]
 
 
@@ -220,7 +196,7 @@ def examine(config: RunConfig, world: World, names: list[str], tolerance: float,
     own_step = user_code.load("--step", step) if step else None
     try:
         bench = Workbench(config, world, own_step)
-        answers = [_answer(bench, name, tolerance, alone=len(names) == 1) for name in names]
+        answers = tuple(_answer(bench, name, tolerance, alone=len(names) == 1) for name in names)
     except (RequestError, RuntimeError) as error:
         if config.precision.name != "fp64" or not _OF_DTYPES.search(str(error)):
             raise
@@ -232,42 +208,34 @@ def examine(config: RunConfig, world: World, names: list[str], tolerance: float,
         if bench is not None:
             bench.close()
     cost_s = time.perf_counter() - begun_s
-    return Report(config.precision.name, tolerance, bench.replicas, tuple(answers), cost_s) if world.is_main else None
+    return Report(config.precision.name, tolerance, bench.replicas, answers, cost_s) if world.is_main else None
 
 
 def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -> Answer:
     """Return what comes of one strategy (*collective*); `alone` says that it was asked for by name."""
     from . import causes
 
-    has_ranks, rows = KINDS[strategy].has_ranks, []
+    has_ranks, rows = KINDS[strategy].has_ranks, list[Row]()
     unlike: dict[str, frozenset[int]] = {}
     for case in bench.cases:
         theirs = bench.under(strategy, case)
         for each in compare(bench.world, theirs) if has_ranks else ():
             unlike[each.name] = unlike.get(each.name, frozenset()) | {*each.ranks}
-        gap = gaps(theirs, bench.reference(case))
-        rows.append(Row(case.name, bench.split_of(case), worst(gap), beyond(gap, tolerance)))
+        gap = gaps(theirs, bench.under(ONE, case))
+        rows.append(Row(f"{case.name}, {case.size} samples", worst(gap), beyond(gap, tolerance)))
     found: dict[str, Cause] = {}
     failing = bench.world.gather([bool(row.tensors) for row in rows])[0]
     for case, fails in zip(bench.cases, failing, strict=True):
         for cause in causes.find(bench, strategy, case, tolerance) if fails else ():
             found[cause.name] = cause.merged(found.get(cause.name, cause))
     unused = bench.unused if has_ranks and not bench.config.parallel.find_unused else []
-    reasons = [_by_design(bench, strategy, cause, alone=alone) for cause in found.values()]
+    reasons = []
+    for name in found:
+        reasons.append("the model's own randomness is drawn by each rank for itself" * (name == "randomness"))
+        if name == "local BatchNorm" and not alone and not bench.job(strategy).strategy.can_sync_batchnorm:
+            reasons[-1] = f"each replica has batch statistics of its own under {strategy}: another model"
     by_design = "; ".join(reasons) if all(reasons) and not (unused or unlike) else ""
     return Answer(strategy, tuple(rows), tuple(found.values()), tuple(unused), unlike, by_design)
-
-
-def _by_design(bench: Workbench, strategy: str, cause: Cause, *, alone: bool) -> str:
-    """Return why a cause is no fault; "" where it is one."""
-    if cause.name == "randomness":
-        return "the model's own randomness is drawn by each rank for itself"
-    if cause.name == "local BatchNorm" and not alone and not bench.job(strategy).strategy.can_sync_batchnorm:
-        return f"each replica has batch statistics of its own under {strategy}: another model"
-    return ""
-
-
-# ---- measuring
 
 
 class Workbench:
@@ -276,7 +244,6 @@ class Workbench:
     def __init__(self, config: RunConfig, world: World, step: Step | None = None) -> None:
         """`config` names the strategy of `world`'s ranks; one without ranks is computed by rank 0 alone."""
         self.config, self.world, self.step = config, world, step
-        self._alone = World.alone(world.device)
         # A step of the user's own may ask torch for the world's size, or exchange something: one process has one rank.
         self._group_of_one: Any = None if world.group is None else dist.new_group([0])
         self.unused: list[str] = []
@@ -286,10 +253,12 @@ class Workbench:
         self._data: Splits | None = None
         first = self.job(config.parallel.strategy)
         self._data, self.replicas, self._devices = first.data, first.replicas, first.plan.devices
-        if self.replicas < 2:
+        size = min(config.batch.size, first.samples)
+        if not 1 < self.replicas <= size:
             raise RequestError(
-                f"--strategy {config.parallel.strategy} has one replica here, and one process is what it is measured "
-                "against; give --devices 2 or more."
+                f"--strategy {config.parallel.strategy} has {self.replicas} replicas here, and a batch has {size} "
+                "samples: one process is what several replicas are measured against, and each needs a sample; give "
+                "--devices 2 or more, or a larger --batch."
             )
         self.cases = _cases(config, first.samples, self.replicas, own_step=step is not None)
         world.together(self._check_reference)
@@ -301,36 +270,31 @@ class Workbench:
     def job(self, strategy: str) -> Job:
         """Return the job of a strategy."""
         if strategy not in self._jobs:
-            parallel, kind = dataclasses.replace(self.config.parallel, strategy=strategy), KINDS[strategy]
+            asked, kind = self.config.parallel, KINDS[strategy]
+            own: dict[str, Any] = {"devices": None, "batchnorm": "auto"}
             if kind.has_ranks:
-                parallel = dataclasses.replace(parallel, find_unused=parallel.find_unused or bool(self.unused))
+                own = {"find_unused": asked.find_unused or bool(self.unused)}
             elif kind.drives_all:
-                parallel = dataclasses.replace(parallel, devices=parallel.devices or self.world.size)
-            else:
-                parallel = dataclasses.replace(parallel, devices=None, batchnorm="auto")
+                own = {"devices": asked.devices or self.world.size}
+            parallel = dataclasses.replace(asked, strategy=strategy, **own)
             batch = dataclasses.replace(self.config.batch, accumulate=None, micro_batch=None)  # each case has its own
             config = dataclasses.replace(self.config, parallel=parallel, batch=batch)
-            self._jobs[strategy] = assemble(config, self.world_of(strategy), data=self._data)
+            world = self.world if kind.has_ranks else World.alone(self.world.device)
+            self._jobs[strategy] = assemble(config, world, data=self._data)
         return self._jobs[strategy]
-
-    def world_of(self, strategy: str) -> World:
-        """Return the ranks that compute under `strategy`: all, or each by itself."""
-        return self.world if KINDS[strategy].has_ranks else self._alone
 
     def close(self) -> None:
         """End what the data set keeps running."""
         for job in self._jobs.values():
             job.data.close()
 
-    def reference(self, case: Case, off: Off = NOTHING, *, seed: int | None = None) -> Gradients:
-        """Return one process's gradients, on rank 0; nothing on others. `seed` is of the model's own randomness."""
-        return self.under(ONE, case, off, seed=seed)
+    def under(self, strategy: str, case: Case, off: Off = NOTHING, *, seed: int | None = None) -> dict[str, Tensor]:
+        """Return the gradients under `strategy` by name; nothing on ranks that have no part in it.
 
-    def under(self, strategy: str, case: Case, off: Off = NOTHING, *, seed: int | None = None) -> Gradients:
-        """Return the gradients under `strategy` as rank 0 has them; nothing on ranks that have no part in it."""
+        `seed` is of the model's own randomness.
+        """
         if KINDS[strategy].has_ranks:
-            job = self.job(strategy)
-            return self._compute(job, self.share(case, same="data" in off), case, off)
+            return self._compute(self.job(strategy), self._share(case, same="data" in off), case, off)
         if not self.world.is_main:
             return {}
         with nullcontext() if self._group_of_one is None else as_default_group(self._group_of_one):
@@ -339,21 +303,20 @@ class Workbench:
     def _check_reference(self) -> None:
         """Raise `RequestError` where one process has no gradients to compare with."""
         try:
-            found = self.reference(self.cases[0])
+            found = self.under(ONE, self.cases[0])
         except RequestError:
             raise
         except Exception as error:  # whatever a model, a loss or a step raises that one process runs by itself
-            whose = "--step" if self.step else f"One process's step of --model {self.config.model.name}"
-            raise RequestError(f"{whose} {user_code.raised(error)}; there is nothing to compare.") from error
-        if self.world.is_main and not found:
+            how = ", and --step is called as step(model, x, y)" * (self.step is not None)
             raise RequestError(
-                "--step leaves no gradient in the model's parameters: it has to call backward(), and to leave what "
-                "that gives."
-            )
+                f"One process's step {user_code.raised(error)}; there is nothing to compare{how}."
+            ) from error
+        if self.world.is_main and not found:
+            raise RequestError("--step leaves no gradient in the model's parameters: it has to call backward().")
         if names := [name for name, each in found.items() if not bool(each.isfinite().all())]:
             raise RequestError(
-                f"One process's gradients are not finite numbers ({', '.join(names[:3])}): nothing can be "
-                "compared; look at the data, and at what the model divides by or takes the root of."
+                f"One process's gradients are not finite numbers ({', '.join(names[:3])}): nothing can be compared; "
+                "look at the data, and at what the model divides by or takes the root of."
             )
 
     def _unreached(self, job: Job) -> list[str]:
@@ -361,7 +324,7 @@ class Workbench:
         alone = dataclasses.replace(job, replica=job.model)  # which exchanges no gradients, and so waits for none
         names: dict[str, None] = {}
         for case in self.cases:
-            found = self._compute(alone, self.share(case, same=True), case, NOTHING, exchanges=False)
+            found = self._compute(alone, self._share(case, same=True), case, NOTHING, exchanges=False)
             own = [name for name, each in job.model.named_parameters() if each.requires_grad and name not in found]
             names |= dict.fromkeys(name for theirs in self.world.gather(own) for name in theirs)
         return list(names)
@@ -369,41 +332,26 @@ class Workbench:
     def read(self, case: Case) -> Micros:
         """Return the global micro-batches as this rank reads them: x (n, …) and y (n,) of each."""
         if case not in self._read:
-            self._read[case] = self._fetch(case, [slice(rows[0].start, rows[-1].stop) for rows in _rows(case, 1)])
+            self._read[case] = self._fetch(case, [rows[0] for rows in case.rows(1)])
         return self._read[case]
 
-    def share(self, case: Case, *, same: bool = False) -> Micros:
+    def _share(self, case: Case, *, same: bool) -> Micros:
         """Return this rank's shares as it reads them, or, `same` on all ranks, as rank 0 does."""
-        rank, micros = self.world.rank, _rows(case, self.world.size, self._devices)
+        rank, ranks, devices = self.world.rank, self.world.size, self._devices
         if not same:
-            return self._fetch(case, [rows[rank] for rows in micros])
+            return self._fetch(case, [rows[rank] for rows in case.rows(ranks, devices)])
         for micro in (whole := self.read(case)):
             self.world.broadcast([*micro])
-        parts = [slice(rows[rank].start - rows[0].start, rows[rank].stop - rows[0].start) for rows in micros]
-        return [(x[part], y[part]) for (x, y), part in zip(whole, parts, strict=True)]
-
-    def rows(self, case: Case) -> list[list[slice]]:
-        """Return of each global micro-batch which of its rows each replica has."""
-        return [
-            [slice(each.start - rows[0].start, each.stop - rows[0].start) for each in rows]
-            for rows in _rows(case, self.replicas)
-        ]
-
-    def split_of(self, case: Case) -> str:
-        """Return how a batch is shared out: `64 = 32 + 32`."""
-        micros = [" + ".join(str(each.stop - each.start) for each in rows) for rows in self.rows(case)]
-        shown = micros[0] if len(micros) == 1 else " + ".join(f"({each})" for each in micros)
-        return f"{case.size} = {shown}" if len(shown) <= 32 else f"{case.size} samples"
+        return [(x[rows[rank]], y[rows[rank]]) for (x, y), rows in zip(whole, case.cut(ranks, devices), strict=True)]
 
     def _fetch(self, case: Case, parts: Sequence[slice]) -> Micros:
         job = next(iter(self._jobs.values()))
-        order = job.order(0)
-        indices = [order.indices(case.start + part.start, case.start + part.stop) for part in parts]
+        indices = [job.order(0).indices(case.start + part.start, case.start + part.stop) for part in parts]
         return [(x.clone(), y.clone()) for x, y, _ in job.data.train.stream(indices, epoch=0)]
 
     def _compute(
         self, job: Job, micros: Micros, case: Case, off: Off, *, exchanges: bool = True, seed: int | None = None
-    ) -> Gradients:
+    ) -> dict[str, Tensor]:
         job.model.zero_grad()
         loss_fn = by_sample(job.loss_fn) if "loss" in off else job.loss_fn
         with switched(job.model, off, job.strategy.devices), warnings.catch_warnings():
@@ -422,48 +370,26 @@ class Workbench:
 
 
 def _cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) -> list[Case]:
-    """Return the batches to compare, each once; a step of the user's own accumulates, if at all, by itself.
-
-    Raises `RequestError` where the data set or the batch is smaller than the number of replicas.
-    """
-    size = min(config.batch.size, samples)
-    if size < replicas:
-        what = f"--batch {config.batch.size}" if size == config.batch.size else f"{counted(samples, 'sample')}"
-        raise RequestError(
-            f"{what[0].upper()}{what[1:]} cannot be split into {replicas} replicas, each of which needs a sample to be "
-            f"compared; {f'give --devices {size} or fewer' if size > 1 else 'give more samples'}."
-        )
-    found, last, parts = [Case("the first batch", 0, size)], samples % size, config.batch.accumulate or 2
+    """Return the batches to compare, each once; a step of the user's own accumulates, if at all, by itself."""
+    size, last, parts = min(config.batch.size, samples), samples % config.batch.size, config.batch.accumulate or 2
+    found = [Case("the first batch", 0, size)]
     if size % replicas == 0 and size > replicas:
         found.append(Case("an uneven batch", 0, size - 1))
-    if last and not config.batch.drop_last and (last >= replicas or not own_step):
+    if 0 < last < samples and not config.batch.drop_last and (last >= replicas or not own_step):
         found.append(Case("the epoch's last batch", samples - last, samples))
     if not own_step and size // parts >= replicas and parts > 1:
         found.append(Case(f"{parts} micro-batches", 0, size, parts))
-    return list({(case.start, case.stop, case.accumulation): case for case in reversed(found)}.values())[::-1]
-
-
-def _rows(case: Case, ranks: int, devices: int = 1) -> list[list[slice]]:
-    """Return of each global micro-batch the places in the batch that each rank has."""
-    plan = BatchPlan(global_size=case.size, ranks=ranks, accumulation=case.accumulation, devices=devices)
-    by_rank = [[slice(part.start, part.stop) for part in plan.split(0, case.size, rank)] for rank in range(ranks)]
-    return [list(micro) for micro in zip(*by_rank, strict=True)]
+    return found
 
 
 def _stepped(step: Step | None, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Take the user's step, which is refused where it raises or changes the weights; or sum what the model gives.
-
-    What torch raises where ranks do not meet is no fault of the step alone, and passes through.
-    """
+    """Take the user's step, which is refused where it changes the weights; or sum what the model gives."""
     if step is None:
         model(x).sum().backward()
         return
     weights = [each.detach() for each in model.parameters()]
     before = int(digest(weights))
-    try:
-        step(model, x, y)
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, ImportError) as error:
-        raise RequestError(f"--step {user_code.raised(error)}; it is called as step(model, x, y).") from error
+    step(model, x, y)
     if int(digest(weights)) != before:
         raise RequestError(
             "--step changes the model's weights: leave optimizer.step() out; it runs forward and backward, and leaves "

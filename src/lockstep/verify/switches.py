@@ -1,17 +1,12 @@
-"""What can make N ranks' gradient another one than one process's, and how each is switched off for a measurement.
-
-A cause is not guessed from the names of layers: it is switched off on both sides, and the gradients are measured again.
-"""
+"""What can make N ranks' gradient another one than one process's, and how each is switched off for a measurement."""
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,9 +37,10 @@ def switched(model: nn.Module, off: Off, devices: Sequence[torch.device] = ()) -
     norms = [each for each in model.modules() if isinstance(each, BatchNorm) and each.training and "statistics" in off]
     with ExitStack() as stack, kept(devices):
         if "randomness" in off:
-            stack.enter_context(_without_randomness(model))
+            # A mode belongs to a thread, and replicas may compute in threads of their own: hooks on the forward pass.
+            stack.enter_context(_hooked(*_without_randomness(model)))
             # The loss may draw as well, and what is computed again in the backward pass (activation checkpointing).
-            stack.enter_context(_Constants())  # type: ignore[no-untyped-call]
+            stack.enter_context(Constants())  # type: ignore[no-untyped-call]
         for layer in norms:
             layer.training = False
         try:
@@ -57,27 +53,23 @@ def switched(model: nn.Module, off: Off, devices: Sequence[torch.device] = ()) -
             held.copy_(buffers[name])
 
 
-@contextmanager
-def _without_randomness(model: nn.Module) -> Iterator[None]:
+def _without_randomness(model: nn.Module) -> tuple[Any, Any]:
     """Have all that the model's forward pass draws be constants, in whichever thread the pass runs."""
     here = threading.local()
 
-    # Hooks, since a mode belongs to a thread, and replicas may compute in threads of their own.
     def enter(module: nn.Module, inputs: Any) -> None:
         seed_all(0)  # for what is drawn from Python's and NumPy's generators: the same in each pass
-        here.mode = _Constants().__enter__()  # type: ignore[no-untyped-call]
+        here.mode = Constants().__enter__()  # type: ignore[no-untyped-call]
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         here.mode.__exit__(None, None, None)
 
-    hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
-    with _removed(hooks):
-        yield
+    return model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)
 
 
 @contextmanager
-def _removed(hooks: Sequence[Any]) -> Iterator[None]:
-    """Remove hooks when the block ends."""
+def _hooked(*hooks: Any) -> Iterator[None]:
+    """Remove the hooks when the block ends."""
     try:
         yield
     finally:
@@ -85,7 +77,7 @@ def _removed(hooks: Sequence[Any]) -> Iterator[None]:
             hook.remove()
 
 
-class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives constants for what random operators draw, which torch marks as such (`nondeterministic_seeded`)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,7 +101,7 @@ class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _fill(drawn_by: str, tensor: Tensor) -> None:
-    """Overwrite what was drawn, in place; what is no number of its own, such as a permutation, keeps its kind."""
+    """Overwrite what was drawn; what is no number of its own, such as a permutation, keeps its kind."""
     if "randperm" in drawn_by:
         tensor.copy_(torch.arange(len(tensor)))
     elif "bernoulli" in drawn_by or tensor.dtype == torch.bool:
@@ -128,44 +120,29 @@ def by_sample(loss_fn: LossFunction) -> LossFunction:
     return summed
 
 
-@torch.no_grad()
-def draws_by_itself(model: nn.Module, x: Tensor) -> bool:
-    """Return whether `model`, called with x (n, …), draws from another generator than torch's."""
-    seen: list[Any] = []
+def unsteady(model: nn.Module, x: Tensor, rows: slice, tolerance: float) -> str:
+    """Return the first layer that makes something else of `rows` of x (n, …) than of x whole; "" where none does.
 
-    def note(*_: Any) -> None:
-        numpy = np.random.get_state(legacy=False)["state"]
-        seen.append((random.getstate(), numpy["pos"], numpy["key"].tobytes()))
-
-    # The last hook before the pass and the first after it: others may seed.
-    with _removed([model.register_forward_pre_hook(note), model.register_forward_hook(note, prepend=True)]):
-        first, second = _passed(model, x), _passed(model, x)
-    is_steady = all(torch.equal(made, second[name][1]) for name, (_, made) in first.items() if name in second)
-    return not is_steady or seen[0] != seen[1]
-
-
-def coupled(model: nn.Module, x: Tensor, shares: Sequence[slice], tolerance: float) -> str | None:
-    """Return the first layer that couples the samples of a batch: for the same samples it makes something else.
-
-    None if none does. `model` is called with x (n, …) and with each of its `shares` that is not empty; to be used
-    where batch statistics and randomness are switched off.
+    With all rows, that is one that draws from another generator than torch's. To be used where batch statistics and
+    torch's randomness are switched off.
     """
+    seed_all(0)
     whole = _passed(model, x)
+    seed_all(1)
 
-    def differ(ours: Tensor, theirs: Tensor, rows: slice) -> bool:
+    def differ(ours: Tensor, theirs: Tensor) -> bool:
         ours = ours[rows] if ours.dim() else ours
         if not theirs.dim() or ours.shape != theirs.shape or len(theirs) != len(x[rows]) or not ours.numel():
             return False  # not a sample a row
         ours, theirs = ours.double(), theirs.double()
         return float((ours - theirs).abs().max()) > tolerance * float(ours.abs().max())
 
-    for rows in (each for each in shares if len(x[each])):
-        for name, (given, made) in _passed(model, x[rows]).items():
-            if name not in whole or differ(whole[name][0], given, rows):
-                return f"the model's own forward, before {name}"
-            if differ(whole[name][1], made, rows):
-                return name
-    return None
+    for name, (given, made) in _passed(model, x[rows]).items() if len(x[rows]) else ():
+        if name not in whole or differ(whole[name][0], given):
+            return f"the model's own forward, before {name}"
+        if differ(whole[name][1], made):
+            return name
+    return ""
 
 
 @torch.no_grad()
@@ -183,6 +160,6 @@ def _passed(model: nn.Module, x: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:
 
     innermost = [(name, each) for name, each in model.named_modules() if name and not any(each.children())]
     named = [*innermost, ("the model's own forward", model)]
-    with _removed([each.register_forward_hook(note(name)) for name, each in named]):
+    with _hooked(*(each.register_forward_hook(note(name)) for name, each in named)):
         model(x)
     return found

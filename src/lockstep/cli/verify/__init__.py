@@ -17,9 +17,6 @@ PROOFS = {
     "curve": "short runs of all variants, and where they part: lockstep verify curve RECIPE|SCRIPT",
     "run": "judge a run from its records alone: lockstep verify run RUN",
 }
-
-_OURS = "first_step"
-"""What `gradients` starts for each variant of a loop of the user's own."""
 _USAGE = """\
 usage: lockstep verify WHAT …
 
@@ -41,7 +38,7 @@ def main(given: list[str]) -> int:
         return 0
     if what.startswith("-"):
         raise RequestError(f"lockstep verify lacks what to verify, found {what}; give {', '.join(PROOFS)}.")
-    if what not in (*PROOFS, _OURS):
+    if what not in PROOFS:
         raise unknown("proof", what, PROOFS)
     code: int = import_module(f".{what}", __package__).main(given[1:])
     return code

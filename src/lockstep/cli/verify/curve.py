@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from ...config.options import flatten, override
-from ...config.registry import KINDS, with_several
+from ...config.registry import KINDS
 from ...config.schema import ParallelConfig, RunConfig
 from ...errors import ProofError, RequestError, RunError
 from ...files import check_own
@@ -20,20 +17,20 @@ from ...launchers import table as launchers
 from ...record import checks
 from ...record.checks import Check
 from ...runs import folders
-from ...screen import Screen, line
-from ...verify import curve, variants
+from ...screen import Screen
+from ...verify import curve
 from ...verify.curve import Outcome
 from ...verify.variants import Setup
 from .. import flags, output, run, words
-from ..train import preflight
+from ..train import check as check_training
 from . import shared
 
 _USAGE = """\
 usage: lockstep verify curve [RECIPE] [--tolerance T] [flags of lockstep train]
        lockstep verify curve [--tolerance T] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
 
-Trains the same few steps on one device and in all other ways: under each strategy on --devices devices (default: all
-GPUs, or 2 CPU processes) and on one more, with accumulation, with ranks started by torchrun and by hand, and stopped in
+Trains the same few steps on one device and in all other ways: with dp and ddp on --devices devices (default: all GPUs,
+or 2 CPU processes) and on one rank more, with accumulation, with ranks started by torchrun and by hand, and stopped in
 the middle and continued. Prints how far their losses and weights are from one another, and where that begins.
 
 A script (NAME.py: a loop over lockstep.session()) is run in the same ways, with one device a process; so is --step. In
@@ -55,13 +52,11 @@ _PROG = "lockstep verify curve"
 _STEPS = 20
 _OF_RANKS = ("resume", "rank", "world-size", "init-method", "launcher", "nodes")
 """Options that say how one run starts, which here is what is varied."""
-_VARIED = ("devices", "gpus", "strategy", "accumulate", "micro-batch", "output", "max-steps")
-"""Flags that a variant of a script has of its own, or not at all."""
+_VARIED = ("devices", "gpus", "strategy", "output", "max-steps", "find-unused", "no-find-unused")
+"""Flags that a variant has of its own, or not at all."""
 _HELD = ("manifest.json", "*/manifest.json", "summary.json", "checkpoints")
 """What shows that a folder holds a run, or the runs of another proof."""
 _SAME = {"curve": "model", "gradients": "gradient"}
-_WIDE = 200
-"""Columns where the output is no terminal."""
 
 
 def main(given: list[str]) -> int:
@@ -70,25 +65,72 @@ def main(given: list[str]) -> int:
         return 0
     ours, script = run.split(given) if run.names_script(given) else (given, [])
     asked, rest = words.take(ours, {"--tolerance": float})
-    if not any(word.partition("=")[0] == "--precision" for word in rest):
-        rest = [*rest, "--precision", "fp64"]  # a recipe's is for training
-    config = run.asked([*rest, *script], prog=_PROG)[0] if script else flags.parse(rest, prog=_PROG)
+    config, rest = parsed(rest, script, prog=_PROG)
     config = override(config, max_steps=config.max_steps or _STEPS)
     return judge(checked(config, rest, script), asked.get("--tolerance", curve.default_tolerance(config)))
 
 
+def parsed(given: list[str], script: Sequence[str], *, prog: str) -> tuple[RunConfig, list[str]]:
+    """Return the config of flags and a script, in float64 unless they say otherwise, and the flags."""
+    if not any(word.partition("=")[0] == "--precision" for word in given):
+        given = [*given, "--precision", "fp64"]  # a recipe's is for training
+    return run.asked([*given, *script], prog=prog)[0] if script else flags.parse(given, prog=prog), given
+
+
+def checked(config: RunConfig, given: list[str], script: Sequence[str], *, name: str = "curve") -> Setup:
+    """Return what the variants share, with no folder yet; raise `RequestError` for what cannot be tried."""
+    asks, usual, asked = flatten(config), flatten(RunConfig()), config.parallel
+    for key in _OF_RANKS:
+        if asks[key] != usual[key]:
+            raise RequestError(
+                f"lockstep verify {name} has no use for --{key} {asks[key]}: it starts the runs of all variants "
+                "itself, and continues some; leave it out."
+            )
+    kind = KINDS.get(asked.strategy)
+    if kind is not None and kind.has_two_levels:
+        raise RequestError(
+            f"--strategy {asked.strategy} needs several nodes, which are started by hand; lockstep verify gradients "
+            "measures it."
+        )
+    if kind is not None and not (kind.has_ranks or kind.drives_all):
+        raise RequestError(f"--strategy {asked.strategy} is what the others are compared with; leave it out.")
+    alone = dataclasses.replace(config, parallel=ParallelConfig(accelerator=asked.accelerator))
+    if not launchers.starts_here(alone):
+        raise RequestError(
+            f"lockstep verify {name} starts all ranks itself, and this process is a rank by its environment; start the "
+            "command once, without torchrun, or, if the variables are left over: unset RANK WORLD_SIZE LOCAL_RANK."
+        )
+    count = shared.several(config)
+    several = dataclasses.replace(config, parallel=dataclasses.replace(asked, devices=count))
+    launchers.least_ranks(several) if script else check_training(several)
+    return Setup(
+        config=config,
+        folder=Path(),
+        devices=count,
+        is_cpu=shared.gpus(config) == 0,
+        given=("run" if script else "train", *flags.without(given, _VARIED)),
+        script=tuple(script),
+        name=name,
+    )
+
+
 def judge(asked: Setup, tolerance: float) -> int:
     """Run all variants and compare them; return 0 where they agree, raise `ProofError` where they do not."""
-    with _folder(asked) as setup:
-        begun_s, screen = time.monotonic(), Screen(stderr=True)
-        found = [_told(screen, setup.name, each) for each in curve.outcomes(setup, tolerance=tolerance)]
-        check = curve.check(setup.name, found, tolerance, setup.config.precision.name, time.monotonic() - begun_s)
-        _keep(setup.folder, check, found)
+    setup = dataclasses.replace(asked, folder=_folder(asked))
+    begun_s, screen, found = time.monotonic(), Screen(stderr=True), list[Outcome]()
+    for each in curve.outcomes(setup, tolerance=tolerance):
+        found.append(each)
+        note = f", {each.why_not}" if each.why_not else ""
+        if each.parting:
+            tensors = curve.TENSORS[setup.name]
+            note += f", losses {curve.size(each.parting.loss)}, {tensors} {curve.size(each.parting.weight)}"
+        screen.say(f"{each.variant.name}: {each.verdict}{note} ({each.seconds:.1f} s)")
+    check = curve.check(setup.name, found, tolerance, setup.config.precision.name, time.monotonic() - begun_s)
+    _keep(setup.folder, check, found)
     with output.written():
-        screen = Screen()
-        _print(screen, found, setup, tolerance)
+        _print(Screen(), found, setup, tolerance)
         if not check.fails:
-            screen.say(f"The same {_SAME[setup.name]}: {check.found}.")
+            Screen().say(f"The same {_SAME[setup.name]}: {check.found}.")
     if check.fails:
         raise ProofError(
             f"The variants have not the same {_SAME[setup.name]}: {check.found}; the runs are in {setup.folder}."
@@ -96,81 +138,19 @@ def judge(asked: Setup, tolerance: float) -> int:
     return 0
 
 
-def checked(config: RunConfig, given: Sequence[str], script: Sequence[str], *, first_step: bool = False) -> Setup:
-    """Return what the variants share, with no folder yet; raise `RequestError` for what cannot be tried.
-
-    `given` are the flags, and `script` the user's and its own flags, where there is one. Nothing is started for it.
-    """
-    what = "gradients" if first_step else "curve"
-    asks, usual = flatten(config), flatten(RunConfig())
-    for key in _OF_RANKS:
-        if asks[key] != usual[key]:
-            raise RequestError(
-                f"lockstep verify {what} has no use for --{key} {asks[key]}: it starts the runs of all variants "
-                "itself, and continues some; leave it out."
-            )
-    if not script:
-        preflight(config)
-    asked = config.parallel
-    if asked.strategy != "auto" and not (KINDS[asked.strategy].has_ranks or KINDS[asked.strategy].drives_all):
-        raise RequestError(
-            f"--strategy {asked.strategy} is what the others are compared with; name {with_several()}, or leave it out."
-        )
-    alone = dataclasses.replace(config, parallel=ParallelConfig(accelerator=asked.accelerator))
-    if not launchers.starts_here(alone):
-        raise RequestError(
-            f"lockstep verify {what} starts all ranks itself, and this process is a rank by its environment; start the "
-            "command once, without torchrun, or, if the variables are left over: unset RANK WORLD_SIZE LOCAL_RANK."
-        )
-    count = shared.several(config)
-    launchers.least_ranks(dataclasses.replace(config, parallel=dataclasses.replace(asked, devices=count)))
-    common = (*flags.without([*given], _VARIED), "--max-steps", str(config.max_steps)) if script else ()
-    setup = Setup(
-        config=config,
-        folder=Path(),
-        devices=count,
-        is_cpu=shared.gpus(config) == 0,
-        script=tuple(script),
-        flags=common,
-        first_step=first_step,
-    )
-    setup.check()
-    return setup
-
-
-@contextlib.contextmanager
-def _folder(setup: Setup) -> Iterator[Setup]:
-    """Give the runs a folder, with the config that they share; it goes again where the first of them is refused."""
+def _folder(setup: Setup) -> Path:
+    """Return the folder for the runs, made where it is new."""
     path = setup.config.record.output
     if path is not None and path.is_dir() and any(next(path.glob(pattern), None) for pattern in _HELD):
         raise RequestError(f"--output {path} holds a run already; give another folder.")
     try:
-        if path is None:
-            path = folders.fresh(f"{folders.default_name(setup.config)}-{setup.name}")
+        path = path or folders.fresh(f"{folders.default_name(setup.config)}-{setup.name}")
         path.mkdir(parents=True, exist_ok=True)
         for each in path.iterdir():  # a variant's folder or log of that name would lead elsewhere
             check_own(each)
-        variants.write_config(setup := dataclasses.replace(setup, folder=path))
     except OSError as error:
         raise folders.unwritable(path, error) from error
-    try:
-        yield setup
-    except RequestError:
-        if not any(path.glob("*/manifest.json")):
-            with contextlib.suppress(OSError):  # what else somebody has put there stays
-                for file in (path / variants.CONFIG, *path.glob("*.log")):
-                    file.unlink()
-                path.rmdir()
-        raise
-
-
-def _told(screen: Screen, name: str, each: Outcome) -> Outcome:
-    """Say on stderr what became of a variant."""
-    said = f", {each.note}" if each.note else ""
-    if each.parting:
-        said += f", losses {curve.size(each.parting.loss)}, {curve.TENSORS[name]} {curve.size(each.parting.weight)}"
-    screen.say(f"{each.variant.name}: {each.verdict}{said} ({each.seconds:.1f} s)")
-    return each
+    return path
 
 
 def _keep(folder: Path, check: Check, found: Sequence[Outcome]) -> None:
@@ -180,7 +160,7 @@ def _keep(folder: Path, check: Check, found: Sequence[Outcome]) -> None:
             "name": each.variant.name,
             "compared_with": each.variant.partner or None,
             "verdict": each.verdict,
-            "note": each.note,
+            "note": each.why_not,
             "same_bits_required": each.variant.same_bits,
             **({} if each.parting is None else dataclasses.asdict(each.parting)),
             "seconds": each.seconds,
@@ -195,25 +175,15 @@ def _keep(folder: Path, check: Check, found: Sequence[Outcome]) -> None:
 
 
 def _print(screen: Screen, found: Sequence[Outcome], setup: Setup, tolerance: float) -> None:
-    if not screen.is_terminal:
-        screen.width = _WIDE
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("variant", "compared with"):
-        table.add_column(title, overflow="fold")
-    for title in ("losses", curve.TENSORS[setup.name], "begins"):
-        table.add_column(title, justify="right")
-    table.add_column("")
-    notes: dict[str, list[str]] = {}
+    rows, notes = [], dict[str, list[str]]()
     for each in found:
         parting, cells = each.parting, ["", "", ""]
         if parting is not None:
             cells = [curve.size(parting.loss), curve.size(parting.weight), parting.where]
-        verdict = line((each.verdict, "bold" if each.verdict == curve.PARTS else ""))
-        dim = "dim" if each.verdict == curve.LEFT_OUT else ""
-        table.add_row(line(each.variant.name), line(each.variant.partner), *map(line, cells), verdict, style=dim)
-        if each.note:
-            notes.setdefault(each.note, []).append(each.variant.name)
-    screen.print(table)
+        rows.append((each.variant.name, each.variant.partner, *cells, each.verdict))
+        if each.why_not:
+            notes.setdefault(each.why_not, []).append(each.variant.name)
+    screen.table(("variant", "compared with", "losses", curve.TENSORS[setup.name], "begins", ""), rows, texts=2)
     for note, names in notes.items():
         screen.say((f"{', '.join(names)}: {note}", "dim"))
     how = f"precision {setup.config.precision.name}, tolerance {tolerance:g} of the largest value"

@@ -8,9 +8,6 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.padding import Padding
-from rich.table import Table
-
 from ... import user_code
 from ...config.options import override
 from ...config.registry import KINDS
@@ -19,8 +16,8 @@ from ...errors import ProofError, RequestError, counted, ranks_named
 from ...launchers import table as launchers
 from ...record import checks
 from ...runs import folders
-from ...screen import Part, Screen, line
-from .. import flags, output, run, words
+from ...screen import Screen
+from .. import output, run, words
 from ..train import preflight
 from . import curve, shared
 
@@ -37,9 +34,10 @@ process and with --devices N under each strategy, or the one that --strategy nam
 same, everything that can be is switched off on both sides and let back in one by one, so that each cause is measured.
 (hybrid is measured where --strategy names it; its ranks are started by torchrun or by hand.)
 
-A script (NAME.py: a loop over lockstep.session()) is run up to its first optimizer step in one process, on --devices N
-ranks, and in micro-batches, and the gradients that its optimizers get are compared, by parameter. A --step that is
-called as step(model, batch), with data of any kind, is judged so too. Causes are then not looked for.
+A script (NAME.py: a loop over lockstep.session()) makes its first optimizer step in one process, on --devices N ranks,
+and in micro-batches, and what its optimizers keep of the gradients (momentum, moments; else the weights) is compared,
+by parameter. A --step that is called as step(model, batch), with data of any kind, is judged so too. Causes are then
+not looked for.
 
   --tolerance T   largest relative difference (default: 1e-9 in float64, 1e-4 in other precisions)
   --step M:A      a training step of your own instead of ours: called as step(model, x, y), it runs forward and
@@ -55,8 +53,6 @@ _PROG = "lockstep verify gradients"
 _SWITCHES = ("--all",)
 _OWN = {"--tolerance": float, "--step": str, "--all": bool}
 _ROWS = 5
-_WIDE = 160
-"""Columns where the output is no terminal: names stay whole for whoever searches them."""
 
 
 def main(given: list[str]) -> int:
@@ -64,36 +60,38 @@ def main(given: list[str]) -> int:
     if output.helped(given, _USAGE):
         return 0
     ours, script = run.split(given, _SWITCHES) if run.names_script(given, _SWITCHES) else (given, [])
-    own_flags, rest = words.take(ours, _OWN)
-    step = own_flags.get("--step", "")
-    names = {word.partition("=")[0] for word in rest}
+    own, rest = words.take(ours, _OWN)
+    step = own.get("--step", "")
     is_loop = bool(script or (step and _takes_batch(step)))
     if is_loop:
-        rest = [*rest, *(("--step", step) if step else ())]
-        if idle := [name for name in ("--all", "--max-steps") if name in {*names, *own_flags}]:
+        given = [word.partition("=")[0] for word in (*rest, *own)]
+        if idle := [name for name in ("--all", "--max-steps") if name in given]:
             raise RequestError(f"{idle[0]} has no use here: the first step of a loop is compared; leave it out.")
-    if "--precision" not in names:  # a recipe's is for training
-        rest = [*rest, "--precision", "fp64"]
-    config = run.asked([*rest, *script], prog=_PROG)[0] if script else flags.parse(rest, prog=_PROG)
+        rest = [*rest, *(("--step", step) if step else ())]
+    config, rest = curve.parsed(rest, script, prog=_PROG)
     if is_loop:
-        setup = curve.checked(override(config, max_steps=1), rest, script, first_step=True)
+        setup = curve.checked(override(config, max_steps=1), rest, script, name="gradients")
     else:
         preflight(config)
     from ...verify.gradients import TOLERANCE, TOLERANCES, strategies  # late: it imports torch
 
-    tolerance = own_flags.get("--tolerance", TOLERANCES.get(config.precision.name, TOLERANCE))
+    tolerance = own.get("--tolerance", TOLERANCES.get(config.precision.name, TOLERANCE))
     if is_loop:
         return curve.judge(setup, tolerance)
-    config, strategy_names = _prepared(config), strategies(config.parallel.strategy)
-    config = _placed(config, strategy_names)
-    entry = functools.partial(_entry, names=strategy_names, tolerance=tolerance, step=step)
-    report = launchers.launch(entry, config)
+    config, names = _prepared(config), strategies(config.parallel.strategy)
+    config = _placed(config, names)
+    report = launchers.launch(functools.partial(_entry, names=names, tolerance=tolerance, step=step), config)
     if report is None:
         return 0  # this process is another rank than the one that tells
-    _print(report, config, everything="--all" in own_flags)
-    where = _kept(config, report)
+    folder = config.record.output or folders.fresh(f"{folders.default_name(config)}-gradients")
+    trouble = shared.unwritten(folder, [report.check()])
+    with output.written():
+        _print(Screen(), report, config, most=None if "--all" in own else _ROWS)
+        note = f"warning: {trouble}" if trouble else f"written to {folder}: {checks.SHEET}, {checks.SUMMARY}"
+        Screen().say((note, "yellow" if trouble else "dim"))
     if failing := [each for each in report.answers if each.fails]:
         but = ": not the gradient of one process" if any(each.differs for each in failing) else ""
+        where = "" if trouble else f" {folder / checks.SHEET} has the numbers."
         raise ProofError(f"{'; '.join(map(str, failing))}{but}.{where}")
     return 0
 
@@ -114,10 +112,7 @@ def _prepared(config: RunConfig) -> RunConfig:
 
 
 def _placed(config: RunConfig, names: Sequence[str]) -> RunConfig:
-    """Return the config with the strategy that the ranks use, and a number of devices.
-
-    Raises `RequestError` where there is but one device.
-    """
+    """Return the config with the strategy that the ranks use, and a number of devices, of which one is not enough."""
     with_ranks = [name for name in names if KINDS[name].has_ranks]
     parallel = dataclasses.replace(config.parallel, strategy=(with_ranks or list(names))[0])
     config = dataclasses.replace(config, parallel=parallel)
@@ -134,59 +129,47 @@ def _entry(config: RunConfig, world: World, **asked: Any) -> Report | None:
     return examine(config, world, **asked)
 
 
-def _print(report: Report, config: RunConfig, *, everything: bool) -> None:
-    with output.written():
-        screen = Screen()
-        if not screen.is_terminal:
-            screen.width = _WIDE
-        _tell(
-            screen,
-            f"{config.data.name}, {config.model.name}, {report.precision}: {report.replicas} replicas "
-            "against one process; largest relative difference of a gradient",
+def _print(screen: Screen, report: Report, config: RunConfig, *, most: int | None) -> None:
+    screen.say(
+        f"{config.data.name}, {config.model.name}, {report.precision}: {report.replicas} replicas against one process; "
+        "largest relative difference of a gradient"
+    )
+    cells: dict[str, list[str]] = {}
+    for answer in report.answers:
+        for row in answer.rows:
+            cells.setdefault(row.case, []).append(f"{row.gap:.1e}" + (" *" if row.tensors else ""))
+    rows = [(case, *gaps) for case, gaps in cells.items()]
+    screen.table(("", *(answer.strategy for answer in report.answers)), rows)
+    for answer in report.answers:
+        if not answer.agrees:
+            _explain(screen, answer, report.tolerance, most)
+    if not any(each.fails for each in report.answers):
+        same = ", ".join(each.strategy for each in report.answers if each.agrees)
+        other = ", ".join(each.strategy for each in report.answers if not each.agrees)
+        screen.say(
+            f"The same gradient within {report.tolerance:g}: {same}. " if same else "",
+            f"Another one by design, as said above: {other}." if other else "",
         )
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_column("")
-        rows: dict[str, list[str]] = {}
-        for answer in report.answers:
-            table.add_column(answer.strategy, justify="right")
-            for row in answer.rows:
-                cell = f"{row.gap:.1e}" + (" *" if row.tensors else "")
-                rows.setdefault(f"{row.case}, {row.split}", []).append(cell)
-        for name, cells in rows.items():
-            table.add_row(line(name), *cells)
-        screen.print(table)
-        for answer in report.answers:
-            if not answer.agrees:
-                _explain(screen, answer, report.tolerance, most=None if everything else _ROWS)
-        if not any(each.fails for each in report.answers):
-            same = ", ".join(each.strategy for each in report.answers if each.agrees)
-            other = ", ".join(each.strategy for each in report.answers if not each.agrees)
-            parts: list[Part] = (
-                [("The same gradient", "bold"), f" within {report.tolerance:g}: {same}. "] if same else []
-            )
-            _tell(screen, *parts, f"Another one by design, as said above: {other}." if other else "")
 
 
-def _explain(screen: Screen, answer: Answer, tolerance: float, *, most: int | None) -> None:
+def _explain(screen: Screen, answer: Answer, tolerance: float, most: int | None) -> None:
     """Print what differs under a strategy, and why."""
     gaps: dict[str, float] = {}
     for row in answer.rows:
         gaps |= {name: max(gap, gaps.get(name, 0.0)) for name, gap in row.tensors.items()}
     screen.print()
     where = f": {counted(len(gaps), 'tensor')} beyond {tolerance:g}" if gaps else ""
-    _tell(screen, (answer.strategy, "bold" if answer.fails else "yellow"), where)
-    table = Table(box=None, padding=(0, 2, 0, 2), header_style="dim")
-    for title in ("gradient of", "difference", "because of"):
-        table.add_column(title, justify="right" if title == "difference" else "left")
-    for name, gap in sorted(gaps.items(), key=lambda each: -each[1])[:most]:
-        why = [cause.name for cause in answer.causes if name in cause.tensors]
-        table.add_row(line(name), f"{gap:.1e}", line(", ".join(why)))
-    if most is not None and len(gaps) > most:
-        table.add_row(line((f"… and {len(gaps) - most} more (--all)", "dim")), "", "")
-    if gaps:
-        screen.print(table)
-    for name, said in _reasons(answer):
-        _tell(screen, (name, "bold"), said, indent=2)
+    screen.say((answer.strategy, "bold" if answer.fails else "yellow"), where)
+    rows = [
+        (name, ", ".join(cause.name for cause in answer.causes if name in cause.tensors), f"{gap:.1e}")
+        for name, gap in sorted(gaps.items(), key=lambda each: -each[1])[:most]
+    ]
+    if len(gaps) > len(rows):
+        rows.append((f"… and {len(gaps) - len(rows)} more (--all)", "", ""))
+    if rows:
+        screen.table(("gradient of", "because of", "difference"), rows, texts=2)
+    for name, reason in _reasons(answer):
+        screen.say("  ", (name, "bold"), reason)
 
 
 def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
@@ -197,8 +180,8 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     if answer.unused:
         yield (
             "unused parameters",
-            f": the loss does not reach {_first(answer.unused)} on some rank, and training "
-            "refuses that; freeze them, use them, or pass --find-unused, as was done to measure.",
+            f": the loss does not reach {_first(answer.unused)} on some rank, and training refuses that; freeze them, "
+            "use them, or pass --find-unused, as was done to measure.",
         )
     if answer.unlike:
         ranks = ranks_named(sorted(frozenset().union(*answer.unlike.values())))
@@ -210,23 +193,3 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
 def _first(names: Sequence[str]) -> str:
     more = f" and {len(names) - _ROWS} more" if len(names) > _ROWS else ""
     return ", ".join(names[:_ROWS]) + more
-
-
-def _tell(screen: Screen, *parts: Part, indent: int = 0) -> None:
-    """Print a sentence: between words on a terminal, elsewhere as one line, for whoever searches it."""
-    if screen.is_terminal:
-        screen.print(Padding(line(*parts), (0, 0, 0, indent)))
-    else:
-        screen.say(" " * indent, *parts)
-
-
-def _kept(config: RunConfig, report: Report) -> str:
-    """Write the answer into the output folder's proof; return where, as a sentence; "" if it cannot be."""
-    folder = config.record.output or folders.fresh(f"{folders.default_name(config)}-gradients")
-    trouble = shared.unwritten(folder, [report.check()])
-    with output.written():
-        if trouble:
-            Screen().say((f"warning: {trouble}", "yellow"))
-            return ""
-        Screen().say((f"written to {folder}: {checks.SHEET}, {checks.SUMMARY}", "dim"))
-    return f" {folder / checks.SHEET} has the numbers."

@@ -6,11 +6,9 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from ...errors import RequestError, counted
 from ...record.checks import Check
-from ...screen import Screen, line
+from ...screen import Screen
 from .. import output
 from . import shared
 
@@ -26,8 +24,6 @@ No model is built and no data set is read. What came out is added to the run's p
 
 Exit code: 0 nothing is wrong, 3 a claim is wrong, 2 there is no run. A run without an end is judged as far as it came.
 """
-_WIDE = 140
-"""Columns where there is no terminal."""
 _STYLES = {Check.HOLDS: "green", Check.FAILS: "bold red", Check.OPEN: "dim"}
 
 
@@ -42,32 +38,26 @@ def main(given: list[str]) -> int:
             f"lockstep verify run takes one run, found {len(given)}; as in lockstep verify run runs/digits-resnet8."
         )
     # Imported late, as it takes seconds: what is asked for wrongly is refused at once.
-    from ...verify import claims, records
+    from ...verify import claims
 
-    folder = records.find(Path(given[0]))
+    folder = claims.find(Path(given[0]))
     judged = claims.judge(folder)
     trouble = shared.unwritten(folder, judged.checks)
     with output.written():
-        screen = Screen()
-        if not screen.is_terminal:
-            screen.width = _WIDE
-        _show(screen, folder, judged)
+        _show(Screen(), folder, judged)
         if trouble:
-            screen.say((f"warning: {trouble}", "yellow"))
+            Screen().say((f"warning: {trouble}", "yellow"))
     if judged.failing:
         raise claims.refusal(folder, judged)
     return 0
 
 
 def _show(screen: Screen, folder: Path, judged: Judgement) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("what was checked", overflow="fold")
-    for title in ("result", "times", "tolerance"):
-        table.add_column(title, no_wrap=True, justify="right" if title == "times" else "left")
-    for check in judged.checks:
-        result = line((check.outcome, _STYLES.get(check.outcome, "")))
-        table.add_row(line(check.claim), result, f"{check.times:,}" if check.times else "", line(check.tolerance))
-    screen.print(table)
+    rows = [
+        (check.claim, check.outcome, f"{check.times:,}" if check.times else "", check.tolerance)
+        for check in judged.checks
+    ]
+    screen.table(("what was checked", "result", "times", "tolerance"), rows, texts=2)
     for check in judged.checks:
         if check.outcome != Check.HOLDS:
             screen.say((f"{check.name}, {check.outcome}:", _STYLES.get(check.outcome, "")), f" {check.found}.")

@@ -12,9 +12,6 @@ from ...launchers import table as launchers
 from ...record import checks as proof
 from ...record.checks import Check
 
-_ON_A_CPU = 2
-"""Where nobody says how many: the least that can be compared."""
-
 
 def gpus(config: RunConfig) -> int:
     """Return the number of GPUs that the config may use here."""
@@ -27,7 +24,7 @@ def several(config: RunConfig) -> int:
     Raises `RequestError` where that leaves nothing to compare with one.
     """
     asked = config.parallel
-    count = asked.devices or len(asked.gpu_indices) or gpus(config) or _ON_A_CPU
+    count = asked.devices or len(asked.gpu_indices) or gpus(config) or 2
     if count < 2:
         raise RequestError(
             f"{f'--devices {asked.devices}' if asked.devices else 'One GPU'} leaves nothing to compare: give --devices "
@@ -42,7 +39,6 @@ def unwritten(folder: Path, checks: Iterable[Check]) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         proof.add(folder, checks)
     except (OSError, ValueError, TypeError, AttributeError) as error:  # not writable, or not what we have written
-        foreign = isinstance(error, TypeError | AttributeError)
-        why = f"its {proof.SUMMARY} is none of ours" if foreign else getattr(error, "strerror", None) or error
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         return f"{proof.SHEET} and {proof.SUMMARY} in {folder} could not be written ({why}); the verdict stands."
     return ""
