@@ -18,7 +18,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from lockstep.cli.main import main
 from lockstep.config.options import read_toml, recipes
 from lockstep.record import manifest
-from lockstep.record.base import Recorders
+from lockstep.record.base import Epoch, Recorders
 from lockstep.record.console import Terminal
 from lockstep.record.jsonl import JsonLines
 from lockstep.record.tensorboard import TensorBoard
@@ -92,7 +92,9 @@ def test_tensorboard_has_steps_as_they_were_the_epochs_the_config_and_the_hyper_
 
 
 def test_values_of_ones_own_are_curves_and_lines(tmp_path: Path) -> None:
-    recorder = Recorders([JsonLines(tmp_path / "steps.jsonl"), TensorBoard(tmp_path, config={}, identity=())])
+    recorders = [JsonLines(tmp_path / "steps.jsonl"), TensorBoard(tmp_path, config={}, identity=())]
+    recorder = Recorders(lambda: (recorders, Epoch()))
+    recorder.record("start", first_step=0, chosen={})
     steps = [{"step": step, "epoch": 0, "loss": 1.0, "lr": 0.1, "samples": 8, "accuracy": step / 4} for step in (1, 2)]
     recorder.record("steps", rows=steps)
     recorder.record("log", step=2, epoch=0, loss=1.0, lr=0.1, samples_per_s=9.0, accuracy=0.5)
@@ -200,7 +202,7 @@ def test_quiet_is_one_line_and_the_same_records(run: Path, tmp_path: Path, capfd
     told = capfd.readouterr()
     (line,) = told.out.splitlines()
     top1 = json.loads((tmp_path / "run" / "summary.json").read_text())["top1"]
-    assert line == f"done after 46 steps; test accuracy {top1:.2%}; written to {tmp_path / 'run'}"
+    assert re.fullmatch(f"done after 46 steps and .*; test accuracy {top1:.2%} .*; written to {tmp_path / 'run'}", line)
     assert told.err == ""
     assert losses(tmp_path / "run") == losses(run)
     assert events(tmp_path / "run", "log")
@@ -210,12 +212,14 @@ def _shown(live: bool, **start: Any) -> str:
     """Return what a console shows of a run with this start."""
     screen = Screen(force_terminal=live, width=200, record=True, _environ={})
     terminal = Terminal(screen, screen, live=live)
-    begun = {"total_steps": 3, "epochs": 1, "steps_per_epoch": 3, "chosen": {"devices": 1}}
+    begun = {"total_steps": 3, "epochs": 1, "steps_per_epoch": 3, "first_step": 0, "lines": ()}
     terminal.record("start", **begun, **start)
     terminal.record("log", step=3, epoch=0, loss=1.0, lr=0.1, samples_per_s=50.0)
     terminal.record("evaluate", step=3, samples=9)
-    terminal.record("eval", step=3, epoch=0, top1=0.5, top5=1.0, loss=0.5, samples=9)
-    terminal.record("finish", steps=3, top1=0.5, top5=1.0, images_per_s=50.0, output="runs/a", exit=0)
+    scores = {"top1": 0.5, "top5": 1.0, "loss": 0.5, "samples": 9}
+    terminal.record("eval", step=3, epoch=0, on="test set", **scores)
+    ended = {"steps": 3, "epoch_s": (), "best_top1": 0.5, "best_on": "test set", "proof": {}, "output": "runs/a"}
+    terminal.record("finish", images_per_s=50.0, exit=0, **scores, **ended)
     return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", screen.export_text())
 
 
@@ -237,9 +241,7 @@ def test_what_a_table_is_called(tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_a_person_at_a_terminal_is_told_what_to_try_next() -> None:
-    told = _shown(True, classes=10)
-    commands = re.findall(r"^  (?:\S*/)?((?:lockstep|tensorboard) .*?)   *\S", told, re.MULTILINE)
-    assert commands == ["lockstep verify run runs/a", "lockstep train … --devices 2", "tensorboard --logdir runs"]
+    assert "lockstep verify run runs/a, lockstep eval runs/a, tensorboard --logdir runs\n" in _shown(True, classes=10)
     assert "tensorboard" not in _shown(False, classes=10)
 
 

@@ -10,7 +10,6 @@ import os
 import pickle
 import pickletools
 import re
-import struct
 import warnings
 import zipfile
 from collections import Counter
@@ -25,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import RequestError
-from ..files import DEFECTS, MOST_BYTES, named, reason
+from ..files import DEFECTS, named, reason
 from .read import load
 
 _GROUPS = {
@@ -44,7 +43,6 @@ _PLAIN = re.compile(
 _CALLS = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"})
 _PICKLES = 5  # at the beginning of a file that torch wrote before it wrote archives
 _VIEWS = 1000  # bytes of tensors for each that their file has: some share memory
-_HOLES = 16  # times its size on the disk that a large file may have: some file systems compress
 _LEVELS, _ITEMS = 32, 3_000_000  # of dictionaries and lists in each other, and in all of them
 _BROKEN = (
     *(*DEFECTS, RuntimeError, EOFError, AssertionError, MemoryError),
@@ -86,21 +84,17 @@ def read(path: Path) -> dict[str, Tensor]:
 def _held(path: Path) -> Any:
     """Return what the file holds, once it is known to be no larger in memory than on the disk."""
     with open(path, "rb", opener=named) as file:
-        found = os.fstat(file.fileno())
-        size, on_disk = found.st_size, found.st_blocks * 512  # 0 where a file system does not tell
-        is_hollow = size > MOST_BYTES and 0 < on_disk < size / _HOLES
-        if is_hollow or size > psutil.virtual_memory().total:
-            raise ValueError(f"it has {size:,} bytes, the disk holds {on_disk:,} of them")
+        size = os.fstat(file.fileno()).st_size
+        if size > psutil.virtual_memory().total:
+            raise ValueError(f"its {size:,} bytes are more than this host's memory")
         begin = file.read(9)
         file.seek(0)
         if begin[8:9] == b"{":
             return load_file(path)
         if begin[:4] == b"PK\3\4":
             _check_archive(file, size)
-        elif begin[:2] == b"\x80\x02":
-            _check_pickles(file, size, _PICKLES)
         elif begin[:1] == b"\x80":
-            raise _CodeError  # torch.save writes protocol 2
+            _check_pickles(file, size, _PICKLES)
         else:
             raise ValueError("it begins as none does")
     with warnings.catch_warnings():
@@ -110,15 +104,10 @@ def _held(path: Path) -> Any:
 
 def _check_archive(file: IO[bytes], size: int) -> None:
     """Raise where the archive's files are compressed, lie upon each other or come twice, and `_check_pickles` does."""
-    # torch looks for the directory where the end says: there is one, just before it, and nothing behind.
-    file.seek(max(0, size - 98))
-    end = file.read()
-    if end[-22:-18] != b"PK\5\6" or (end[56:60] == b"PK\6\7" and end[64:72] != struct.pack("<Q", size - 98)):
-        raise ValueError("the archive has no end")
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
-        names = [each.filename.lower() for each in entries]  # torch finds them so
-        if any(each.compress_type or each.flag_bits & 1 for each in entries) or len(set(names)) < len(names):
+        names = {each.filename.lower() for each in entries}  # torch finds them so
+        if any(each.compress_type or each.flag_bits & 1 for each in entries) or len(names) < len(entries):
             raise ValueError("an entry of the archive is compressed, or there twice")
         if sum(each.file_size for each in entries) > size:
             raise ValueError("the archive's entries are larger than it")
@@ -131,8 +120,7 @@ def _check_archive(file: IO[bytes], size: int) -> None:
 def _check_pickles(file: IO[bytes], size: int, count: int) -> None:
     """Go through pickles without loading them; raise `_CodeError` for one that names more than tensors.
 
-    Raises ValueError for an object that, written out, would be far larger than the file, such as tuples of tuples that
-    are referred to again and again: to hash one takes so long.
+    Raises ValueError for tuples that hold far more, written out, than the file: to hash such a key takes for ever.
     """
     for _ in range(count):
         memo, stack = dict[Any, int](), list[int | None]()  # how large each object is; None: a mark
@@ -142,7 +130,7 @@ def _check_pickles(file: IO[bytes], size: int, count: int) -> None:
             if op.name.endswith("PUT"):
                 memo[arg] = stack[-1] or 0
                 continue
-            taken, weight = list(op.stack_before), memo.get(arg, 0) if op.name.endswith("GET") else 1
+            weight, taken = memo.get(arg, 0) if op.name.endswith("GET") else 1, list(op.stack_before)
             if pickletools.markobject in taken:
                 while (top := stack.pop()) is not None:
                     weight += top

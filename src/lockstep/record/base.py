@@ -2,17 +2,16 @@
 
 Rank 0 calls `record(event, **fields)`. Fields are plain numbers, strings and lists. The events:
 
-    start       lines (printed once: batch plan, what auto chose), plan, chosen (by option), first_step, epoch_s (of the
-                epochs before it), total_steps, steps_per_epoch, epochs, eval_every, best_on, output (its folder),
-                covers (of whom each number of steps and log is); of a classifier also shape (of a sample) and classes
-    steps       rows: for each optimizer step since the last `steps` a dict of step, epoch, loss, lr, samples, and
-                grad_norm, of each step where gradients are clipped, else of an interval's last; and the user's values
-    log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s,
-                eta_s, top1 (of the step's last micro-batch), and the telemetry
+    start       lines (batch plan, what auto chose), plan, chosen (by option), first_step, epoch_s (of earlier epochs),
+                total_steps, steps_per_epoch, epochs, eval_every, best_on, output (its folder), covers (of whom each
+                number of steps and log is); of a classifier also shape (of a sample) and classes
+    steps       rows: a dict for each step since the last `steps`: step, epoch, loss, lr, samples, the user's values,
+                and grad_norm (of each step where gradients are clipped, else of an interval's last)
+    log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s, eta_s,
+                top1 (of the step's last micro-batch), and the telemetry
     evaluate    step, epoch, samples: an evaluation begins; of as in test
     eval        step, epoch, top1, top5, loss, samples, on (validation set or test set)
-    test        step, of (which weights: last or best), of_step, top1, top5, loss, samples: at the end, where the best
-                weights are chosen on a validation set
+    test        step, of (which weights: last or best), of_step, top1, top5, loss, samples
     checkpoint  step, path: of one that is safely on the disk
     epoch       step, epoch, epoch_s; `Recorders` adds epoch_loss (the mean over samples), samples, epoch_samples_per_s
     values      step, epoch, and values by names of the user's own

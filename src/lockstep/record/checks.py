@@ -20,8 +20,7 @@ from ..files import parse_json, read, write_json, write_whole
 from ..printable import one_line
 
 SUMMARY, SHEET = "summary.json", "proof.md"
-OF_THE_MODEL = frozenset(("gradients", "curve"))
-"""Checks of a config's model: they hold however far a run has come, which those of its records do not."""
+OF_THE_MODEL = frozenset(("gradients", "curve"))  # checks that hold however far a run has come
 BIT_FOR_BIT = "bit for bit"
 
 
@@ -47,10 +46,6 @@ class Check:
         """Whether the claim was checked and is wrong."""
         return self.outcome == self.FAILS
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON holds them."""
-        return dataclasses.asdict(self)
-
 
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("name", "claim", "outcome", "tolerance", "found"), (str,)),
@@ -73,7 +68,7 @@ def from_json(held: Any) -> list[Check]:
 
 def by_name(checks: Iterable[Check]) -> dict[str, dict[str, Any]]:
     """Return the checks as `summary.json` holds them under "proof"."""
-    return {check.name: check.as_json() for check in checks}
+    return {check.name: dataclasses.asdict(check) for check in checks}
 
 
 def sheet(title: str, checks: Iterable[Check]) -> str:

@@ -4,9 +4,8 @@ On a terminal one line at the bottom moves, and results scroll by above it:
 
     epoch  2/10 ━━━━╸━━━━━━━━━━━━━ 392/1,960  loss 1.5541  train 78.4%  5,512 images/s  2 min 52 s left
 
-The bar goes to stderr, results to stdout, so that `lockstep train … > results.txt` keeps the results and still shows
-the bar. Without a terminal there is no control code, but a line at most every few seconds, and at the end of each
-epoch. The bar is drawn on `log` events alone: a thread that redraws would take its time from the training.
+The bar goes to stderr, results to stdout. Without a terminal there is no control code, but a line at most every few
+seconds, and at the end of each epoch. The bar is drawn on `log` events alone: a thread would take time from training.
 """
 
 from __future__ import annotations
@@ -27,18 +26,13 @@ from ..screen import Screen, line
 from .base import Recorder
 from .checks import Check
 
-PLAIN_EVERY_S = 5.0
-"""Least seconds between two lines where there is no terminal: a day's run stays readable."""
+PLAIN_EVERY_S = 5.0  # between two lines where there is no terminal, at least: a day's run stays readable
 _DRAW_EVERY_S = 0.1  # one drawing of the bar takes about a millisecond
 _LEAST_BAR = 12  # columns of the bar itself; on a narrow terminal numbers make room for it
-_FILES = (
-    *("summary.json", "proof.md", "steps.jsonl", "ledger.bin"),
-    *("checkpoints/last", "checkpoints/best", "manifest.json", "config.toml"),
-)
 
 
 class Notices(Recorder):
-    """Shows of a user's own script what it does not say itself: how its batches are shared out, warnings, its end.
+    """Shows how batches are shared out, warnings, and the end, for a script that says the rest itself.
 
     With --quiet only the last two of any run, whose end goes to `out`.
     """
@@ -73,10 +67,9 @@ class Notices(Recorder):
 
 
 class Terminal(Notices):
-    """Shows the run to a person.
+    """Shows a run: results on `out`, warnings and, where `live`, a bar on `err`.
 
-    `out` takes results, `err` warnings and, where `live`, the bar. Where both are the same terminal they must be the
-    same console, or the bar and the results would draw over each other. `clock` gives seconds.
+    Where both are the same terminal they must be the same console, or bar and results would draw over each other.
     """
 
     def __init__(self, out: Screen, err: Screen, *, live: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -192,7 +185,7 @@ def _unit(run: Mapping[str, Any]) -> str:
 
 
 def _top5(fields: Mapping[str, Any], run: Mapping[str, Any]) -> str:
-    """Return nothing of five classes or fewer, where it is 100 % whatever the model does."""
+    # Of five classes or fewer it is 100 %, whatever the model does.
     return f"  top-5 {fields['top5']:.2%}" if run.get("classes", 6) > 5 and fields.get("top5") is not None else ""
 
 
@@ -218,17 +211,11 @@ def _ended(fields: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[Text]:
     if held:
         yield Text("proved " + ", ".join(f"{name} at {counted(times, 'check')}" for name, times in held.items()))
     if fields["output"]:
-        folder = Path(fields["output"])
-        written = [name for name in _FILES if (folder / name).exists()]
-        written += ["TensorBoard events"] if any(folder.glob("events.out.tfevents.*")) else []
-        yield line("written to ", (str(folder), "cyan"), f": {', '.join(written)}")
+        yield line("written to ", (fields["output"], "cyan"))
 
 
 def _fit(count: str, parts: list[str], width: int) -> str:
-    """Return `count` and `parts` in a line, without those that `width` columns cannot hold.
-
-    The count goes first, since the bar says the same; then the loss's neighbours, and the time left last.
-    """
+    """Return `count` and `parts` in a line, without those that `width` columns cannot hold: the time left goes last."""
     for some in ([count, *parts], parts, [parts[0], *parts[2:]], [parts[0], parts[-1]]):
         if len(text := "  ".join(some)) <= width:
             return text

@@ -1,8 +1,7 @@
 """`steps.jsonl`: every event of the run, one JSON object a line, to the last bit of each float.
 
-Each event is written when it is recorded (optimizer steps come together, once an interval), in one write: a killed
-process loses one interval at most, and only the last line of the file can be cut. Where the disk is full, the lines
-wait in memory and go out with the next event that finds room. `files.legal` says how NaN and infinities are written.
+Each event is one write: a killed process loses one interval at most, and only the last line can be cut. Where the disk
+is full, the lines wait in memory. `files.legal` says how NaN and infinities are written.
 """
 
 from __future__ import annotations

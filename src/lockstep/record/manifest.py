@@ -33,8 +33,7 @@ def git_state(folder: Path) -> dict[str, Any]:
     """Return the commit that `folder` is at, and whether tracked files differ from it; None where git does not tell.
 
     Git would run the monitor, the hooks and the filters that somebody else's folder configures. So files are compared
-    from a git folder that is made for this moment and has no configuration, but that folder's index and objects.
-    Without filters, files that are stored otherwise than they lie there (LFS, line ends) may count as changed.
+    from an empty git folder with that one's index and objects; what is stored filtered (LFS) may count as changed.
     """
     found: dict[str, Any] = {"git_commit": None, "git_dirty": None}
     try:
@@ -71,10 +70,8 @@ class Documents(Recorder):
     def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """`facts` are the topology and the hardware, for the manifest."""
         self._folder, self._facts = folder, facts
-        self._before: dict[str, Any] = {}
-        """The summary of an earlier start."""
-        self._so_far: dict[str, Any] = {}
-        """What a run that does not end will have come to."""
+        self._before: dict[str, Any] = {}  # the summary of an earlier start
+        self._so_far: dict[str, Any] = {}  # what a run that does not end will have come to
         self._first_step = 0
 
     def __str__(self) -> str:

@@ -1,7 +1,6 @@
 """What the hardware does meanwhile: step times, processor, memory. All values are this rank's own.
 
-Nothing here waits for the device. Step times on a GPU are taken between CUDA events, which the GPU stamps as it passes
-them and which are read at the log interval, when the loss is read anyway.
+Nothing waits for the device: step times on a GPU lie between CUDA events, which are read when the loss is read anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ SAMPLED = (
     *("process_cpu_percent", "host_cpu_percent", "host_memory_bytes"),
     *("device_memory_bytes", "device_percent", "device_used_bytes"),
 )
-"""What `Telemetry.sample` may tell of."""
 
 
 class StepClock:
@@ -40,9 +38,8 @@ class StepClock:
 
     def tick(self) -> None:
         """Mark the end of a step, which is the begin of the next."""
-        end = self._now()
-        self._spans.append((self._begin, end))
-        self._begin = end
+        begin, self._begin = self._begin, self._now()
+        self._spans.append((begin, self._begin))
 
     def flush(self) -> list[float]:
         """Return the seconds of each step that ended since the last call. Waits for the device to finish them."""
@@ -99,11 +96,10 @@ class Telemetry:
         self.handles: list[Any] = [handle for uuid in uuids if (handle := hardware.nvml_handle(uuid)) is not None]
 
     def sample(self) -> dict[str, float | int]:
-        """Return the numbers of `SAMPLED`; percentages are since the last call.
+        """Return the numbers of `SAMPLED`, those of devices on GPUs and as far as the driver tells.
 
-        `process_cpu_percent` (100 is one core), `host_cpu_percent` (of all cores); on GPUs `device_memory_bytes` of
-        tensors, and where the driver tells, `device_percent` (of the time that a kernel ran) and `device_used_bytes`
-        (by all processes). Of several GPUs bytes are the sum, the percentage is the mean.
+        Percentages are since the last call, of one core for the process, of all for the host; of several GPUs they are
+        the mean, and bytes the sum: `memory` held by tensors, `used` by all processes.
         """
         found: dict[str, float | int] = {
             "process_cpu_percent": self._process.cpu_percent(),
@@ -112,9 +108,9 @@ class Telemetry:
         }
         if self._gpus:
             found["device_memory_bytes"] = sum(map(torch.cuda.memory_allocated, self._gpus))
-            if used := [each for handle in self.handles if (each := hardware.in_use(handle)) is not None]:
-                percents, used_bytes = zip(*used, strict=True)
-                found |= {"device_percent": sum(percents) / len(used), "device_used_bytes": sum(used_bytes)}
+        if used := [each for handle in self.handles if (each := hardware.in_use(handle)) is not None]:
+            percents, used_bytes = zip(*used, strict=True)
+            found |= {"device_percent": sum(percents) / len(used), "device_used_bytes": sum(used_bytes)}
         return found
 
     def peak_memory_bytes(self) -> dict[str, int | None]:

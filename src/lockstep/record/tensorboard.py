@@ -1,7 +1,7 @@
 """TensorBoard's event files, in the run's folder: `tensorboard --logdir runs` shows the curves.
 
-tensorboard's own writer of records serves, without torch's SummaryWriter: that one hands them to a thread, which dies
-with a printed traceback where the disk is full. Here a full disk is an OSError like any other, and costs one event.
+torch's SummaryWriter would hand them to a thread, which dies with a printed traceback where the disk is full. Here that
+is an OSError like any other, and costs one event.
 """
 
 from __future__ import annotations
@@ -25,19 +25,15 @@ from ..printable import visible
 from .base import Recorder
 
 _PREFIX = {"log": "train/", "eval": "eval/", "epoch": "train/", "values": "values/"}
-_KINDS = {bool: "bool_value", int: "number_value", float: "number_value"}
-"""The fields of a hyper-parameter by its type; others are text."""
+_KINDS = {bool: "bool_value", int: "number_value", float: "number_value"}  # of a hyper-parameter; others are text
 
 
 class TensorBoard(Recorder):
     """Writes numbers as curves over optimizer steps, and what was asked for.
 
-    A point stands for its own step, and nothing is smoothed. Of each interval one step is written, since a point costs
-    14 µs, as much as a step of a tiny model may: steps.jsonl has them all.
-
-    `config` is {option: value} in full, and `identity` are those of its options that make the run: with what `auto`
-    chose they are the hyper-parameters. What an earlier part of the run has written of steps after `resume_step` is
-    dropped by TensorBoard.
+    Of each interval one step is written, as it was: a point costs 14 µs, as much as a step of a tiny model may.
+    `config` is {option: value} in full; its options `identity`, with what `auto` chose, are the hyper-parameters. What
+    an earlier part of the run has written of steps after `resume_step` is dropped by TensorBoard.
     """
 
     def __init__(
@@ -80,10 +76,9 @@ class TensorBoard(Recorder):
             if value is not None:
                 kind = _KINDS.get(type(value), "string_value")
                 setattr(data.session_start_info.hparams[name], kind, value if type(value) in _KINDS else _cell(value))
+        tensor = TensorProto(dtype="DT_STRING", string_val=[text])
         return [
-            Summary.Value(
-                tag="config/text_summary", metadata=of("text"), tensor=TensorProto(dtype="DT_STRING", string_val=[text])
-            ),
+            Summary.Value(tag="config/text_summary", metadata=of("text"), tensor=tensor),
             Summary.Value(tag="_hparams_/session_start_info", metadata=of("hparams", data.SerializeToString())),
         ]
 

@@ -25,14 +25,13 @@ from ..errors import RequestError, Stopped
 from ..files import REFUSED, lines_of, ours, shown
 
 RUNS = Path("runs")
-_LOCK, _MANIFEST = ".lock", "manifest.json"
+_LOCK = ".lock"
 _WRITTEN = (
-    *("config.toml", _MANIFEST, "steps.jsonl", "ledger.bin", "summary.json", "proof.md", "events.out.tfevents.*"),
+    *("config.toml", "manifest.json", "steps.jsonl", "ledger.bin", "summary.json", "proof.md", "events.out.tfevents.*"),
     *("checkpoints", "failures", "output"),
 )
 """The names that a run writes, the manifest when it starts."""
-_STEP = b'"event": "step"'
-"""In steps.jsonl from the first step on: a run that was refused before that does not keep its folder."""
+_STEP = b'"event": "step"'  # in steps.jsonl from the first step on
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,8 @@ class RunFolder:
     """A run's folder, held."""
 
     path: Path
-    is_new: bool
-    """Whether it was made for this run."""
-    was_free: bool
-    """Whether nothing that a run writes was in it."""
+    is_new: bool  # made for this run
+    was_free: bool  # of all that a run writes
     lock: IO[bytes]
 
     def release(self) -> None:
@@ -65,19 +62,18 @@ class RunFolder:
 def claim(config: RunConfig, *, before: Path | None = None) -> RunFolder:
     """Return the folder of the run that `config` asks for, made if it is new, and hold it.
 
-    `before` is the folder of an earlier start of this very run, which may lie in it. Raises `RequestError` where the
-    folder holds another run, is in use by one, cannot be made, or is not here, though an earlier start has made it.
+    `before` is the folder of an earlier start of this very run, which may lie in it. Raises `RequestError` as `check`
+    does, and where the folder cannot be made, or is not here, though an earlier start has made it.
     """
-    path = _asked(config)
-    is_new, was_free = path is None or not path.exists(), path is None or not _written_in(path)
-    if path is None:
-        path = fresh(default_name(config))
-    elif path == before and not (path / _LOCK).exists():
+    path = check(config, before=before)
+    if path is not None and path == before and not (path / _LOCK).exists():
         # Ranks of other nodes than rank 0's have written what they said to a folder of that name at most.
         raise RequestError(
             f"{shown(path)} on {platform.node()} is not the folder in which this run was begun, on another node: what "
             "it has done would be lost; put --output where all nodes see it."
         )
+    is_new, was_free = path is None or not path.exists(), path is None or not _written_in(path)
+    path = path or fresh(default_name(config))
     _make(path)
     try:
         lock = _locked(path)
@@ -86,13 +82,42 @@ def claim(config: RunConfig, *, before: Path | None = None) -> RunFolder:
     with contextlib.suppress(OSError):  # a full disk is told of by what has to be written next
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {platform.node()}".encode())
-    try:
-        if path != before:
-            _check_no_other_run(path, config.checkpoint.resume)
-    except RequestError:
-        lock.close()
-        raise
     return RunFolder(path.absolute(), is_new, was_free, lock)
+
+
+def check(config: RunConfig, *, before: Path | None = None) -> Path | None:
+    """Return the folder that `config` names, or None; raise `RequestError` where it cannot be a run's.
+
+    Where the ranks are started from here, they would find that out seconds later. `before` is as in `claim`.
+    """
+    path, resume = _asked(config), config.checkpoint.resume
+    if path is None or not os.path.lexists(path):
+        return path
+    if not path.is_dir():
+        kind = "a file" if path.exists() else f"a link to {path.readlink()}, which is not there"
+        raise RequestError(f"--output {path} is {kind}; give a folder.")
+    try:
+        check_free(path)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    if path == before:
+        return path
+    has_run, holder = (path / "manifest.json").exists(), path if resume in ("", "auto") else run_of(Path(resume))
+    if has_run and not resume:
+        raise RequestError(
+            f"--output {path} holds a run already: continue it with --resume auto, or give another folder."
+        )
+    if not resume and _written_in(path):  # one without a manifest may be a person's copy of a run
+        raise RequestError(
+            f"--output {path} holds files that a run would overwrite, and is no run's folder; give another one, or "
+            "--resume auto where a run was killed there before it began."
+        )
+    if has_run and (holder is None or holder.resolve() != path.resolve()):
+        raise RequestError(
+            f"--output {path} holds another run than the one to continue, {resume}; leave --output out to continue "
+            "that one in its own folder, or give a new one."
+        )
+    return path
 
 
 def _make(path: Path) -> None:
@@ -131,24 +156,6 @@ def _written_in(folder: Path, *more: str) -> list[Path]:
     return [path for path in folder.glob("*") if any(fnmatch(path.name, name) for name in (*_WRITTEN, *more))]
 
 
-def check(config: RunConfig) -> None:
-    """Raise `RequestError` where the folder that `config` names cannot be a run's; makes nothing.
-
-    Where the ranks are started from here, they would find that out seconds later.
-    """
-    path = _asked(config)
-    if path is None or not os.path.lexists(path):
-        return
-    if not path.is_dir():
-        kind = "a file" if path.exists() else f"a link to {path.readlink()}, which is not there"
-        raise RequestError(f"--output {path} is {kind}; give a folder.")
-    try:
-        check_free(path)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    _check_no_other_run(path, config.checkpoint.resume)
-
-
 def check_meant(config: RunConfig, file: Path) -> None:
     """Raise `RequestError` where --resume auto continues another run than that whose config.toml is `file`."""
     own = file.absolute().parent
@@ -172,12 +179,8 @@ def unwritable(path: Path | None, error: OSError) -> RequestError:
 
 
 def reserve(config: RunConfig, *, make: bool) -> tuple[Path, bool]:
-    """Return the absolute folder of a run that starts later, elsewhere, and whether it is made for it now.
-
-    Raises `RequestError` where it cannot be that run's. `make=False` only says which one it would be.
-    """
-    check(config)
-    path, name = _asked(config), default_name(config)
+    """Return the absolute folder of a run that starts later, elsewhere, and whether it was made now, as with `make`."""
+    path, name = check(config), default_name(config)
     is_new = make and (path is None or not path.exists())
     if path is None:
         path = fresh(name) if make else _next(name)
@@ -190,8 +193,7 @@ def reserve(config: RunConfig, *, make: bool) -> tuple[Path, bool]:
 def begun(config: RunConfig) -> Iterator[RunConfig]:
     """Yield the config with the folder of the run that begins in the block; a new default one is made now.
 
-    Rank 0 claims it only once all ranks have met. If one is lost before that, --resume auto finds this folder, and
-    not that of an earlier run, which it would go on with. A run that is refused or stopped leaves no empty one.
+    Where a rank is lost before rank 0 claims it, --resume auto then finds this folder, and not that of an earlier run.
     """
     if _asked(config) is not None:
         yield config
@@ -213,24 +215,6 @@ def _asked(config: RunConfig) -> Path | None:
     return output
 
 
-def _check_no_other_run(path: Path, resume: str) -> None:
-    has_run = (path / _MANIFEST).exists()
-    told = f"--output {path} holds"
-    if not resume and has_run:
-        raise RequestError(f"{told} a run already: continue it with --resume auto, or give another folder.")
-    if not resume and _written_in(path):  # one without a manifest may be a person's copy of a run
-        raise RequestError(
-            f"{told} files that a run would overwrite, and is no run's folder; give another one, or "
-            "--resume auto where a run was killed there before it began."
-        )
-    holder = path if resume in ("", "auto") else run_of(Path(resume))
-    if has_run and (holder is None or holder.resolve() != path.resolve()):
-        raise RequestError(
-            f"{told} another run than the one to continue, {resume}; leave --output out to continue "
-            "that one in its own folder, or give a new one."
-        )
-
-
 def default_name(config: RunConfig) -> str:
     """Return the name of the config's default folder."""
     named = [name for name in (config.data.name, config.model.name) if name]
@@ -238,10 +222,7 @@ def default_name(config: RunConfig) -> str:
 
 
 def fresh(name: str) -> Path:
-    """Make and return a new folder: runs/NAME, or runs/NAME-2 where that exists, and so on.
-
-    Raises `RequestError` where it cannot be made.
-    """
+    """Make and return a new folder: runs/NAME, or runs/NAME-2 where that exists, and so on."""
     while True:
         folder = _next(name)
         try:
