@@ -32,19 +32,16 @@ from lockstep.verify import commands
 from ..command import refusal
 
 TRAIN = (
-    *("train", "--data", f"{__name__}:data", "--model", "mlp", "--accelerator", "cpu", "--workers", 0, "--batch", 20),
-    *("--precision", "fp32", "--log-every", 1, "--checkpoint-every", 1, "--ledger", "--output"),
+    *("train", "--data", f"{__name__}:data", "--model", "mlp", "--accelerator", "cpu", "--workers", "0"),
+    *("--batch", "20", "--precision", "fp32", "--log-every", "1", "--checkpoint-every", "1", "--ledger", "--output"),
 )
-FOLDERS = ("checkpoints", "failures", "output")
 
 
 class _Scene:
     """What happens while a run goes on; the data set is where it comes by."""
 
-    is_poisoned = False
-    """Whether the loss is to be no number."""
-
     def __init__(self) -> None:
+        self.is_poisoned = False  # whether the loss is to be no number
         self.happens: dict[str, Callable[[], None]] = {}
 
     def now(self, moment: str) -> None:
@@ -74,7 +71,7 @@ def data() -> tuple[_Samples, _Samples]:
 
 
 def _resumed(folder: Path) -> int:
-    return main([*map(str, TRAIN), str(folder), "--epochs", "2", "--resume", "auto"])
+    return main([*TRAIN, str(folder), "--epochs", "2", "--resume", "auto"])
 
 
 @pytest.fixture(autouse=True)
@@ -86,43 +83,30 @@ def _a_new_scene(monkeypatch: pytest.MonkeyPatch) -> None:
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that has ended well and then, taken up again, has failed."""
     folder = tmp_path_factory.mktemp("left") / "run"
-    assert main([*map(str, TRAIN), str(folder), "--epochs", "1"]) == 0
+    assert main([*TRAIN, str(folder), "--epochs", "1"]) == 0
     scene.is_poisoned = True
     assert _resumed(folder) == 1
     scene.is_poisoned = False
-    assert {*FOLDERS, ".lock", "ledger.bin", "proof.md"} <= {path.name for path in folder.iterdir()}
+    written = {"checkpoints", "failures", "output", ".lock", "ledger.bin", "proof.md"}
+    assert written <= {path.name for path in folder.iterdir()}
     return folder
 
 
-def _link(path: Path, outside: Path) -> None:
-    path.symlink_to(outside)
+PLANTS: dict[str, Callable[[Path, Path], None]] = {
+    "link": lambda path, outside: path.symlink_to(outside),
+    "link to nothing": lambda path, outside: path.symlink_to(outside.with_name("nothing")),
+    "hard link": lambda path, outside: path.hardlink_to(outside),
+    "pipe": lambda path, outside: os.mkfifo(path),
+}
 
 
-def _link_to_nothing(path: Path, outside: Path) -> None:
-    path.symlink_to(outside.with_name("nothing"))
-
-
-def _hard_link(path: Path, outside: Path) -> None:
-    path.hardlink_to(outside)
-
-
-def _pipe(path: Path, outside: Path) -> None:
-    os.mkfifo(path)
-
-
-Plant = Callable[[Path, Path], None]
-
-
-def _planted(path: Path, outside: Path, plant: Plant) -> None:
+def _planted(path: Path, outside: Path, plant: str) -> None:
     """Put something else in the place of a file or folder; a copy of it is outside."""
     outside.mkdir()
-    copy = outside / path.name
-    if path.is_dir():
-        shutil.copytree(path, copy, symlinks=True)
-    else:
-        shutil.copy2(path, copy)
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    plant(path, copy)
+    is_folder = path.is_dir() and not path.is_symlink()
+    shutil.copytree(path, outside / path.name, symlinks=True) if path.is_dir() else shutil.copy2(path, outside)
+    shutil.rmtree(path) if is_folder else path.unlink()
+    PLANTS[plant](path, outside / path.name)
 
 
 def _seen(folder: Path) -> dict[str, object]:
@@ -135,22 +119,20 @@ def _seen(folder: Path) -> dict[str, object]:
     return found
 
 
-CASES: list[tuple[str, Plant, bool]] = [
-    *(("before", plant, False) for plant in (_link, _link_to_nothing, _hard_link, _pipe)),
-    *(("as it begins", _link, True), ("as it begins", _hard_link, True), ("as it begins", _pipe, False)),
-    ("under way", _link, False),
-]
-
-
 @pytest.mark.parametrize(
-    ("moment", "plant", "ends_badly"), CASES, ids=[f"{moment}{plant.__name__}-{bad}" for moment, plant, bad in CASES]
+    ("moment", "plant", "ends_badly"),
+    [
+        *(("before", plant, False) for plant in PLANTS),
+        *(("as it begins", "link", True), ("as it begins", "hard link", True), ("as it begins", "pipe", False)),
+        ("under way", "link", False),
+    ],
 )
 def test_a_run_changes_nothing_outside_its_folder(
-    moment: str, plant: Plant, ends_badly: bool, left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    moment: str, plant: str, ends_badly: bool, left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number, path in enumerate(sorted(left.rglob("*"))):
         name = path.relative_to(left)
-        if len(name.parts) > 2 or (plant is _hard_link and path.is_dir()):  # of a checkpoint, which is replaced whole
+        if len(name.parts) > 2 or (plant == "hard link" and path.is_dir()):  # of a checkpoint, which is replaced whole
             continue
         outside, run = (tmp_path / str(number) / folder for folder in ("outside", "run"))
         shutil.copytree(left, run, symlinks=True)
@@ -164,10 +146,12 @@ def test_a_run_changes_nothing_outside_its_folder(
         scene.is_poisoned = ends_badly
         scene.happens = {moment: happens}
         scene.now("before")
-        _resumed(run)
-        assert "Traceback" not in capsys.readouterr().err
+        code, told = _resumed(run), capsys.readouterr().err
+        assert "Traceback" not in told
         assert before, name
         assert _seen(outside) == before, name
+        if moment == "before" and plant != "hard link" and len(name.parts) == 1:
+            assert (code, f"{name} cannot be written: it is a {plant.split()[0]}" in told) == (2, True), (name, told)
 
 
 def _output(folder: Path) -> None:
@@ -193,8 +177,8 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_is_opened_late_or_elsewhere_is_no_link_either(writer: str, tmp_path: Path) -> None:
     name, write = WRITERS[writer]
-    places = [(plant, Path(name)) for plant in (_link, _link_to_nothing, _hard_link)]
-    places += [(plant, folder) for plant in (_link, _link_to_nothing) for folder in Path(name).parents[:-1]]
+    places = [(plant, Path(name)) for plant in ("link", "link to nothing", "hard link")]
+    places += [(plant, folder) for plant in ("link", "link to nothing") for folder in Path(name).parents[:-1]]
     for number, (plant, place) in enumerate(places):
         run, outside = (tmp_path / str(number) / folder for folder in ("run", "outside"))
         (run / name).parent.mkdir(parents=True)
@@ -216,7 +200,7 @@ def test_a_submitted_job_writes_through_no_link(
         run, outside = tmp_path / name, tmp_path / f"{name} outside"
         run.mkdir()
         (run / name).write_text("mine")
-        _planted(run / name, outside, _link)
+        _planted(run / name, outside, "link")
         before = _seen(outside)
         assert words in refusal(capsys, "submit", "slurm", "digits", "--output", run)
         assert _seen(outside) == before

@@ -17,24 +17,21 @@ from ..world.world import World
 from . import read
 from .state import State
 
-_META: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("step", "epochs", "within", "evaluated", "stale", "accumulation", "replicas"), (int,)),
-    **dict.fromkeys(("samples", "batch"), (int,)),
-    **dict.fromkeys(("partial_s", "best_top1"), (float,)),
-    **dict.fromkeys(("epoch_s", "generators"), (list,)),
-    "planned_epochs": (int, NoneType),
-    "scores": (dict, NoneType),
-    "config": (dict,),
-    "batchnorm": (str,),
+_META: dict[tuple[type, ...], tuple[str, ...]] = {
+    (int,): ("step", "epochs", "within", "evaluated", "stale", "accumulation", "replicas", "samples", "batch"),
+    (int, NoneType): ("planned_epochs",),
+    (float,): ("partial_s", "best_top1"),
+    (list,): ("epoch_s", "generators"),
+    (dict,): ("config",),
+    (dict, NoneType): ("scores",),
+    (str,): ("batchnorm",),
 }
-"""What a checkpoint says of itself, and its types; whole numbers are not negative."""
-_LATER = {"stale": 0, "within": 0, "batch": 0}
-"""What older checkpoints lack, and those of lockstep train."""
+"""What a checkpoint says of itself, by its types; whole numbers are not negative."""
+_LATER = {"stale": 0, "within": 0, "batch": 0}  # what older checkpoints lack, and those of lockstep train
 
 EVALUATED = ("model", "classes", "data", "image-size", "holdout", "seed", "ema")
 """The options that an evaluation has to share with the run whose weights it takes."""
-_SEEN_S = 10.0  # for another host's checkpoint to be seen here
-_LOOK_S = 0.2
+_SEEN_S, _LOOK_S = 10.0, 0.2  # for another host's checkpoint to be seen here, and between two looks
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
@@ -99,10 +96,10 @@ def _newest(path: Path | None, folder: Path | None, world: World) -> Path | None
 def _check_meta(meta: dict[str, Any], path: Path) -> None:
     """Raise `RequestError` where a checkpoint, whole by its checksums, says of itself what none of ours does."""
     meta = _LATER | meta
-    for name, kinds in _META.items():
-        found, least = meta.get(name), int(name in ("replicas", "accumulation"))
-        ok = name in meta and type(found) in kinds and (type(found) is not int or least <= found < 2**63)
-        if ok and name == "epoch_s":
+    for name, kinds in ((name, kinds) for kinds, names in _META.items() for name in names):
+        found, least = meta.get(name, ...), int(name in ("replicas", "accumulation"))
+        ok = type(found) in kinds and (not isinstance(found, int) or least <= found < 2**63)
+        if name == "epoch_s" and ok:
             ok = all(type(each) in (int, float) and 0 <= each < math.inf for each in meta[name])
         if not ok:
             raise RequestError(f"{path} is no checkpoint of lockstep's: its {name} cannot be; give another one.")

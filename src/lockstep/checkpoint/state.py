@@ -1,8 +1,7 @@
 """A run's state, the same whatever the strategy: named tensors, and everything else as JSON holds it.
 
-Tensors are named by what they belong to and by the model's own parameter names: `model/fc.weight`,
-`optimizer/fc.weight/momentum_buffer`, `ema/fc.weight`. Neither a wrapper's prefix nor a parameter's index is ever
-part of a name, so that what one strategy saves another one loads.
+Tensors are called `model/fc.weight`, `optimizer/fc.weight/momentum_buffer`, `ema/fc.weight`: by the model's own names,
+without a wrapper's prefix or a parameter's index, so that what one strategy saves another one loads.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ class State:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
-    origin: Path | None = field(default=None, compare=False)
-    """The checkpoint that it was read from: the folder itself, not a link to it."""
-    caution: str = field(default="", compare=False)
-    """Why that is not the newest one, for a sentence to the user."""
+    origin: Path | None = field(default=None, compare=False)  # the checkpoint's folder itself, not a link to it
+    caution: str = field(default="", compare=False)  # why that is not the newest one, in words
 
     def part(self, name: str) -> dict[str, Tensor]:
         """Return the tensors below `name/`, by the rest of their names."""
@@ -52,15 +49,9 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 def check_fits(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Raise `RequestError`, naming the keys and shapes, where `tensors` are not those of the model."""
     missing, foreign, reshaped = misfits(model.state_dict(), tensors)
-    differences = [
-        *([f"it lacks {few(missing)}"] if missing else []),
-        *([f"the model lacks {few(foreign)}"] if foreign else []),
-        *([few(list(reshaped.values()))] if reshaped else []),
-    ]
-    if differences:
-        raise RequestError(
-            f"The checkpoint is of another model: {'; '.join(differences)}. Give the model it was trained with."
-        )
+    named = {"it lacks ": missing, "the model lacks ": foreign, "": list(reshaped.values())}
+    if differences := "; ".join(words + few(names) for words, names in named.items() if names):
+        raise RequestError(f"The checkpoint is of another model: {differences}. Give the model it was trained with.")
 
 
 def misfits(own: dict[str, Tensor], tensors: dict[str, Tensor]) -> tuple[list[str], list[str], dict[str, str]]:
@@ -89,8 +80,8 @@ def matching(flag: str, pattern: str, named: dict[str, nn.Parameter]) -> list[nn
 def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
     """Return a copy of `tensor`, in the parameter's memory order where it has its shape.
 
-    torch's fused optimizers on a CPU walk through the memory of both side by side: state of another order, such as
-    contiguous beside channels_last, is silently given to the wrong weights.
+    torch's fused optimizers on a CPU walk through the memory of both side by side: state of another order would be
+    silently given to the wrong weights.
     """
     if tensor.shape != parameter.shape:
         return tensor.clone()

@@ -41,8 +41,7 @@ class Checkpoints:
         saved: Callable[[int, Path], None] = lambda step, path: None,
         origin: Path | None = None,
     ) -> None:
-        self.folder = folder
-        self._warn, self._saved = warn, saved
+        self.folder, self._warn, self._saved = folder, warn, saved
         self._before = folder / origin.resolve().name if origin else None
         self._writing: Future[Path] | None = None
         self._step = 0
@@ -80,25 +79,21 @@ class Checkpoints:
                 "training goes on, and older checkpoints are untouched."
             )
         else:
-            path = writing.result()
+            self._saved(self._step, writing.result())
             self._before = None
-            self._saved(self._step, path)
 
     close = wait
 
 
 def _snapshot(tensors: dict[str, Tensor]) -> Groups:
-    """Return copies in host memory, by group; they share no storage with the live tensors.
-
-    They keep the order in memory, since training waits for them: to turn channels_last weights takes more than
-    twice as long, and is left to the thread that writes.
-    """
+    """Return copies in host memory, by group; they share no storage with the live tensors."""
     groups: Groups = {}
     for name, tensor in tensors.items():
-        group, slash, rest = name.partition("/")
-        assert slash, f"tensor {name!r} is not named group/name"
+        group, _, rest = name.partition("/")
+        assert rest, f"tensor {name!r} is not named group/name"
         assert group.isidentifier(), f"tensor {name!r}: its group becomes a file name"
-        # Copies from a GPU to pinned memory are queued together and waited for once.
+        # Copies from a GPU to pinned memory are queued together and waited for once. The order in memory stays, since
+        # training waits: to turn channels_last weights takes more than twice as long, and is left to the thread.
         copy = torch.empty_like(tensor.detach(), device="cpu", pin_memory=tensor.is_cuda)
         copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         groups.setdefault(group, {})[rest] = copy
@@ -110,38 +105,30 @@ def _snapshot(tensors: dict[str, Tensor]) -> Groups:
 def _write(
     writing: Future[Path], folder: Path, groups: Groups, text: bytes, step: int, best: bool, before: Path | None
 ) -> None:
-    try:
-        writing.set_result(_publish(folder, groups, text, step, best, before))
-    except BaseException as error:  # raised in the thread that trains, by `wait`
-        writing.set_exception(error)
-
-
-def _publish(folder: Path, groups: Groups, text: bytes, step: int, best: bool, before: Path | None) -> Path:
-    """Write a checkpoint, move the links to it and return its folder. An OSError leaves the old ones as they were.
+    """Write a checkpoint, move the links to it, remove older ones. An OSError leaves the old ones as they were.
 
     Of the older ones stay the best, and `before`: the last one, or the one that the run was taken up from, since the
     last may be damaged.
     """
-    check_own(folder)
     part = folder / f".saving-{step:08d}-{os.getpid()}"
-    final = free_name(folder, step)
     try:
+        check_own(folder)
+        final = free_name(folder, step)
         _write_folder(part, groups, text)
         part.rename(final)
-    except (OSError, SafetensorError):
+        sync_folder(folder)
+        if best:  # first: a run that is killed in between goes on from the last one, and finds its best again
+            _point(folder / "best", final)
+        _point(folder / "last", final)
+        sync_folder(folder)
+        for _, old in steps(folder):
+            if old not in (final, before, _target(folder / "best")) and (old / SUMS).exists():  # else it is not ours
+                with contextlib.suppress(OSError):  # one that somebody reads over a network; the next save tries again
+                    _delete(old)
+        writing.set_result(final)
+    except BaseException as error:  # raised in the thread that trains, by `wait`
         shutil.rmtree(part, ignore_errors=True)
-        raise
-    sync_folder(folder)
-    if best:  # first: a run that is killed in between goes on from the last one, and finds its best again
-        _point(folder / "best", final)
-    _point(folder / "last", final)
-    sync_folder(folder)
-    kept = {final, before, _target(folder / "best")}
-    for _, old in steps(folder):
-        if old not in kept and (old / SUMS).exists():  # another program's may be called so
-            with contextlib.suppress(OSError):  # one that somebody reads over a network; the next save tries again
-                _delete(old)
-    return final
+        writing.set_exception(error)
 
 
 def _write_folder(part: Path, groups: Groups, text: bytes) -> None:
@@ -168,7 +155,6 @@ def _target(link: Path) -> Path | None:
 
 
 def _point(link: Path, target: Path) -> None:
-    """Make `link` point to its sibling `target`, atomically."""
     part = link.with_name(f".{link.name}-{os.getpid()}")
     part.unlink(missing_ok=True)
     part.symlink_to(target.name, target_is_directory=True)
@@ -184,9 +170,7 @@ def _delete(folder: Path) -> None:
 
 def _tidy(folder: Path) -> None:
     """Remove what killed saves left, and make `last` and `best` links again where a copy of the run has folders."""
-    for path in list(folder.iterdir()):
-        if not _HIDDEN.fullmatch(path.name):
-            continue
+    for path in [path for path in folder.iterdir() if _HIDDEN.fullmatch(path.name)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -22,7 +22,7 @@ from typing import IO
 
 from ..config.schema import RunConfig
 from ..errors import RequestError, Stopped
-from ..files import REFUSED, lines_of, ours, shown
+from ..files import REFUSED, check_own, lines_of, ours, shown
 
 RUNS = Path("runs")
 _LOCK = ".lock"
@@ -97,6 +97,8 @@ def check(config: RunConfig, *, before: Path | None = None) -> Path | None:
         kind = "a file" if path.exists() else f"a link to {path.readlink()}, which is not there"
         raise RequestError(f"--output {path} is {kind}; give a folder.")
     try:
+        for each in _written_in(path, _LOCK, "slurm-*.out"):
+            check_own(each)
         check_free(path)
     except OSError as error:
         raise unwritable(path, error) from error
