@@ -11,6 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,99 +85,58 @@ WEIGHTS: dict[str, Callable[[], bytes]] = {
 }
 
 
-def _ledger(run: Path, held: bytes) -> Words:
-    (run / "ledger.bin").write_bytes(held)
-    return "verify", "run", run
-
-
-def _page(kind: str = TRAIN, *, epoch: int = 0, step: int = 1, samples: int = 1437, held: int = 4) -> bytearray:
+def _page(kind: str = TRAIN, *, epoch: int = 0, step: int = 1, samples: int = 1437, held: int = 1) -> bytearray:
     counts, indices = np.array([[held]], np.uint32), np.arange(held) % 2
     return bytearray(Page(kind, epoch, step, 1, 1, samples, counts, indices).encode())
 
 
-def _header(samples: int = 1437, **numbers: int) -> Callable[[Path], Words]:
-    """Return what makes a ledger of one page, of sample 0 in a step, with other numbers in its header."""
-
-    def spoilt(run: Path) -> Words:
-        page = _page(samples=samples, held=1)
-        if numbers.get("ranks") == 0:  # and so there is nothing behind the header
-            page = bytearray(Page(TRAIN, 0, 1, 1, 1, samples, np.empty((0, 1), np.uint32), np.empty(0, int)).encode())
-        foreign.renumber(page, 0, **numbers)
-        return _ledger(run, bytes(page))
-
-    return spoilt
+def _header(page: bytearray, **numbers: int) -> bytes:
+    """Return a page of a ledger with other numbers in its header."""
+    foreign.renumber(page, 0, **numbers)
+    return bytes(page)
 
 
-def _many_epochs(run: Path) -> Words:
-    page = [_page(epoch=n, step=n * 6 + 1, samples=2**39, held=2) for n in range(SOME // 360)]
-    return _ledger(run, b"".join(page))
-
-
-def _dotted(run: Path) -> Words:
-    (run / "config.toml").write_text(".".join("a" * 100_000) + " = 1\n")
-    return "eval", run
-
-
-def _nested(name: str) -> Callable[[Path], Words]:
-    def spoilt(run: Path) -> Words:
-        (run / name).write_text('{"event": "start", "a": ' + "[" * SOME + "]" * SOME + "}\n")
-        return "verify", "run", run
-
-    return spoilt
-
-
-def _long(name: str, *words: str) -> Callable[[Path], Words]:
-    """Return what makes a file terabytes long, with nothing in it: it takes no place on the disk."""
-
-    def spoilt(run: Path) -> Words:
-        path = next(run.rglob(name))
-        path.write_bytes(b"")
-        os.truncate(path, 2 << 40)
-        return *words, run
-
-    return spoilt
-
-
-def _evaluated(**options: object) -> Callable[[Path], Words]:
-    """Return what makes it a run with other options, which its checkpoint confirms."""
-
-    def spoilt(run: Path) -> Words:
-        config, step = run / "config.toml", run / "checkpoints" / STEP
-        state = json.loads((step / "state.json").read_text())
-        for key, value in {name.replace("_", "-"): value for name, value in options.items()}.items():
-            lines = [line for line in config.read_text().splitlines() if not line.startswith(f"{key} =")]
-            config.write_text("\n".join([*lines, f"{key} = {json.dumps(value)}"]))
-            state["meta"]["config"][key] = value
-        (step / "state.json").write_bytes(render(state))
-        if size := options.get("image_size"):
-            model = table.build("mlp", classes=10, in_channels=3, image_size=min(int(str(size)), 64)).double()
-            save_file(model.state_dict(), step / "model.safetensors")
-            (step / "optimizer.safetensors").unlink()
-            (step / "checksums.json").write_text("{}")
-        foreign.seal(step)
-        return "eval", run
-
-    return spoilt
-
-
-JUDGED = ("verify", "run")
-RUNS: dict[str, Callable[[Path], Words]] = {
-    "ledger-no-ranks": _header(ranks=0, steps=2**32 - 1),
-    "ledger-many-micros": _header(accumulation=2**32 - 1),
-    "ledger-last-step": _header(first_step=2**64 - 1),
-    "ledger-samples": _header(samples=2**63),
-    "ledger-no-evaluation": lambda run: _ledger(run, bytes(_page(EVAL, samples=10**12))),
-    "ledger-many-epochs": _many_epochs,
-    "dotted-key": _dotted,
-    "large-images": _evaluated(data="fake", image_size=30_000),
-    "large-batch": _evaluated(data="fake", samples=5_000, batch=10**9, image_size=64),
-    "many-classes": _evaluated(classes=10**10),
-    "large-model": _evaluated(model="pyramidnet-60000002-9000000"),
-    "wide-model": _evaluated(model="pyramidnet-110-9000000"),
-    **{f"nested-{name}": _nested(name) for name in ("summary.json", "manifest.json")},
-    **{f"long-{name}": _long(name, *JUDGED) for name in ("summary.json", "steps.jsonl", *foreign.HELD)},
-    "long-config.toml": _long("config.toml", "eval"),
+EMPTY = Page(TRAIN, 0, 1, 1, 1, 1437, np.empty((0, 1), np.uint32), np.empty(0, int)).encode()
+WRITTEN: dict[str, Callable[[], bytes]] = {
+    "ledger.bin no ranks": lambda: _header(bytearray(EMPTY), ranks=0, steps=2**32 - 1),
+    "ledger.bin many micro-batches": lambda: _header(_page(), accumulation=2**32 - 1),
+    "ledger.bin last step": lambda: _header(_page(), first_step=2**64 - 1),
+    "ledger.bin samples": lambda: bytes(_page(samples=2**63)),
+    "ledger.bin no evaluation": lambda: bytes(_page(EVAL, samples=10**12, held=4)),
+    "ledger.bin many epochs": lambda: b"".join(
+        _page(epoch=n, step=n * 6 + 1, samples=2**39, held=2) for n in range(SOME // 360)
+    ),
+    "config.toml dotted": lambda: (".".join("a" * 100_000) + " = 1\n").encode(),
+    "summary.json nested": lambda: b'{"event": "start", "a": ' + b"[" * SOME + b"]" * SOME + b"}\n",
+    "manifest.json nested": lambda: b'{"event": "start", "a": ' + b"[" * SOME + b"]" * SOME + b"}\n",
 }
+"""The contents of a small file of a run, by its name."""
+LONG = ("config.toml", "summary.json", "steps.jsonl", *foreign.HELD)
+"""Files that are made terabytes long, with nothing in them: they take no place on the disk."""
+EVALUATED: dict[str, dict[str, Any]] = {
+    "large images": {"data": "fake", "image-size": 30_000},
+    "large batch": {"data": "fake", "samples": 5_000, "batch": 10**9, "image-size": 64},
+    "many classes": {"classes": 10**10},
+    "large model": {"model": "pyramidnet-60000002-9000000"},
+    "wide model": {"model": "pyramidnet-110-9000000"},
+}
+"""Options of a run, which its checkpoint confirms."""
+
+
+def _with_options(run: Path, options: dict[str, Any]) -> None:
+    config, step = run / "config.toml", run / "checkpoints" / STEP
+    state = json.loads((step / "state.json").read_text())
+    for key, value in options.items():
+        lines = [line for line in config.read_text().splitlines() if not line.startswith(f"{key} =")]
+        config.write_text("\n".join([*lines, f"{key} = {json.dumps(value)}"]))
+        state["meta"]["config"][key] = value
+    (step / "state.json").write_bytes(render(state))
+    if size := options.get("image-size"):
+        model = table.build("mlp", classes=10, in_channels=3, image_size=min(size, 64)).double()
+        save_file(model.state_dict(), step / "model.safetensors")
+        (step / "optimizer.safetensors").unlink()
+        (step / "checksums.json").write_text("{}")
+    foreign.seal(step)
 
 
 def _ends_well(folder: Path, words: Words) -> None:
@@ -196,9 +156,18 @@ def test_a_small_file_of_weights_costs_little(tmp_path: Path, name: str) -> None
     _ends_well(tmp_path, ("diff", path, path))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*WRITTEN, *LONG, *EVALUATED])
 def test_a_small_run_folder_costs_little(tmp_path: Path, name: str) -> None:
-    _ends_well(tmp_path, RUNS[name](copy_of_run(tmp_path)))
+    run, file = copy_of_run(tmp_path), name.partition(" ")[0]
+    if name in EVALUATED:
+        _with_options(run, EVALUATED[name])
+    elif name in WRITTEN:
+        (run / file).write_bytes(WRITTEN[name]())
+    else:
+        path = next(run.rglob(file))
+        path.write_bytes(b"")
+        os.truncate(path, 2 << 40)
+    _ends_well(tmp_path, ("eval", run) if name in EVALUATED or file == "config.toml" else ("verify", "run", run))
 
 
 @pytest.mark.parametrize("name", ["w", *foreign.FILES, *foreign.HELD])
@@ -207,7 +176,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
     path = next(run.rglob(name), run / name)
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    verbs: list[Words] = [JUDGED] if name in foreign.FILES else []
+    verbs: list[Words] = [("verify", "run")] if name != "w" else []
     verbs += [("eval",)] if name in ("config.toml", *foreign.HELD) else []
     for words in [(*verb, run) for verb in verbs] or [("diff", path, run), ("train", "--config", path)]:
         code, said = outcome(*words)
