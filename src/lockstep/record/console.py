@@ -77,8 +77,6 @@ class Terminal(Notices):
         self._err, self._live, self._clock = err, live, clock
         self._bar: Progress | None = None
         self._shown_s = -float("inf")
-        self._held: dict[str, Any] | None = None  # the newest `log` event, until it is shown
-        self._numbers = ""  # what stands right of the bar
 
     @classmethod
     def detect(cls) -> Terminal:
@@ -88,12 +86,11 @@ class Terminal(Notices):
         return cls(err if shared else Screen(), err, live=err.is_interactive)
 
     def close(self) -> None:
-        """Show the last line that was held back, and leave the bar where it is."""
-        with contextlib.suppress(BrokenPipeError):
-            self._release()
-            if self._bar is not None:
+        """Leave the bar where it is."""
+        if self._bar is not None:
+            with contextlib.suppress(BrokenPipeError):
                 self._bar.stop()
-                self._bar = None
+            self._bar = None
 
     def _print(self, *lines: Text) -> None:
         for each in lines:
@@ -124,16 +121,10 @@ class Terminal(Notices):
 
     def _show_log(self, fields: dict[str, Any]) -> None:
         now_s, steps = self._clock(), self._run["steps_per_epoch"]
-        self._held = fields
-        is_due = now_s - self._shown_s >= (_DRAW_EVERY_S if self._bar else PLAIN_EVERY_S)
-        if is_due or (steps and fields["step"] % steps == 0):
-            self._release()
-            self._shown_s = now_s
-
-    def _release(self, _: object = None) -> None:
-        fields, self._held = self._held, None
-        if fields is None:
+        is_last = steps and fields["step"] % steps == 0
+        if now_s - self._shown_s < (_DRAW_EVERY_S if self._bar else PLAIN_EVERY_S) and not is_last:
             return
+        self._shown_s = now_s
         parts = [f"loss {fields['loss']:.4f}"]
         if fields.get("top1") is not None:
             parts.append(f"train {fields['top1']:.1%}")
@@ -145,10 +136,8 @@ class Terminal(Notices):
             self._print(Text("  ".join([epoch, self._step(fields), *parts, f"lr {fields['lr']:.4g}"])))
         else:
             count = f"{fields['step']:,}/{self._run['total_steps']:,}"
-            self._numbers = _fit(count, parts, self._err.width - len(epoch) - _LEAST_BAR)
-            self._draw(completed=fields["step"], description=epoch, numbers=self._numbers)
-
-    _show_epoch = _release
+            numbers = _fit(count, parts, self._err.width - len(epoch) - _LEAST_BAR)
+            self._draw(completed=fields["step"], description=epoch, numbers=numbers)
 
     def _epoch(self, fields: Mapping[str, Any]) -> str:
         epochs = self._run["epochs"]
@@ -159,12 +148,9 @@ class Terminal(Notices):
         return f"step {fields['step']:>{width},}"
 
     def _show_evaluate(self, fields: dict[str, Any]) -> None:
-        self._release()
         self._draw(numbers=f"evaluating {counted(fields['samples'], _unit(self._run))} …")
 
     def _show_eval(self, fields: dict[str, Any]) -> None:
-        self._release()
-        self._draw(numbers=self._numbers)
         told = Text(f"{self._epoch(fields)}  {self._step(fields)}  ")
         told.append(f"{fields['on'].removesuffix(' set')} {fields['top1']:7.2%}", "bold green")
         told.append(f"{_top5(fields, self._run)}  loss {fields['loss']:.4f}")

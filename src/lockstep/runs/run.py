@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from .. import hardware
@@ -78,7 +79,7 @@ def opened(
             if config.record.quiet:  # standard output is that of a user's own script, where there is one
                 shown = Notices(Screen(stderr=console is not None), quiet=True)
             step = state.meta["step"] if state else 0
-            recorder = Recorders(_opener(_lasting(asked, folder), folder, world, keys, step, only, shown))
+            recorder = Recorders(partial(_opened, _lasting(asked, folder), folder, world, keys, step, only, shown))
         try:
             yield Opened(config, recorder, state)
         except Exception as error:
@@ -90,7 +91,7 @@ def opened(
             recorder.close()
 
 
-def _opener(
+def _opened(
     config: RunConfig,
     folder: Path,
     world: World,
@@ -98,19 +99,16 @@ def _opener(
     step: int,
     only: Collection[str] | None,
     shown: Recorder,
-) -> Callable[[], tuple[list[Recorder], Epoch]]:
+) -> tuple[list[Recorder], Epoch]:
+    """Return rank 0's recorders, opened, and the epoch under way; raise OSError where the folder is not writable."""
+    from ..record.tensorboard import TensorBoard  # rank 0's alone: it takes a while
+
     facts = {"topology": asdict(world.topology), "hardware": asdict(hardware.survey(visible_gpus()))}
-
-    def opens() -> tuple[list[Recorder], Epoch]:
-        from ..record.tensorboard import TensorBoard  # rank 0's alone: it takes a while
-
-        write_whole(folder / "config.toml", to_toml(config, only).encode())
-        epoch = rewind(folder / "steps.jsonl", step=step)  # what was recorded of later steps is cut off
-        lines = JsonLines(folder / "steps.jsonl")
-        tensorboard = TensorBoard(folder, config=recorded(config, only), identity=keys, resume_step=step)
-        return [lines, tensorboard, Documents(folder, facts), shown], epoch  # the last tells which files there are
-
-    return opens
+    write_whole(folder / "config.toml", to_toml(config, only).encode())
+    epoch = rewind(folder / "steps.jsonl", step=step)  # what was recorded of later steps is cut off
+    lines = JsonLines(folder / "steps.jsonl")
+    tensorboard = TensorBoard(folder, config=recorded(config, only), identity=keys, resume_step=step)
+    return [lines, tensorboard, Documents(folder, facts), shown], epoch  # the last tells what else was not written
 
 
 def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
