@@ -461,7 +461,7 @@ a folder that is a link is written to: files.py
 -     check_own(path)
 -     path.mkdir(parents=True, exist_ok=True)
 +     path.mkdir(parents=True, exist_ok=True)
-= unit/test_links.py::test_a_run_changes_nothing_outside_its_folder[before-link-False]
+= unit/test_links.py::test_a_run_changes_nothing_outside_its_folder[link]
 a link in a run's folder is not refused: runs/folders.py
 -             check_own(each)
 +             pass
