@@ -232,7 +232,7 @@ def test_tensorboard_reads_the_curves_and_a_resume_replaces_them(tmp_path: Path)
 def test_the_clock_times_steps_and_not_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter((10.0, 11.0, 13.0, 16.0, 100.0, 104.0))
     monkeypatch.setattr(telemetry, "time", SimpleNamespace(perf_counter=lambda: next(now_s)))
-    clock = StepClock()
+    clock = StepClock(torch.device("cpu"))
     for _ in range(3):
         clock.tick()
     clock.start()

@@ -25,9 +25,10 @@ SAMPLED = (
 
 
 class StepClock:
-    """Seconds of each optimizer step, by the host's clock: right where the host computes."""
+    """Seconds of each optimizer step, by the clock of the device that computes: a GPU's events, or the host's clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device if device.type == "cuda" else None
         self._all_s = array("d")  # a million steps are 8 MB
         self._spans: list[tuple[Any, Any]] = []
         self.start()
@@ -41,10 +42,19 @@ class StepClock:
         begin, self._begin = self._begin, self._now()
         self._spans.append((begin, self._begin))
 
+    def _now(self) -> Any:
+        if self._gpu is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._gpu))
+        return event
+
     def flush(self) -> list[float]:
         """Return the seconds of each step that ended since the last call. Waits for the device to finish them."""
         spans, self._spans = self._spans, []
-        new_s = self._seconds(spans)
+        if self._gpu is not None and spans:
+            spans[-1][1].synchronize()
+        new_s = [end - begin if self._gpu is None else begin.elapsed_time(end) / 1000 for begin, end in spans]
         self._all_s.extend(new_s)
         return new_s
 
@@ -52,35 +62,6 @@ class StepClock:
         """Return percentiles of all steps flushed so far, in seconds; NaN where there are none."""
         found: list[float] = np.percentile(self._all_s or [np.nan], percents).tolist()
         return found
-
-    def _now(self) -> Any:
-        return time.perf_counter()
-
-    def _seconds(self, spans: list[tuple[Any, Any]]) -> list[float]:
-        return [end - begin for begin, end in spans]
-
-
-class CudaClock(StepClock):
-    """Times steps by the GPU's own clock, with events in its stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        super().__init__()
-
-    def _now(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _seconds(self, spans: list[tuple[Any, Any]]) -> list[float]:
-        if spans:
-            spans[-1][1].synchronize()
-        return [begin.elapsed_time(end) / 1000 for begin, end in spans]
-
-
-def step_clock(device: torch.device) -> StepClock:
-    """Return the clock for steps on `device`."""
-    return CudaClock(device) if device.type == "cuda" else StepClock()
 
 
 class Telemetry:
