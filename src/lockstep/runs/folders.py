@@ -15,7 +15,6 @@ import platform
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO
@@ -34,36 +33,13 @@ _WRITTEN = (
 _STEP = b'"event": "step"'  # in steps.jsonl from the first step on
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    """A run's folder, held."""
-
-    path: Path
-    is_new: bool  # made for this run
-    was_free: bool  # of all that a run writes
-    lock: IO[bytes]
-
-    def release(self) -> None:
-        """Let others have the folder; what is in it stays."""
-        self.lock.close()
-
-    def withdraw(self) -> None:
-        """Remove what a refused run wrote, unless it made a step, so that the command can be given again."""
-        steps = self.path / "steps.jsonl"
-        with contextlib.suppress(OSError):  # what else somebody has put there stays
-            has_steps = os.path.lexists(steps) and any(_STEP in line for line in lines_of(steps))
-            for path in _written_in(self.path, _LOCK) if self.was_free and not has_steps else ():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            if self.is_new:
-                self.path.rmdir()  # where it is empty
-        self.release()
-
-
-def claim(config: RunConfig, *, before: Path | None = None) -> RunFolder:
-    """Return the folder of the run that `config` asks for, made if it is new, and hold it.
+@contextlib.contextmanager
+def held(config: RunConfig, *, before: Path | None = None) -> Iterator[Path]:
+    """Hold the folder of the run that `config` asks for while the block runs, made if it is new; yield its whole name.
 
     `before` is the folder of an earlier start of this very run, which may lie in it. Raises `RequestError` as `check`
-    does, and where the folder cannot be made, or is not here, though an earlier start has made it.
+    does, and where the folder cannot be made, or is not here, though an earlier start has made it. Where the block
+    raises one and no step was made, what was written goes, so that the command can be given again.
     """
     path = check(config, before=before)
     if path is not None and path == before and not (path / _LOCK).exists():
@@ -73,22 +49,38 @@ def claim(config: RunConfig, *, before: Path | None = None) -> RunFolder:
             "it has done would be lost; put --output where all nodes see it."
         )
     is_new, was_free = path is None or not path.exists(), path is None or not _written_in(path)
-    path = path or fresh(default_name(config))
+    path = (path or fresh(default_name(config))).absolute()
     _make(path)
     try:
         lock = _locked(path)
     except OSError as error:
         raise unwritable(path, error) from error
-    with contextlib.suppress(OSError):  # a full disk is told of by what has to be written next
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {platform.node()}".encode())
-    return RunFolder(path.absolute(), is_new, was_free, lock)
+    with lock:
+        with contextlib.suppress(OSError):  # a full disk is told of by what has to be written next
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {platform.node()}".encode())
+        try:
+            yield path
+        except RequestError:
+            if was_free:
+                _withdraw(path, is_new)
+            raise
+
+
+def _withdraw(path: Path, is_new: bool) -> None:
+    steps = path / "steps.jsonl"
+    with contextlib.suppress(OSError):  # what else somebody has put there stays
+        if not (os.path.lexists(steps) and any(_STEP in line for line in lines_of(steps))):
+            for each in _written_in(path, _LOCK):
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+        if is_new:
+            path.rmdir()  # where it is empty
 
 
 def check(config: RunConfig, *, before: Path | None = None) -> Path | None:
     """Return the folder that `config` names, or None; raise `RequestError` where it cannot be a run's.
 
-    Where the ranks are started from here, they would find that out seconds later. `before` is as in `claim`.
+    Where the ranks are started from here, they would find that out seconds later. `before` is as in `held`.
     """
     path, resume = _asked(config), config.checkpoint.resume
     if path is None or not os.path.lexists(path):

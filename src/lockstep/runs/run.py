@@ -158,22 +158,16 @@ def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[P
 
     `before` is the folder of an earlier start of the same run, if there was one.
     """
-    held = world.together(lambda: folders.claim(config, before=before) if world.is_main else None)
-    # From here on by its whole name: a data set of the user's may change the working folder.
-    path = Path(world.gather(str(held.path) if held else "")[0])
-    if held:
-        if before is None:
+    with contextlib.ExitStack() as stack:
+        claim = folders.held(config, before=before)
+        held = world.together(lambda: stack.enter_context(claim) if world.is_main else None)
+        # By its whole name: a data set of the user's may change the working folder.
+        path = Path(world.gather(str(held or ""))[0])
+        if held is not None and before is None:
             world.notes.write(_CAME_UPON, _last(path))
-        world.notes.write(FOLDER, str(path))
-    try:
+        if held is not None:
+            world.notes.write(FOLDER, str(path))
         yield path
-    except RequestError:
-        if held:
-            held.withdraw()
-        raise
-    finally:
-        if held:
-            held.release()
 
 
 def _lasting(config: RunConfig, folder: Path) -> RunConfig:
