@@ -77,6 +77,7 @@ class Terminal(Notices):
         self._err, self._live, self._clock = err, live, clock
         self._bar: Progress | None = None
         self._shown_s = -float("inf")
+        self._numbers = ""  # what stands right of the bar
 
     @classmethod
     def detect(cls) -> Terminal:
@@ -136,8 +137,8 @@ class Terminal(Notices):
             self._print(Text("  ".join([epoch, self._step(fields), *parts, f"lr {fields['lr']:.4g}"])))
         else:
             count = f"{fields['step']:,}/{self._run['total_steps']:,}"
-            numbers = _fit(count, parts, self._err.width - len(epoch) - _LEAST_BAR)
-            self._draw(completed=fields["step"], description=epoch, numbers=numbers)
+            self._numbers = _fit(count, parts, self._err.width - len(epoch) - _LEAST_BAR)
+            self._draw(completed=fields["step"], description=epoch, numbers=self._numbers)
 
     def _epoch(self, fields: Mapping[str, Any]) -> str:
         epochs = self._run["epochs"]
@@ -151,6 +152,7 @@ class Terminal(Notices):
         self._draw(numbers=f"evaluating {counted(fields['samples'], _unit(self._run))} …")
 
     def _show_eval(self, fields: dict[str, Any]) -> None:
+        self._draw(numbers=self._numbers)
         told = Text(f"{self._epoch(fields)}  {self._step(fields)}  ")
         told.append(f"{fields['on'].removesuffix(' set')} {fields['top1']:7.2%}", "bold green")
         told.append(f"{_top5(fields, self._run)}  loss {fields['loss']:.4f}")
