@@ -156,7 +156,7 @@ def test_what_is_opened_late_or_elsewhere_is_no_link_either(writer: str, tmp_pat
     for number, (plant, place) in enumerate(places):
         run, outside = (tmp_path / str(number) / folder for folder in ("run", "outside"))
         (run / name).parent.mkdir(parents=True)
-        (run / name).write_text("a file of somebody's")
+        (run / name).write_text("{}")
         _planted(run / place, outside, plant)
         before = _seen(outside)
         with contextlib.suppress(OSError):

@@ -55,10 +55,12 @@ class Epoch:
     def add(self, row: Mapping[str, Any]) -> None:
         """Take a step."""
         loss, samples = row.get("loss"), row.get("samples")
-        is_whole = isinstance(loss, float) and isinstance(samples, int)  # else the file was damaged
         self._steps += 1
-        self._loss += loss * samples if is_whole else math.nan
-        self._samples += samples if is_whole else 0
+        if isinstance(loss, float) and isinstance(samples, int):
+            self._loss += loss * samples
+            self._samples += samples
+        else:  # in a damaged file
+            self._loss = math.nan
 
     def means(self, step: int, epoch_s: float) -> dict[str, float]:
         """Return the means of an epoch that ends with `step`; {} where some of its steps are in another folder."""
