@@ -43,7 +43,7 @@ _PLAIN = re.compile(
 _CALLS = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"})
 _PICKLES = 5  # at the beginning of a file that torch wrote before it wrote archives
 _VIEWS = 1000  # bytes of tensors for each that their file has: some share memory
-_ITEMS = 3_000_000  # in dictionaries and lists
+_LEVELS, _ITEMS = 32, 3_000_000  # of dictionaries and lists in each other, and in all of them
 _BROKEN = (
     *(*DEFECTS, RuntimeError, EOFError, AssertionError, MemoryError),
     *(pickle.UnpicklingError, SafetensorError, zipfile.BadZipFile),
@@ -168,14 +168,14 @@ def _named(path: Path, found: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _flat(part: Any, left: list[int], name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in `part` by name; raise ValueError where it holds more than `left[0]` things."""
+def _flat(part: Any, left: list[int], name: str = "", level: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in `part` by name; raise ValueError where it holds itself, or more than `left[0]` things."""
     if isinstance(part, Tensor):
         yield name, part
         return
     items = part.items() if isinstance(part, Mapping) else enumerate(part) if isinstance(part, list | tuple) else ()
     for key, item in items:
         left[0] -= 1
-        if left[0] < 0:
-            raise ValueError("it holds far too much")
-        yield from _flat(item, left, f"{name}/{key}" if name else str(key))
+        if left[0] < 0 or level > _LEVELS:
+            raise ValueError("it holds itself, or far too much")
+        yield from _flat(item, left, f"{name}/{key}" if name else str(key), level + 1)
