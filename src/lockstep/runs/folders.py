@@ -192,12 +192,15 @@ def begun(config: RunConfig) -> Iterator[RunConfig]:
     if _asked(config) is not None:
         yield config
         return
+    is_first = not RUNS.exists()
     path = fresh(default_name(config))
     try:
         yield dataclasses.replace(config, record=dataclasses.replace(config.record, output=path))
     except (RequestError, Stopped):
         with contextlib.suppress(OSError):  # what lies there stays
             path.rmdir()
+            if is_first:
+                RUNS.rmdir()
         raise
 
 
