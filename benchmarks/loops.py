@@ -12,11 +12,12 @@ from torch import Tensor
 
 from lockstep import RunConfig, World, override, train
 from lockstep.engine import train_step
+from lockstep.record.base import Recorder
 from lockstep.record.jsonl import JsonLines
 from lockstep.steps.job import Job
 
 
-class Marks:
+class Marks(Recorder):
     """A recorder that writes `steps.jsonl` and notes when the second interval and the last one had been recorded.
 
     The first two hold what happens once. The time between the second and the last holds all that the loop does for the

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from lockstep import RunConfig, World, launchers
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint import write as saving
 from lockstep.launchers import guard
 from lockstep.monitor.watchdog import Watch
 from lockstep.steps.job import assemble
@@ -183,7 +183,7 @@ class _Spent:
 
     def listen(self) -> None:
         """Time saves from now on."""
-        save, write = Saver.save, Checkpoints._write
+        save, write = Saver.save, saving._write
 
         def timed_save(saver: Saver, *given: Any, **named: Any) -> None:
             # The block's own, and not the one at its end, which has a score.
@@ -191,12 +191,12 @@ class _Spent:
             save(saver, *given, **named)
             self._saving_s += (time.perf_counter() - begin_s) * self._is_timed
 
-        def timed_write(checkpoints: Checkpoints, *given: Any) -> None:
+        def timed_write(*given: Any) -> None:
             is_timed, begin_s = self._is_timed, time.thread_time()
-            write(checkpoints, *given)
+            write(*given)
             self._saving_s += (time.thread_time() - begin_s) * is_timed
 
-        Saver.save, Checkpoints._write = timed_save, timed_write  # type: ignore[method-assign,assignment]
+        Saver.save, saving._write = timed_save, timed_write  # type: ignore[method-assign,assignment]
 
     def block(self, work: Callable[[], float]) -> float:
         """Return what `work` does, a block under the watch, and note what it took."""
@@ -271,7 +271,7 @@ def stalled() -> Series:
         job = assemble(configured(model="resnet18", data="fake", samples=64, image_size=32, batch=32), World.alone())
         parts = job.prepared()
         with tempfile.TemporaryDirectory() as folder:
-            checkpoints = Checkpoints(Path(folder), warn=print)
+            checkpoints = saving.Checkpoints(Path(folder), warn=print)
 
             def save_s() -> float:
                 checkpoints.wait()  # 50 steps later the one before it is on the disk

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lockstep import RunConfig, World, launchers, override, train
 from lockstep.checks.digest import digest
+from lockstep.record.base import Recorder
 from lockstep.steps.job import assemble
 
 from .harness import Report, Series, interleave, verdict
@@ -149,7 +150,7 @@ def on_rank(config: RunConfig, world: World) -> dict[str, list[float]]:
     return found | {name: [each[name] for each in accounts[1:]] for name in ("share", "checks")}  # less the warm-up's
 
 
-class Account:
+class Account(Recorder):
     """A recorder that adds up the seconds of training, evaluations left out, and keeps how the run ended."""
 
     def __init__(self) -> None:
@@ -164,9 +165,6 @@ class Account:
             self._done = fields["step"]
         elif event == "finish":
             self.ended = fields
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def _step_ms(config: RunConfig, world: World, accounts: list[dict[str, float]]) -> float:

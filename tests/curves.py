@@ -17,6 +17,7 @@ from lockstep.config.options import override
 from lockstep.config.registry import KINDS
 from lockstep.config.schema import RunConfig
 from lockstep.engine import train
+from lockstep.record.base import Recorder
 from lockstep.world.world import World
 
 from .command import losses
@@ -27,7 +28,7 @@ Weights = dict[str, npt.NDArray[Any]]
 Curve = tuple[dict[int, float], Weights]
 
 
-class Losses:
+class Losses(Recorder):
     """A recorder that keeps each step's loss."""
 
     def __init__(self) -> None:
@@ -36,9 +37,6 @@ class Losses:
     def record(self, event: str, **fields: Any) -> None:
         for row in fields.get("rows", []):
             self.by_step[row["step"]] = row["loss"]
-
-    def close(self) -> None:
-        pass
 
 
 def _train(world: World, values: dict[str, Any]) -> dict[int, float]:

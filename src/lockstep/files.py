@@ -1,9 +1,8 @@
-"""Files: written whole and through no link; read at a cost that does not depend on what somebody put there.
+"""Files: written whole and through no link, read at a bounded cost.
 
-A run's folder may come from somebody else, or be shared with others. So whatever lockstep writes in one is opened with
-`opener=ours`, and the folders in it are made by `own_folder`: a link there leads to a file that somebody else has
-chosen. And whatever lockstep reads of a foreign file comes through `read`, which takes regular files of a bounded size,
-and is understood within `understanding`, which makes one error of every defect.
+A run's folder may come from somebody else, or be shared. So lockstep opens what it writes there with `opener=ours`, in
+folders made by `own_folder`, since a link would lead to a file of somebody else's choice. What it reads comes through
+`read` and `lines_of`, within `understanding`, which makes one error of every defect.
 """
 
 from __future__ import annotations
@@ -23,69 +22,62 @@ from typing import Any, BinaryIO
 from .errors import LockstepError, RequestError
 from .printable import visible_json
 
-MOST_BYTES = 64 << 20
-"""Of a file of JSON or TOML: the largest that an honest run of thousands of ranks writes is a tenth of it."""
-_FILLED = 16
-"""Times its size on the disk that a file may have, since some file systems compress; weights hardly can be."""
-_DEEPEST, _DIGITS = 32, 100
-"""Levels of nesting in JSON, and digits of its whole numbers."""
-DEFECTS = (
-    *(ArithmeticError, AttributeError, LookupError, OSError, RecursionError),
-    *(TypeError, ValueError, struct.error),
-)
+MOST_BYTES = 64 << 20  # of JSON or TOML: an honest run of thousands of ranks writes a tenth of it
+_DEEPEST, _DIGITS = 32, 100  # levels of JSON, digits of its whole numbers
+DEFECTS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, struct.error)
+"""What the contents of a damaged or hostile file make a reader raise."""
+REFUSED = {
+    errno.ELOOP: "it is a link, and none is followed here",
+    errno.EMLINK: "the file has another name, under which it would change too (hard link)",
+    errno.ENXIO: "it is a pipe or a device, no regular file",
+}
+"""Why a file or folder is not opened, by the OSError's errno; its `filename` is the path."""
 
 
-def ours(path: str, flags: int) -> int:
-    """Open a file that lockstep writes, as `opener` of `open`. Raises OSError for what is no file of its own there.
-
-    That is a link, a pipe or a device, and a file with a second name (a hard link, as backups make them: the copy would
-    be changed too).
-    """
+def named(path: str, flags: int) -> int:
+    """Open a regular file, as `opener` of `open`; it may be a link that the user has named."""
     try:
-        # Not truncated before it is known to be ours; a pipe does not block.
-        descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe does not block
     except OSError as error:
         raise OSError(error.errno, REFUSED.get(error.errno or 0, error.strerror), path) from error
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.ENXIO, REFUSED[errno.ENXIO], path)
-        if found.st_nlink > 1:
-            raise OSError(errno.EMLINK, REFUSED[errno.EMLINK], path)
-        if flags & os.O_TRUNC:
-            os.ftruncate(descriptor, 0)
-    except OSError:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise
+        raise OSError(errno.ENXIO, REFUSED[errno.ENXIO], path)
     return descriptor
 
 
-REFUSED = {
-    errno.ELOOP: "it is a link, and nothing is written through a link",
-    errno.EMLINK: "the file has another name, under which it would change too (hard link)",
-    errno.ENXIO: "it is a pipe or a device, not a file",
-}
-"""What `ours` and `own_folder` say of what lies there, by the OSError's errno; its `filename` is the path."""
+def foreign(path: str, flags: int) -> int:
+    """Open a regular file that somebody else may have written, to read it; no link."""
+    return named(path, flags | os.O_NOFOLLOW)
+
+
+def ours(path: str, flags: int) -> int:
+    """Open a file that lockstep writes; raise OSError for a link, a pipe, and a file with a second name."""
+    descriptor = named(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW)  # truncated once it is known to be ours
+    if os.fstat(descriptor).st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(errno.EMLINK, REFUSED[errno.EMLINK], path)
+    if flags & os.O_TRUNC:
+        os.ftruncate(descriptor, 0)
+    return descriptor
 
 
 def check_own(path: Path) -> None:
-    """Raise OSError where something else than a file or a folder lies at `path`: a link, a pipe."""
-    if os.path.lexists(path) and not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode):
-        number = errno.ELOOP if stat.S_ISLNK(mode) else errno.ENXIO
-        raise OSError(number, REFUSED[number], str(path))
+    """Raise OSError where something other than a file or a folder lies at `path`: a link, a pipe."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, REFUSED[errno.ELOOP], str(path))
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.ENXIO, REFUSED[errno.ENXIO], str(path))
 
 
 def own_folder(path: Path) -> None:
-    """Make the folder `path` for what lockstep writes, and those above it. Raises OSError, too, where it is a link."""
+    """Make the folder `path` for what lockstep writes, and those above it; raise OSError where it is a link."""
     check_own(path)
     path.mkdir(parents=True, exist_ok=True)
 
 
 def private_folder() -> Path:
-    """Return this user's folder among the temporary files, made if it is new: nobody else can look into it.
-
-    Raises OSError where something else has that name, or others may write there.
-    """
+    """Return this user's folder among the temporary files, made if it is new; raise OSError where others can use it."""
     path = Path(tempfile.gettempdir()) / f"lockstep-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -96,17 +88,15 @@ def private_folder() -> Path:
 
 
 def read(path: Path, *, most_bytes: int = MOST_BYTES, through_links: bool = False) -> bytes:
-    """Return what a file holds that somebody else may have written.
+    """Return the bytes of a file that somebody else may have written; `through_links` where the user has named it.
 
-    `through_links` is for paths that the user has named. Raises OSError, too, for a link, for what is no regular file,
-    such as a pipe, which may never end, and for one of more than `most_bytes`.
+    Raises OSError, too, for a link, a pipe, and more than `most_bytes`.
     """
     with open(path, "rb", opener=named if through_links else foreign) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most_bytes:,} are read", str(path))
-        check_filled(file.fileno())
-        return file.read(size)  # and not to an end that another process may put off
+        return file.read(size)  # not to an end that another process may put off
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
@@ -118,40 +108,10 @@ def lines_of(path: Path) -> Iterator[bytes]:
             yield line
 
 
-def check_filled(descriptor: int) -> None:
-    """Raise OSError for a large file that is nearly all holes, which cost nothing to send, and memory to read."""
-    found = os.fstat(descriptor)
-    held = found.st_blocks * 512  # 0 where a file system does not tell
-    if found.st_size > MOST_BYTES and 0 < held < found.st_size / _FILLED:
-        raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, of which the disk holds {held:,}")
-
-
-def foreign(path: str, flags: int) -> int:
-    """Open a file that somebody else may have written, to read it, as `opener` of `open`; raises as `read` does."""
-    try:
-        return named(path, flags | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise OSError(errno.ELOOP, "it is a link, and none is followed there", path) from error
-
-
-def named(path: str, flags: int) -> int:
-    """Open a file that the user has named, be it by a link, as `foreign` does."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", path)
-    return descriptor
-
-
 def parse_json(data: bytes | str) -> Any:
-    """Return what JSON holds; ValueError for what is none, and for nesting and numbers that nobody can mean."""
-    try:
+    """Return the value of JSON text; ValueError for damage, and for nesting and numbers beyond all sense."""
+    with contextlib.suppress(RecursionError):
         value = _DECODE(data if isinstance(data, str) else data.decode())
-    except RecursionError:
-        value = None
-    else:
         if not _is_deep(value, _DEEPEST):
             return value
     raise ValueError("it is nested too deeply")
@@ -171,16 +131,21 @@ def _whole(digits: str) -> int:
 _DECODE = json.JSONDecoder(parse_int=_whole).decode
 
 
+def reason(error: BaseException) -> str:
+    """Return in one line why a file cannot be read."""
+    told = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
+    return " ".join(told.split())[:160]
+
+
 @contextlib.contextmanager
 def understanding(path: Path, advice: str = "give another copy of it") -> Iterator[None]:
-    """Make one `RequestError`, which names the file, of whatever the block raises over what is in it."""
+    """Make one `RequestError`, which names the file, of whatever its contents raise in the block."""
     try:
         yield
     except LockstepError:
         raise
     except DEFECTS as error:
-        reason = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
-        raise RequestError(f"{path} cannot be read ({' '.join(reason.split())[:160]}); {advice}.") from error
+        raise RequestError(f"{path} cannot be read ({reason(error)}); {advice}.") from error
 
 
 def shown(path: Path | None) -> str:
@@ -202,10 +167,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` to `path`, atomically: the old file or the new one is there, whole, at any moment.
-
-    Raises OSError where the disk does not take it; the old file is then untouched.
-    """
+    """Write `data` to `path` atomically; where the disk does not take it, raise OSError and keep the old file."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.unlink(missing_ok=True)  # of a process with the same number, which was killed
@@ -221,43 +183,34 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def append_whole(file: BinaryIO, data: bytes) -> None:
-    """Append `data` to an unbuffered file that was opened to append; what a full disk takes of it is taken back.
-
-    Raises OSError where the disk does not take all of it; the file is then as it was.
-    """
+    """Append `data` to an unbuffered file; where the disk is full, raise OSError and leave the file as it was."""
     size = os.fstat(file.fileno()).st_size
     try:
-        # A nearly full disk takes a part without an error, and refuses the rest at the next try.
-        sent = 0
-        while sent < len(data):
-            sent += file.write(data[sent:])
+        while data:  # a nearly full disk takes a part without an error, and refuses the rest at the next try
+            data = data[file.write(data) :]
     except OSError:
         file.truncate(size)
         raise
 
 
 def legal(value: Any) -> Any:
-    """Return `value` with each number that JSON lacks replaced by None, at any depth.
-
-    JSON has no NaN and no infinities. The rule here is one for all files: such a number is written as `null`, and
-    directly in an object its text is kept beside it: `{"loss": NaN}` becomes `{"loss": null, "loss_repr": "nan"}`.
-    """
+    """Return `value` as JSON has it: `{"loss": NaN}` becomes `{"loss": None, "loss_repr": "nan"}`."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        clean: dict[str, Any] = {}
-        for name, item in value.items():
-            clean[name] = legal(item)
-            if isinstance(item, float) and not math.isfinite(item):
-                clean[f"{name}_repr"] = repr(item)
-        return clean
     if isinstance(value, list | tuple):
         return [legal(item) for item in value]
-    return value
+    if not isinstance(value, dict):
+        return value
+    clean: dict[str, Any] = {}
+    for name, item in value.items():
+        clean[name] = legal(item)
+        if isinstance(item, float) and not math.isfinite(item):
+            clean[f"{name}_repr"] = repr(item)
+    return clean
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` as indented JSON, atomically; numbers that JSON lacks follow the rule of `legal`."""
+    """Write `value` to `path` as indented JSON, atomically, with numbers as in `legal`."""
     text = visible_json(json.dumps(legal(value), indent=2, ensure_ascii=False, allow_nan=False, default=str))
     # A file name that is not UTF-8 comes as lone surrogates, which are escaped as JSON does it.
     write_whole(path, (text + "\n").encode(errors="backslashreplace"))

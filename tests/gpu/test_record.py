@@ -9,7 +9,7 @@ import torch
 
 from lockstep.checkpoint import Checkpoints, load
 from lockstep.checkpoint.state import State
-from lockstep.record.telemetry import Telemetry, step_clock
+from lockstep.record.telemetry import StepClock, Telemetry
 
 
 def test_the_clock_and_telemetry_are_the_gpus() -> None:
@@ -18,7 +18,7 @@ def test_the_clock_and_telemetry_are_the_gpus() -> None:
     for _ in range(3):
         a @ a
     torch.cuda.synchronize()
-    clock = step_clock(device)
+    clock = StepClock(device)
     clock.start()
     for count in (1, 20):
         for _ in range(count):

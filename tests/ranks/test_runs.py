@@ -62,7 +62,8 @@ def test_ranks_go_on_from_the_same_checkpoint_or_are_refused(pool: RankPool, tmp
     assert "rank 0 step-00000004" in told
     assert "rank 1 none" in told
     assert "model.safetensors" in heard(here, damaged)
-    comes = threading.Timer(0.5, lambda: shutil.copytree(here / new, late / new))
+    shutil.copytree(here / new, late / "hidden")
+    comes = threading.Timer(0.5, lambda: (late / "hidden").rename(late / new))
     comes.start()
     assert heard(here, late) == "step 4"
     comes.join()

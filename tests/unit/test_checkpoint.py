@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lockstep.checkpoint import Checkpoints, find, load, load_good, write
+from lockstep.checkpoint import Checkpoints, find, load, write
 from lockstep.checkpoint.layout import digest
 from lockstep.checkpoint.state import State
 from lockstep.errors import RequestError
@@ -33,21 +33,15 @@ def state_of(step: int) -> State:
 
 def save_all(run: Path, *saves: Save, origin: Path | None = None) -> Path:
     """Save one after the other and return the folder of checkpoints."""
-    warnings: list[str] = []
-    saver = Checkpoints(run / "checkpoints", warn=warnings.append, origin=origin)
+    saver = Checkpoints(run / "checkpoints", warn=pytest.fail, origin=origin)
     for step, best in saves:
         saver.save(state_of(step), step=step, best=best)
     saver.close()
-    assert warnings == []
     return run / "checkpoints"
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def kept(folder: Path) -> list[str]:
-    return [path.name.removeprefix("step-000000") for path in sorted(folder.glob("step-*"))]
 
 
 def damage(folder: Path) -> None:
@@ -100,6 +94,17 @@ def test_what_is_saved_is_the_state_at_the_call_and_written_beside_the_training(
     assert torch.equal(loaded.tensors["model/weight"], torch.ones(4, 3))
 
 
+def test_ranks_of_a_host_share_the_memory_of_a_checkpoint_and_change_it_for_themselves_alone(tmp_path: Path) -> None:
+    save_all(tmp_path, (1, False))
+    tensor = load(tmp_path).tensors["model/weight"]
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [[int(end, 16) for end in words[0].split("-")] for words in maps]
+    (held,) = [words for words, (begin, end) in zip(maps, ranges, strict=True) if begin <= tensor.data_ptr() < end]
+    assert held[-1].endswith("step-00000001/model.safetensors")
+    tensor.zero_()
+    assert torch.equal(load(tmp_path).tensors["model/weight"], torch.ones(4, 3))
+
+
 def test_whoever_may_read_the_folder_may_read_the_tensors(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
@@ -120,7 +125,7 @@ def test_whoever_may_read_the_folder_may_read_the_tensors(tmp_path: Path) -> Non
 def test_last_best_and_the_one_before_are_kept(tmp_path: Path, saves: list[Save], steps: list[str], best: int) -> None:
     assert find(tmp_path) is None
     folder = save_all(tmp_path, *saves)
-    assert kept(folder) == steps
+    assert [name.removeprefix("step-000000") for name in names(folder)] == ["best", "last", *steps]
     assert (folder / "last").readlink() == Path(f"step-000000{steps[-1]}")
     assert load(folder / "best").meta["step"] == best
     for path in (tmp_path, folder, folder / "last", (folder / "last").resolve()):
@@ -215,16 +220,20 @@ def test_damage_is_named_with_the_newest_good_checkpoint(
     for good in (2, 1):
         with pytest.raises(RequestError, match=f"the last good one is {folder}/step-0000000{good}:"):
             load(folder / "last")
+        assert load(folder / "last", fall_back=True).meta["step"] == good
         damage(folder / f"step-0000000{good}")
     with pytest.raises(RequestError, match="no other good one"):
-        load(folder / "last")
+        load(folder / "last", fall_back=True)
 
 
 def test_a_damaged_one_is_passed_over_for_one_before_it_not_for_what_was_left_behind(tmp_path: Path) -> None:
     folder = save_all(tmp_path, (10, False), (30, False))
+    left = shutil.copytree(folder / "step-00000030", tmp_path / "left")
     save_all(tmp_path, (20, False), origin=folder / "step-00000010")  # taken up at 10
+    assert names(folder) == ["last", "step-00000010", "step-00000020"]
+    shutil.copytree(left, folder / "step-00000030")
     damage(folder / "step-00000020")
-    assert load_good(folder / "last").meta["step"] == 10
+    assert load(folder / "last", fall_back=True).meta["step"] == 10
 
 
 def test_foreign_things_and_newer_formats_are_refused(tmp_path: Path) -> None:

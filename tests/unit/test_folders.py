@@ -26,9 +26,9 @@ import sys
 from pathlib import Path
 from lockstep import RunConfig, override
 from lockstep.runs import folders
-held = folders.claim(override(RunConfig(), output=sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
+with folders.held(override(RunConfig(), output=sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
 """
 
 
@@ -45,22 +45,24 @@ def _held(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_run_that_starts_again_where_its_folder_is_not_is_refused(tmp_path: Path) -> None:
     (tmp_path / "output").mkdir()  # of a rank of this node, in the start before
-    with pytest.raises(RequestError, match=r"on another node: .* put --output where all nodes see it"):
-        folders.claim(config(output=tmp_path), before=tmp_path)
+    told = r"on another node: .* put --output where all nodes see it"
+    with pytest.raises(RequestError, match=told), folders.held(config(output=tmp_path), before=tmp_path):
+        pass
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
 def test_a_folder_is_one_runs_until_its_process_ends_however_that_is(tmp_path: Path) -> None:
     with _held(tmp_path) as process:
-        named = f"process {process.pid} on {platform.node()}"
-        for use in (folders.claim, folders.check):
-            with pytest.raises(RequestError, match=f"is in use by another run .{named}"):
-                use(config(output=tmp_path))
-        with pytest.raises(RequestError, match=f"is in use by another run .{named}"):
-            folders.claim(config(output=tmp_path), before=tmp_path)
+        told = f"is in use by another run .process {process.pid} on {platform.node()}"
+        with pytest.raises(RequestError, match=told):
+            folders.check(config(output=tmp_path))
+        for before in (None, tmp_path):
+            with pytest.raises(RequestError, match=told), folders.held(config(output=tmp_path), before=before):
+                pass
         process.kill()
         process.wait()
-        folders.claim(config(output=tmp_path), before=tmp_path).release()
+        with folders.held(config(output=tmp_path), before=tmp_path):
+            pass
     folders.check(config(output=tmp_path))
 
 

@@ -14,22 +14,24 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.files import write_json, write_whole
-from lockstep.record import checks, manifest, telemetry
-from lockstep.record.base import Recorders
+from lockstep.record import checks, telemetry
+from lockstep.record.base import Epoch, Recorder, Recorders
 from lockstep.record.checks import Check
 from lockstep.record.console import PLAIN_EVERY_S, Terminal
 from lockstep.record.jsonl import JsonLines, rewind
+from lockstep.record.manifest import Documents
 from lockstep.record.result import RunResult
-from lockstep.record.telemetry import HostClock, Telemetry
+from lockstep.record.telemetry import StepClock
 from lockstep.record.tensorboard import TensorBoard
 from lockstep.screen import Screen
 
 from ..disks import no_file_beyond
 
 
-class Memory:
+class Memory(Recorder):
     """Keeps the events."""
 
     def __init__(self) -> None:
@@ -37,8 +39,6 @@ class Memory:
 
     def record(self, event: str, **fields: Any) -> None:
         self.events.append(event)
-
-    def close(self) -> None: ...
 
 
 def step_rows(first: int, last: int) -> list[dict[str, Any]]:
@@ -66,14 +66,16 @@ def test_events_are_lines_in_their_order_and_numbers_that_json_lacks_keep_their_
     ]
     lines.close()
     write_json(tmp_path / "summary.json", {"images_per_s": math.inf, "folder": tmp_path, "epoch_s": (1.5, math.nan)})
-    written = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
     numbers = {"images_per_s": None, "images_per_s_repr": "inf", "epoch_s": [1.5, None]}
-    assert written == numbers | {"folder": str(tmp_path)}
+    assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail) == (
+        numbers | {"folder": str(tmp_path)}
+    )
 
 
 def test_a_full_disk_is_told_once_stops_nobody_and_loses_no_line_once_there_is_room(tmp_path: Path) -> None:
     path, ear = tmp_path / "steps.jsonl", Memory()
-    recorder = Recorders([JsonLines(path), ear])
+    recorder = Recorders(lambda: ([JsonLines(path), ear], Epoch()))
+    recorder.record("start")
     recorder.record("steps", rows=step_rows(1, 10))
     size = path.stat().st_size
     with no_file_beyond(size + 50):
@@ -83,7 +85,7 @@ def test_a_full_disk_is_told_once_stops_nobody_and_loses_no_line_once_there_is_r
     recorder.record("steps", rows=step_rows(31, 40))
     recorder.close()
     assert steps_of(read(path)) == list(range(1, 41))
-    assert sorted(ear.events) == ["steps"] * 4 + ["warning"]
+    assert sorted(ear.events) == ["start", *["steps"] * 4, "warning"]
 
 
 def test_rewind_keeps_what_had_happened_by_the_step(tmp_path: Path) -> None:
@@ -116,9 +118,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
 
 
-def _summary(run: Path, *events: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+def _summary(run: Path, first_step: int, epoch_s: list[float], *events: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the summary after one start of the run came to these events."""
-    recorder = manifest.Summary(run)
+    recorder = Documents(run, {})
+    recorder.record("start", first_step=first_step, epoch_s=epoch_s, plan={}, chosen={})
     for event, fields in events:
         recorder.record(event, **fields)
     found: dict[str, Any] = json.loads((run / "summary.json").read_text())
@@ -130,10 +133,9 @@ def test_a_summary_has_the_same_keys_however_the_run_ended_and_the_proofs_that_a
 ) -> None:
     scores = RunResult(top1=0.3, top5=0.8, loss=2.0, best_top1=0.4, samples=10, steps=4, epoch_s=(1.5, 1.6))
     result = replace(scores, images_per_s=3.0, data_wait_s=0.0).as_json()
-    begun, more = ("start", {"first_step": 3, "epoch_s": [1.5]}), ("start", {"first_step": 4, "epoch_s": [1.5, 1.6]})
+    failed = ("failed", {"exit": 1, "error": "Rank 0 failed."})
     stopped = _summary(
-        tmp_path,
-        ("start", {"first_step": 0, "epoch_s": []}),
+        *(tmp_path, 0, []),
         ("epoch", {"step": 2, "epoch": 0, "epoch_s": 1.5}),
         ("eval", {"step": 2, "epoch": 0, "top1": 0.4, "top5": 0.9, "loss": 1.0, "samples": 10}),
         ("steps", {"rows": [{"step": 3}]}),
@@ -143,22 +145,21 @@ def test_a_summary_has_the_same_keys_however_the_run_ended_and_the_proofs_that_a
     assert stopped.keys() == result.keys() | {"error"}
     measured = {"steps": 3, "epoch_s": [1.5], "top1": 0.4, "best_top1": 0.4, "images_per_s": None, "exit": 75}
     assert stopped.items() >= measured.items()
-    assert _summary(tmp_path, begun, ("finish", result)) == result
+    assert _summary(tmp_path, 3, [1.5], ("finish", result)) == result
     # Taken up for more epochs, and failed at once: what was measured before stays.
-    failed = ("failed", {"exit": 1, "error": "Rank 0 failed."})
-    assert _summary(tmp_path, more, failed) == result | {"output": str(tmp_path)} | failed[1]
+    assert _summary(tmp_path, 4, [1.5, 1.6], failed) == result | {"output": str(tmp_path)} | failed[1]
     (tmp_path / "summary.json").write_text('{"top1": 0.')
-    assert _summary(tmp_path, begun, ("finish", result)) == result
+    assert _summary(tmp_path, 3, [1.5], ("finish", result)) == result
 
     # What was checked beside the run stays when it goes on; a claim about half a run's records is none about the whole.
     replicas, gradients, losses = (
         Check(name=name, claim="The same", outcome=Check.HOLDS, times=4) for name in ("replicas", "gradients", "losses")
     )
     checks.add(tmp_path, [gradients, losses])
-    finished = _summary(tmp_path, begun, ("finish", result | {"proof": checks.by_name([replicas])}))
+    finished = _summary(tmp_path, 3, [1.5], ("finish", result | {"proof": checks.by_name([replicas])}))
     assert [*finished["proof"]] == ["gradients", "replicas"]
     torn = ("proof", {"checks": checks.by_name([replace(replicas, outcome=Check.FAILS)])})
-    assert _summary(tmp_path, more, torn, failed)["proof"]["replicas"]["outcome"] == Check.FAILS
+    assert _summary(tmp_path, 4, [1.5, 1.6], torn, failed)["proof"]["replicas"]["outcome"] == Check.FAILS
 
 
 class Stage:
@@ -176,13 +177,17 @@ class Stage:
         fields = {"loss": 1.25, "lr": 0.1, "samples_per_s": 5120.0, "top1": 0.5, "eta_s": 192.0}
         self.terminal.record("log", step=step, epoch=0, **fields)
 
+    def eval(self) -> None:
+        scores = {"top1": 0.981, "top5": None, "loss": 0.1, "samples": 360, "on": "test set"}
+        self.terminal.record("eval", step=100, epoch=0, **scores)
+
 
 def test_without_a_terminal_lines_are_plain_whole_and_seldom() -> None:
     stage = Stage(live=False)
     for step in range(5, 101, 5):
         stage.log(step)
         stage.now_s += PLAIN_EVERY_S / 5
-    stage.terminal.record("eval", step=100, epoch=0, top1=0.981, top5=None, loss=0.1, samples=360)
+    stage.eval()
     stage.terminal.close()
     first, *lines = stage.file.getvalue().splitlines()
     assert first == "batch [plan]"
@@ -196,9 +201,10 @@ def test_on_a_narrow_terminal_the_bar_is_one_line_and_results_are_lines_of_their
     for step in (50, 100):
         stage.now_s += 1
         stage.log(step)
-    stage.terminal.record("eval", step=100, epoch=0, top1=0.981, loss=0.1, samples=360)
+    stage.eval()
     stage.terminal.record("warning", text="odd [thing]")
-    stage.terminal.record("finish", top1=0.981, best_top1=0.99, steps=300, epoch_s=[1.0, 2.0], exit=0, output="runs/a")
+    scores = {"top1": 0.981, "best_top1": 0.99, "best_on": "test set", "proof": {}}
+    stage.terminal.record("finish", steps=300, epoch_s=[1.0, 2.0], exit=0, output="runs/a", **scores)
     shown = re.split(r"[\r\n]+", re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", stage.file.getvalue()))
     bars = [line for line in shown if "━" in line]
     assert max(map(len, bars)) <= 40
@@ -210,22 +216,15 @@ def test_on_a_narrow_terminal_the_bar_is_one_line_and_results_are_lines_of_their
     assert "\x1b[?25h" in stage.file.getvalue()  # the cursor is back
 
 
-def board(run: Path, values: dict[int, float], *, resume_step: int | None = None) -> None:
-    writer = TensorBoard(run, config={}, identity=(), resume_step=resume_step)
-    for step, loss in values.items():
-        writer.record("log", step=step, epoch=0, loss=loss, lr=0.5, samples_per_s=10.0, top1=None)
-    writer.record("eval", step=max(values), epoch=0, top1=0.75, loss=0.5, samples=360)
-    writer.close()
-
-
 def test_tensorboard_reads_the_curves_and_a_resume_replaces_them(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board(tmp_path, {50: 2.0, 100: 1.5, 150: 1.25})
-    board(tmp_path, {150: 1.0}, resume_step=100)
+    for resume_step, values in ((0, {50: 2.0, 100: 1.5, 150: 1.25}), (100, {150: 1.0})):
+        writer = TensorBoard(tmp_path, config={}, identity=(), resume_step=resume_step)
+        for step, loss in values.items():
+            writer.record("log", step=step, epoch=0, loss=loss, lr=0.5, top1=None)
+        writer.record("eval", step=150, epoch=0, top1=0.75, samples=360)
+        writer.close()
     curves = EventAccumulator(str(tmp_path)).Reload()
     assert [(point.step, point.value) for point in curves.Scalars("train/loss")] == [(50, 2.0), (100, 1.5), (150, 1.0)]
-    assert [point.value for point in curves.Scalars("train/lr")] == [0.5] * 3
     assert curves.Scalars("eval/top1")[-1].value == 0.75
     assert not any(tag.endswith(("/step", "/samples")) for tag in curves.Tags()["scalars"])
 
@@ -233,16 +232,10 @@ def test_tensorboard_reads_the_curves_and_a_resume_replaces_them(tmp_path: Path)
 def test_the_clock_times_steps_and_not_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter((10.0, 11.0, 13.0, 16.0, 100.0, 104.0))
     monkeypatch.setattr(telemetry, "time", SimpleNamespace(perf_counter=lambda: next(now_s)))
-    clock = HostClock()
+    clock = StepClock(torch.device("cpu"))
     for _ in range(3):
         clock.tick()
     clock.start()
     clock.tick()
     assert clock.flush() == [1.0, 2.0, 3.0, 4.0]
     assert clock.percentiles(50, 100) == [2.5, 4.0]
-
-
-def test_telemetry_of_a_cpu_is_the_processs_own() -> None:
-    sampler = Telemetry([torch.device("cpu")])
-    assert sampler.sample()["host_memory_bytes"] > 10e6  # Python and torch
-    assert (sampler.peak_memory_bytes()["host"] or 0) > 10e6

@@ -77,20 +77,19 @@ def test_code_that_a_file_names_is_not_imported(
         assert not _imported(folder)
 
 
-def test_no_other_verb_imports_what_a_file_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "run" / "config.toml").write_text('model = "strange:x"\ndata = "strange:x"\nloss = "strange:x"\n')
+def test_no_other_verb_imports_what_a_file_names_nor_seeks_one_elsewhere(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = 'model = "strange:x"\ndata = "strange:x"\nloss = "strange:x"\n'
+    (folder / "config.toml").write_text(code)
+    for path in ("run", "run/checkpoints/last"):
+        assert "there is no config.toml" in refusal(capsys, "eval", path)
+    (folder / "run" / "config.toml").write_text(code)
     (folder / "run" / "manifest.json").write_text("{}")
     for words in (("verify", "run", "run"), ("diff", "run", "run"), ("train", "digits", "--resume", "run")):
         assert main([*words]) != 0
     assert main(["doctor", "--accelerator", "cpu", "--config", "run/config.toml"]) == 0
     assert not _imported(folder)
-
-
-def test_a_config_is_sought_in_the_run_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "config.toml").write_text('model = "strange:x"\n')
-    (folder / "run" / "deep").mkdir()
-    for path in ("run", "run/deep", "run/checkpoints/last"):
-        assert "there is no config.toml" in refusal(capsys, "eval", path)
 
 
 def test_code_that_the_command_line_repeats_is_taken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,14 +8,11 @@
       last -> step-00000512     relative links, replaced atomically
       best -> step-00000384
 
-Saving costs the training one copy of the tensors; a thread writes them while training goes on. Kept are the
-checkpoints that `last` and `best` point to and the one that was last before, so that a damaged one leaves a good one.
-
-Nothing here can run code: tensors are safetensors, the rest is JSON. Loading verifies every checksum first, and what
-does not match is refused with the newest checkpoint that is whole, from which a run that goes on by itself goes on.
+Saving costs the training one copy of the tensors; a thread writes them meanwhile. Kept are the checkpoints of the links
+and the one before the last, so that a damaged one leaves a good one. Loading verifies every checksum, and runs no code.
 """
 
-from .read import find, fingerprint, load, load_good, peek
+from .read import find, fingerprint, load, peek
 from .write import Checkpoints
 
-__all__ = ["Checkpoints", "find", "fingerprint", "load", "load_good", "peek"]
+__all__ = ["Checkpoints", "find", "fingerprint", "load", "peek"]

@@ -1,4 +1,4 @@
-"""Where the parts of a checkpoint lie and what they are called."""
+"""Where the parts of a checkpoint lie, and what they are called."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from typing import Any
 
 from ..files import foreign
 
-FORMAT = "lockstep checkpoint"
-VERSION = 1
-STATE = "state.json"
-SUMS = "checksums.json"
+FORMAT, VERSION = "lockstep checkpoint", 1
+STATE, SUMS = "state.json", "checksums.json"
 LINKS = ("last", "best")
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -32,9 +30,9 @@ def render(value: Any) -> bytes:
 
 
 def linked(link: Path) -> Path:
-    """Return the checkpoint beside `last` or `best` that it points to, or `link` itself where it is no such link.
+    """Return the checkpoint beside `last` or `best` that it points to; any other path as it is.
 
-    Raises OSError for one that leads elsewhere: in a folder from somebody else it would choose what is read.
+    Raises OSError for a link that leads elsewhere: in a folder from somebody else it would choose what is read.
     """
     if link.name not in LINKS or not link.is_symlink():
         return link
@@ -45,7 +43,7 @@ def linked(link: Path) -> Path:
 
 
 def free_name(folder: Path, step: int) -> Path:
-    """Return the folder for `step`: a resumed run may come again to a step whose older checkpoint is still in use."""
+    """Return a new folder for `step`: a resumed run may come again to one whose older checkpoint is in use."""
     path, count = folder / f"step-{step:08d}", 1
     while path.exists():
         count += 1
@@ -53,17 +51,13 @@ def free_name(folder: Path, step: int) -> Path:
     return path
 
 
-def steps(folder: Path) -> list[tuple[tuple[int, int], Path]]:
-    """Return the checkpoints in `folder` by their numbers, oldest step first."""
-    found = [
-        (number, path)
-        for path in folder.iterdir()
-        if (number := numbered(path)) and path.is_dir() and not path.is_symlink()
-    ]
-    return sorted(found)
-
-
 def numbered(path: Path) -> tuple[int, int] | None:
-    """Return the step in a checkpoint's name, and the how-manieth of that step it is; None for other names."""
+    """Return the step in a checkpoint's name, and its number among those of that step; None for other names."""
     match = _FOLDER.fullmatch(path.name)
     return (int(match[1]), int(match[2] or 1)) if match else None
+
+
+def steps(folder: Path) -> list[tuple[tuple[int, int], Path]]:
+    """Return the checkpoints in `folder` with their numbers, oldest step first."""
+    found = ((numbered(path), path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted((number, path) for number, path in found if number is not None)

@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import os
-from collections.abc import Iterator
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
+from safetensors.torch import load_file
 from torch import Tensor
 
 from .. import files
 from ..errors import RequestError
-from ..files import MOST_BYTES, parse_json
 from .layout import FORMAT, STATE, SUMS, VERSION, digest, linked, numbered, render, steps
 from .state import State
 
-_TENSORS = ".safetensors"
+_TENSORS = re.compile(r"(\w+)\.safetensors")
+
+
+class _DamageError(Exception):
+    """A checkpoint is not what was written; the message is a clause."""
 
 
 def find(path: Path) -> Path | None:
-    """Return the checkpoint that a run would go on from, or None where there is none yet.
+    """Return the checkpoint that a run would go on from, whole or damaged; None where there is none yet.
 
-    `path` is a run's folder, its `checkpoints`, or one checkpoint. Whether that one is whole is for `load` to say.
+    `path` is a run's folder, its `checkpoints`, or one checkpoint.
     """
-    points_nowhere = path.is_symlink() and not path.exists()
-    if points_nowhere or (path / SUMS).is_file() or peek(path) is not None:  # whole, or damaged
+    is_dangling = path.is_symlink() and not path.exists()
+    if is_dangling or (path / SUMS).is_file() or peek(path) is not None:
         return path
     for folder in (path / "checkpoints", path):
         if (folder / "last").is_symlink() or (folder / "last").is_dir():
@@ -46,168 +49,100 @@ def fingerprint(folder: Path) -> str:
     return f"{folder.resolve().name} ({digest(folder / SUMS)[:8]})"
 
 
-def load(path: Path) -> State:
-    """Return the state in a checkpoint (`RUN/checkpoints/last`), or in a run's last one; tensors are on the CPU.
+def load(path: Path, *, fall_back: bool = False) -> State:
+    """Return the state in a checkpoint (`RUN/checkpoints/last`), or in a run's last one.
 
-    Raises `RequestError` where there is nothing, something else, a newer format, or a file that is not what was
-    written: then with the newest checkpoint beside it that is whole.
+    Its tensors are mapped from the files, on the CPU: ranks of one host share that memory, and a write stays with its
+    rank. Raises `RequestError` where there is nothing, something else, a newer format, or a file that is not what was
+    written; the newest whole checkpoint beside it is then offered, or with `fall_back` returned, with a `caution`.
     """
     folder = find(path)
     if folder is None:
-        raise RequestError(_why_not(path))
-    tensors: dict[str, Tensor] = {}
-    meta: dict[str, Any] = {}
+        why = "it holds no lockstep checkpoint" if path.exists() else "no such file or folder"
+        why = "it is a file, and pickled ones such as .pth are never loaded" if path.is_file() else why
+        raise RequestError(f"There is no checkpoint at {path}: {why}; give a run's folder or one of its checkpoints.")
     try:
-        folder = _folder(folder)
-        for name, data in _verified(folder):
-            if name == STATE:
-                meta = _meta(path, data)
-            else:
-                group = name.removesuffix(_TENSORS)
-                tensors |= {f"{group}/{key}": tensor for key, tensor in _loaded(name, data).items()}
+        return _verified(folder)
     except _DamageError as damage:
-        raise DamagedError(path, damage, _good_beside(folder)) from damage
-    return State(tensors, meta, origin=folder)
-
-
-def load_good(path: Path) -> State:
-    """Return what `load` does or, where that one is damaged, the state in the newest whole one before it.
-
-    Nothing is lost then but the steps between them. Where none is before it, a later one does, of a branch that the run
-    had left. The state's `caution` names it. Raises what `load` does.
-    """
-    try:
-        return load(path)
-    except DamagedError as damaged:
-        if damaged.good is None:
-            raise
-        state = load(damaged.good)
-        caution = f"{path} is damaged ({damaged.why}): the run goes on from {damaged.good}"
-        return dataclasses.replace(state, caution=caution)
+        good, told = _good_beside(folder), f"The checkpoint {path} cannot be used: {damage}"
+        if good is None:
+            advice = "there is no other good one beside it; start a new run in another --output."
+            raise RequestError(f"{told}; {advice}") from damage
+        if not fall_back:
+            raise RequestError(f"{told}; the last good one is {good.origin}: give that one instead.") from damage
+        caution = f"{path} is damaged ({damage}): the run goes on from {good.origin}"
+        return dataclasses.replace(good, caution=caution)
 
 
 def peek(path: Path) -> dict[str, Any] | None:
-    """Return the `meta` of the checkpoint in `path` without its tensors; None where it cannot be read."""
+    """Return the `meta` of the checkpoint in `path`, unverified, without its tensors; None where it cannot be read."""
     try:
-        return _meta(path, files.read(linked(path) / STATE))
-    except (OSError, RequestError, _DamageError):
+        return _meta(linked(path))
+    except (RequestError, *files.DEFECTS):
         return None
 
 
-class DamagedError(RequestError):
-    """A checkpoint that is not what was written; `good` is one beside it that is (see `load_good`)."""
-
-    def __init__(self, path: Path, why: Exception, good: Path | None) -> None:
-        offer = (
-            "there is no other good one beside it; start a new run in another --output."
-            if good is None
-            else f"the last good one is {good}: give that one instead."
+def _meta(folder: Path) -> dict[str, Any]:
+    state = files.parse_json(files.read(folder / STATE))
+    meta: dict[str, Any] = state["meta"]
+    if state["format"] != FORMAT or not isinstance(meta, dict):
+        raise ValueError("it is not what lockstep writes")
+    if state["version"] > VERSION:
+        raise RequestError(
+            f"The checkpoint {folder} has format version {state['version']}; this lockstep reads up to version "
+            f"{VERSION}: update lockstep-torch."
         )
-        super().__init__(f"The checkpoint {path} cannot be used: {why}; {offer}")
-        self.why, self.good = str(why), good
+    return meta
 
 
-class _DamageError(Exception):
-    """A checkpoint is not what was written; the message is a clause."""
-
-
-def _folder(named: Path) -> Path:
-    """Return the checkpoint that `named` is or is a link to, as it is now: a run that trains meanwhile moves `last`."""
+def _verified(named: Path) -> State:
+    """Return the state in the checkpoint `named`, each file once its checksum is verified. Raises _DamageError."""
+    name = named.name
     try:
+        # As it is now: a run that trains meanwhile moves `last`.
         folder = linked(named)
-    except OSError as error:
-        raise _DamageError(f"{named.name} cannot be followed ({error.strerror})") from error
-    if not folder.is_dir():
-        gone = f"{named.name} points to {named.readlink()}, which is" if named.is_symlink() else "it is"
-        raise _DamageError(f"{gone} not there")
-    return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
-
-
-def _verified(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of each file of a checkpoint once its checksum is verified, `state.json` first.
-
-    Raises _DamageError.
-    """
-    listed = _read(folder / SUMS, MOST_BYTES)
-    try:
-        sums = parse_json(listed)
-    except ValueError:
-        sums = None
-    if not isinstance(sums, dict) or STATE not in sums:
-        raise _DamageError(f"{SUMS} is damaged")
-    room = psutil.virtual_memory().total
-    for name, expected in sorted(sums.items(), key=lambda item: item[0] != STATE):  # which says what the others are
+        folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+        if not folder.is_dir():
+            raise _DamageError(f"{folder.name} is not there")
+        name = SUMS
+        listed = files.read(folder / SUMS)
+        sums = files.parse_json(listed)
+        if not isinstance(sums, dict) or STATE not in sums:
+            raise _DamageError(f"{SUMS} is damaged")
         # A name that leads elsewhere would have other files read.
-        if name != STATE and not (name.endswith(_TENSORS) and name.removesuffix(_TENSORS).isidentifier()):
-            raise _DamageError(f"{SUMS} names {name!r}, which is no file of a checkpoint")
-        data = _read(folder / name, MOST_BYTES if name == STATE else room)
-        room -= len(data)
-        if hashlib.sha256(data).hexdigest() != expected:
-            raise _DamageError(f"{name} does not match its checksum (it was changed or cut short)")
-        yield name, data
-    # Compared as a whole, so that there is no byte in the list, either, that could change unseen.
-    if render(sums) != listed:
-        raise _DamageError(f"{SUMS} is damaged")
+        if strange := [each for each in sums if each != STATE and not _TENSORS.fullmatch(each)]:
+            raise _DamageError(f"{SUMS} names {strange[0]!r}, which is no file of a checkpoint")
+        room = psutil.virtual_memory().total
+        tensors: dict[str, Tensor] = {}
+        meta: dict[str, Any] = {}
+        for name in sorted(sums, key=lambda each: each != STATE):  # which says what the others are
+            room -= (folder / name).stat().st_size
+            if room < 0:
+                raise _DamageError("its files are larger than this host's memory")
+            if digest(folder / name) != sums[name]:
+                raise _DamageError(f"{name} does not match its checksum (it was changed or cut short)")
+            if name == STATE:
+                meta = _meta(folder)
+            else:
+                group = name.partition(".")[0]
+                tensors |= {f"{group}/{key}": tensor for key, tensor in load_file(folder / name).items()}
+        # Compared as a whole, so that there is no byte in the list, either, that could change unseen.
+        if render(sums) != listed:
+            raise _DamageError(f"{SUMS} is damaged")
+    except (SafetensorError, RuntimeError, *files.DEFECTS) as error:
+        raise _DamageError(f"{name} cannot be read ({files.reason(error)})") from error
+    return State(tensors, meta, origin=folder)
 
 
-def _read(path: Path, most_bytes: int) -> bytes:
-    try:
-        return files.read(path, most_bytes=most_bytes)
-    except OSError as error:
-        raise _DamageError(f"{path.name} cannot be read ({error.strerror})") from error
-
-
-def _meta(path: Path, data: bytes) -> dict[str, Any]:
-    """Return the `meta` in the `state.json` of `path`; raise `RequestError` where its format is a newer one."""
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        state = parse_json(data)
-        if state["format"] == FORMAT and isinstance(meta := state["meta"], dict):
-            if state["version"] <= VERSION:
-                return meta
-            raise RequestError(
-                f"The checkpoint {path} has format version {state['version']}; this lockstep reads up to version "
-                f"{VERSION}: update lockstep-torch."
-            )
-    raise _DamageError(f"{STATE} is not what lockstep writes")
-
-
-def _loaded(name: str, data: bytes) -> dict[str, Tensor]:
-    try:
-        return load_tensors(data)
-    except (SafetensorError, *files.DEFECTS) as error:
-        raise _DamageError(f"{name} is no file of tensors") from error
-
-
-def _good_beside(damaged: Path) -> Path | None:
+def _good_beside(damaged: Path) -> State | None:
     """Return the newest whole checkpoint beside `damaged` that came before it, else the newest; None where none is.
 
     Later ones are of a branch that the run has left, when it was taken up at an older one: better than nothing.
     """
-    beside = damaged.parent
     broken = Path(os.path.realpath(damaged))  # not `resolve`, which raises where a link points to itself
-    number = numbered(broken)
-
-    def preference(found: tuple[tuple[int, int], Path]) -> tuple[bool, tuple[int, int]]:
-        return number is None or found[0] <= number, found[0]
-
-    for _, folder in sorted(steps(beside), key=preference, reverse=True):
+    number = numbered(broken) or (sys.maxsize, 0)
+    for _, folder in sorted(steps(damaged.parent), key=lambda found: (found[0] <= number, found), reverse=True):
         if Path(os.path.realpath(folder)) != broken:
-            with contextlib.suppress(_DamageError):
-                for _ in _verified(folder):
-                    pass
-                return folder
+            with contextlib.suppress(_DamageError, RequestError):
+                return _verified(folder)
     return None
-
-
-def _why_not(path: Path) -> str:
-    """Return the sentence for a path that holds no checkpoint."""
-    if not path.exists():
-        return (
-            f"There is no checkpoint at {path}: no such file or folder; give a run's folder or one of its checkpoints."
-        )
-    if path.is_file():
-        return (
-            f"{path} is not a lockstep checkpoint: a checkpoint is a folder with {STATE} and safetensors files, "
-            f"and pickled files such as .pth are never loaded; give a run's folder or one of its checkpoints."
-        )
-    return f"{path} holds no lockstep checkpoint (no {STATE}, no checkpoints/last); give a run that saved one."

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+import os
 import time
 from collections.abc import Collection
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from .. import checkpoint
 from ..config.options import IDENTITY, flatten
 from ..config.schema import RunConfig
 from ..errors import RequestError, counted
 from ..world.world import World
+from . import read
 from .state import State
 
-_META: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(
-        ("step", "epochs", "within", "evaluated", "stale", "replicas", "accumulation", "samples", "batch"), (int,)
-    ),
-    "planned_epochs": (int, NoneType),
-    **dict.fromkeys(("partial_s", "best_top1"), (float,)),
-    "epoch_s": (list,),
-    "scores": (dict, NoneType),
-    "config": (dict,),
-    "batchnorm": (str,),
-    "generators": (list,),
+_META: dict[tuple[type, ...], tuple[str, ...]] = {
+    (int,): ("step", "epochs", "within", "evaluated", "stale", "accumulation", "replicas", "samples", "batch"),
+    (int, NoneType): ("planned_epochs",),
+    (float,): ("partial_s", "best_top1"),
+    (list,): ("epoch_s", "generators"),
+    (dict,): ("config",),
+    (dict, NoneType): ("scores",),
+    (str,): ("batchnorm",),
 }
-"""What a checkpoint says of itself, and its types; numbers are not negative."""
+"""What a checkpoint says of itself, by its types; whole numbers are not negative."""
+_LATER = {"stale": 0, "within": 0, "batch": 0}  # what older checkpoints lack, and those of lockstep train
 
 EVALUATED = ("model", "classes", "data", "image-size", "holdout", "seed", "ema")
 """The options that an evaluation has to share with the run whose weights it takes."""
-_SEEN_S = 10.0  # for another host's checkpoint to be seen here
-_LOOK_S = 0.2
+_SEEN_S, _LOOK_S = 10.0, 0.2  # for another host's checkpoint to be seen here, and between two looks
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
@@ -46,76 +43,63 @@ def identity(config: RunConfig) -> dict[str, Any]:
 def source(config: RunConfig) -> Path | None:
     """Return the checkpoint that `config` asks to continue from; None for a fresh start."""
     asked = config.checkpoint.resume
-    if not asked:
-        return None
     if asked == "auto":
-        return checkpoint.find(config.record.output) if config.record.output else None
-    return Path(asked)
+        return read.find(config.record.output) if config.record.output else None
+    return Path(asked) if asked else None
 
 
 def load(config: RunConfig, world: World, *, keys: Collection[str] = IDENTITY) -> State | None:
     """Return the state to continue from, None for a fresh start (*collective*); `keys` are the options it must share.
 
-    A rank that does not see the newest one yet, over a network that is slow to tell, waits for it for some seconds.
-
     Raises `RequestError`, on every rank, for a checkpoint that one cannot use or that is another run's, and where
     the ranks see different ones: a node without the run's folder would begin anew beside others that go on.
     """
-    state = world.together(lambda: _load(config, keys))
-    seen: list[str | None] = world.gather(_fingerprint(state))
-    if config.checkpoint.resume == "auto" and len(set(seen)) > 1:
-        steps: list[int] = world.gather(-1 if state is None else state.meta["step"])
-        newest = seen[max(range(world.size), key=lambda rank: steps[rank])]
-        state = world.together(lambda: _patiently(state, newest, config, keys))
-        seen = world.gather(_fingerprint(state))
+    path, is_auto = source(config), config.checkpoint.resume == "auto"
+    if is_auto:
+        path = _newest(path, config.record.output, world)
+
+    def attempt() -> State | None:
+        if path is None:
+            return None
+        loaded = read.load(path, fall_back=is_auto)
+        _check_meta(loaded.meta, path)
+        _check_same_run(loaded.meta, config, path, keys)
+        return loaded
+
+    state = world.together(attempt)
+    seen = world.gather("none" if state is None or state.origin is None else read.fingerprint(state.origin))
     for rank, theirs in enumerate(seen):
         if theirs != seen[0]:
             raise RequestError(
-                f"The ranks see different checkpoints, rank 0 {seen[0] or 'none'} and rank {rank} {theirs or 'none'}: "
+                f"The ranks see different checkpoints, rank 0 {seen[0]} and rank {rank} {theirs}: "
                 "put the run's folder where all nodes see it, or copy it to each of them."
             )
     return state
 
 
-def _fingerprint(state: State | None) -> str | None:
-    return None if state is None or state.origin is None else checkpoint.fingerprint(state.origin)
+def _newest(path: Path | None, folder: Path | None, world: World) -> Path | None:
+    """Return the newest checkpoint that any rank sees, once a slow network shows it here too (*collective*).
 
-
-def _patiently(state: State | None, newest: str | None, config: RunConfig, keys: Collection[str]) -> State | None:
-    """Return the state of the checkpoint with that fingerprint, or `state` where it does not come to be seen here."""
-    assert newest is not None, "one rank has another one than the others"
-    folder = config.record.output
-    until_s = time.monotonic() + _SEEN_S
-    while _fingerprint(state) != newest and folder is not None and folder.is_dir() and time.monotonic() < until_s:
-        # By its own name, which makes a host ask for it anew: what it remembers is where `last` pointed.
-        path = folder / "checkpoints" / newest.partition(" ")[0]
-        with contextlib.suppress(RequestError):  # it may be there in part
-            found = checkpoint.load(path)
-            _check_meta(found.meta, path)
-            _check_same_run(found.meta, config, path, keys)
-            if _fingerprint(found) == newest:
-                return found
+    Where it never does, that is `path`, the one that this rank sees.
+    """
+    own = Path(os.path.realpath(path)).name if path else ""
+    newest = max(world.gather(own))  # steps have leading zeros there
+    if folder is None or newest == own:
+        return path
+    # By its own name, which makes a host ask for it anew: what it remembers is where `last` pointed.
+    awaited, until_s = folder / "checkpoints" / newest, time.monotonic() + _SEEN_S
+    while folder.is_dir() and not awaited.exists() and time.monotonic() < until_s:
         time.sleep(_LOOK_S)
-    return state
-
-
-def _load(config: RunConfig, keys: Collection[str]) -> State | None:
-    path = source(config)
-    if path is None:
-        return None
-    loaded = checkpoint.load_good(path) if config.checkpoint.resume == "auto" else checkpoint.load(path)
-    _check_meta(loaded.meta, path)
-    _check_same_run(loaded.meta, config, path, keys)
-    return loaded
+    return awaited if awaited.exists() else path
 
 
 def _check_meta(meta: dict[str, Any], path: Path) -> None:
     """Raise `RequestError` where a checkpoint, whole by its checksums, says of itself what none of ours does."""
-    meta = {"stale": 0, "within": 0, "batch": 0} | meta  # which older ones lack, and those of lockstep train
-    for name, kinds in _META.items():
-        found, least = meta.get(name), int(name in ("replicas", "accumulation"))
-        ok = name in meta and type(found) in kinds and (int not in kinds or found is None or least <= found < 2**63)
-        if ok and name == "epoch_s":
+    meta = _LATER | meta
+    for name, kinds in ((name, kinds) for kinds, names in _META.items() for name in names):
+        found, least = meta.get(name, ...), int(name in ("replicas", "accumulation"))
+        ok = type(found) in kinds and (not isinstance(found, int) or least <= found < 2**63)
+        if name == "epoch_s" and ok:
             ok = all(type(each) in (int, float) and 0 <= each < math.inf for each in meta[name])
         if not ok:
             raise RequestError(f"{path} is no checkpoint of lockstep's: its {name} cannot be; give another one.")
@@ -140,7 +124,7 @@ def _check_same_run(meta: dict[str, Any], config: RunConfig, path: Path, keys: C
 def accumulation(meta: dict[str, Any], config: RunConfig) -> int | None:
     """Return the number of global micro-batches to go on with; None to solve it anew.
 
-    Without batch statistics it is no part of the model, and follows --micro-batch and the ranks that there are now.
+    Without batch statistics it is no part of the model, and follows --micro-batch and the number of ranks.
     """
     if meta["batchnorm"] == "none" and config.batch.micro_batch is not None:
         return None

@@ -1,8 +1,7 @@
 """A run's state, the same whatever the strategy: named tensors, and everything else as JSON holds it.
 
-Tensors are named by what they belong to and by the model's own parameter names: `model/fc.weight`,
-`optimizer/fc.weight/momentum_buffer`, `ema/fc.weight`. Neither a wrapper's prefix nor a parameter's index is ever
-part of a name, so that what one strategy saves another one loads.
+Tensors are called `model/fc.weight`, `optimizer/fc.weight/momentum_buffer`, `ema/fc.weight`: by the model's own names,
+without a wrapper's prefix or a parameter's index, so that what one strategy saves another one loads.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ class State:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
-    origin: Path | None = field(default=None, compare=False)
-    """The checkpoint that it was read from: the folder itself, not a link to it."""
-    caution: str = field(default="", compare=False)
-    """What is to be said of that: it is not the newest, because that one is damaged."""
+    origin: Path | None = field(default=None, compare=False)  # the checkpoint's folder itself, not a link to it
+    caution: str = field(default="", compare=False)  # why that is not the newest one, in words
 
     def part(self, name: str) -> dict[str, Tensor]:
         """Return the tensors below `name/`, by the rest of their names."""
@@ -52,15 +49,9 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 def check_fits(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Raise `RequestError`, naming the keys and shapes, where `tensors` are not those of the model."""
     missing, foreign, reshaped = misfits(model.state_dict(), tensors)
-    differences = [
-        *([f"it lacks {few(missing)}"] if missing else []),
-        *([f"the model lacks {few(foreign)}"] if foreign else []),
-        *([few(list(reshaped.values()))] if reshaped else []),
-    ]
-    if differences:
-        raise RequestError(
-            f"The checkpoint is of another model: {'; '.join(differences)}. Give the model it was trained with."
-        )
+    named = {"it lacks ": missing, "the model lacks ": foreign, "": list(reshaped.values())}
+    if differences := "; ".join(words + few(names) for words, names in named.items() if names):
+        raise RequestError(f"The checkpoint is of another model: {differences}. Give the model it was trained with.")
 
 
 def misfits(own: dict[str, Tensor], tensors: dict[str, Tensor]) -> tuple[list[str], list[str], dict[str, str]]:
@@ -74,9 +65,9 @@ def misfits(own: dict[str, Tensor], tensors: dict[str, Tensor]) -> tuple[list[st
 
 
 def matching(flag: str, pattern: str, named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters whose names match `pattern`, as a shell matches names of files.
+    """Return the parameters whose names match a shell `pattern`, which was given at `flag`.
 
-    Raises `RequestError`, with names like it, where none does; `flag` is where the pattern was given.
+    Raises `RequestError`, with names like it, where none does.
     """
     found = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
     if not found:
@@ -87,13 +78,13 @@ def matching(flag: str, pattern: str, named: dict[str, nn.Parameter]) -> list[nn
 
 
 def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Return `tensor` in the parameter's memory order, where it has its shape.
+    """Return a copy of `tensor`, in the parameter's memory order where it has its shape.
 
-    torch's fused optimizers on a CPU walk through the memory of both side by side: state of another order, such as
-    contiguous beside channels_last, is silently given to the wrong weights.
+    torch's fused optimizers on a CPU walk through the memory of both side by side: state of another order would be
+    silently given to the wrong weights.
     """
     if tensor.shape != parameter.shape:
-        return tensor
+        return tensor.clone()
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
@@ -124,24 +115,20 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
 def load_optimizer(model: nn.Module, optimizers: Iterable[Optimizer], state: State) -> None:
     """Give the optimizers the state that `optimizer_state` returned, on each parameter's own device."""
     parameters = dict(model.named_parameters())
-    entries: dict[str, dict[str, Any]] = {}
-    for path, tensor in state.part("optimizer").items():
+    entries: dict[str, dict[str, Any]] = {name: {} for name in parameters}
+    for path, value in (state.part("optimizer") | state.meta.get("optimizer", {})).items():
         name, _, key = path.rpartition("/")
-        if name not in parameters or tensor.shape not in (parameters[name].shape, torch.Size()):
-            raise RequestError(
-                f"The checkpoint's optimizer has {path} {tuple(tensor.shape)}, and the model no such thing."
-            )
-        entries.setdefault(name, {})[key] = laid_out_as(parameters[name], tensor)
-    for path, number in state.meta.get("optimizer", {}).items():
-        name, _, key = path.rpartition("/")
-        if type(number) not in (int, float):
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        if name not in parameters or shape not in ((), tuple(parameters[name].shape)):
+            raise RequestError(f"The checkpoint's optimizer has {path} {shape}, and the model no such thing.")
+        if not isinstance(value, Tensor) and type(value) not in (int, float):
             raise RequestError(f"The checkpoint's optimizer has {path}, which is no number.")
-        entries.setdefault(name, {})[key] = number
-    names = {parameter: name for name, parameter in model.named_parameters()}
+        entries[name][key] = laid_out_as(parameters[name], value) if isinstance(value, Tensor) else value
+    names = {parameter: name for name, parameter in parameters.items()}
     for optimizer in optimizers:
         # load_state_dict speaks of parameters by their position, and moves tensors to the parameter's device and dtype.
         order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        own = {index: entries[names[parameter]] for index, parameter in enumerate(order) if names[parameter] in entries}
+        own = {index: entry for index, parameter in enumerate(order) if (entry := entries[names[parameter]])}
         made = [optimizer.state[parameter].keys() for parameter in order if optimizer.state.get(parameter)]
         kinds = {frozenset(each) for each in (*made, *(entry.keys() for entry in own.values()))}
         if len(kinds) > 1 or len(own) < len(made):

@@ -8,6 +8,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -15,20 +16,21 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import check_own, own_folder, shown, sync_folder
-from .layout import FORMAT, STATE, SUMS, VERSION, digest, free_name, render, steps
+from ..files import check_own, own_folder, reason, shown, sync_folder
+from .layout import FORMAT, LINKS, STATE, SUMS, VERSION, digest, free_name, render, steps
 from .read import peek
 from .state import State
 
 _HIDDEN = re.compile(r"\.(saving|deleting|last|best)-.*")
+Groups = dict[str, dict[str, Tensor]]
 
 
 class Checkpoints:
     """Saves to one folder, in the background, one checkpoint at a time.
 
-    `warn` is told, in the caller's thread, when a checkpoint could not be written: training goes on, the older
-    checkpoints stay, and the next save tries again. `saved`, if given, hears `(step, folder)` of each one that is
-    safely on the disk. Both are called from `save`, `poll`, `wait` and `close`.
+    `warn` is told when a checkpoint could not be written: training goes on, the older ones stay, and the next save
+    tries again. `saved` hears `(step, folder)` of each one that is safely on the disk. Both are called in the caller's
+    thread, from `save`, `poll`, `wait` and `close`. `origin` is the checkpoint that the run was taken up from.
     """
 
     def __init__(
@@ -36,140 +38,100 @@ class Checkpoints:
         folder: Path,
         *,
         warn: Callable[[str], None],
-        saved: Callable[[int, Path], None] | None = None,
+        saved: Callable[[int, Path], None] = lambda step, path: None,
         origin: Path | None = None,
     ) -> None:
-        """`origin` is the checkpoint that the run was taken up from: it stays until there are two newer ones."""
-        self.folder = folder
-        self._origin = origin.resolve() if origin else None  # for its name, which "." has not
-        self._warn = warn
-        self._saved = saved
-        self._writer: threading.Thread | None = None
-        self._outcome: Path | BaseException | None = None
-        self._failed = False
+        self.folder, self._warn, self._saved = folder, warn, saved
+        self._before = folder / origin.resolve().name if origin else None
+        self._writing: Future[Path] | None = None
         self._step = 0
         own_folder(folder)
         _tidy(folder)
 
     def save(self, state: State, *, step: int, best: bool) -> None:
-        """Copy the state, have it written in the background, and return.
+        """Copy the state, have it written in the background, and return; waits for the save before this one.
 
         Tensors are named `group/name` (`model/conv1.weight`). `meta` comes back as JSON gives it (tuples as lists);
-        NaN and infinities are allowed in it. Waits for the save before this one, if that is still being written.
-        Raises TypeError where `meta` is not what JSON can hold.
+        NaN and infinities are allowed in it. Raises TypeError where `meta` is not what JSON can hold.
         """
         self.wait()
         groups = _snapshot(state.tensors)
         text = render({"format": FORMAT, "version": VERSION, "meta": state.meta})
-        self._step = step
-        self._writer = threading.Thread(target=self._write, args=(groups, text, best), name="checkpoint")
-        self._writer.start()
+        before = self._before or _target(self.folder / "last")
+        self._step, self._writing = step, Future()
+        given = (self._writing, self.folder, groups, text, step, best, before)
+        threading.Thread(target=_write, args=given, name="checkpoint").start()
 
     def poll(self) -> None:
         """Tell `warn` or `saved` how the last save ended, if it has; never waits."""
-        if self._writer is not None and not self._writer.is_alive():
+        if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
         """Return once nothing is being written."""
-        if self._writer is None:
+        if self._writing is None:
             return
-        self._writer.join()
-        outcome, self._writer, self._outcome = self._outcome, None, None
-        again, self._failed = self._failed, isinstance(outcome, OSError | SafetensorError)
-        if isinstance(outcome, Path):
-            if self._saved is not None:
-                self._saved(self._step, outcome)
-        elif isinstance(outcome, OSError | SafetensorError):
-            where, why = shown(self.folder), _reason(outcome)
+        error = self._writing.exception()
+        writing, self._writing = self._writing, None
+        if isinstance(error, OSError | SafetensorError):
             self._warn(
-                f"The checkpoint of step {self._step} could not be written either ({why})."
-                if again
-                else f"The checkpoint of step {self._step} could not be written to {where} ({why}); "
-                f"training goes on{self._before()}."
+                f"The checkpoint of step {self._step} could not be written to {shown(self.folder)} ({reason(error)}); "
+                "training goes on, and older checkpoints are untouched."
             )
-        elif outcome is not None:
-            raise outcome
+        else:
+            self._saved(self._step, writing.result())
+            self._before = None
 
-    def _before(self) -> str:
-        with contextlib.suppress(OSError):
-            if steps(self.folder):
-                return ", and the checkpoints before it are untouched"
-        return ""
-
-    def close(self) -> None:
-        """Return once the last checkpoint is on the disk."""
-        self.wait()
-
-    def _write(self, groups: dict[str, dict[str, Tensor]], text: bytes, best: bool) -> None:
-        try:
-            self._outcome = _publish(self.folder, groups, text, step=self._step, best=best, origin=self._origin)
-            self._origin = None
-        except BaseException as error:  # handed to the thread that trains, by `wait`
-            self._outcome = error
+    close = wait
 
 
-def _reason(error: OSError | SafetensorError) -> str:
-    """Return the operating system's word, which safetensors hands on within a sentence of its own."""
-    if found := re.search(r"os error (\d+)", str(error)):
-        return os.strerror(int(found[1]))
-    return getattr(error, "strerror", None) or str(error)
-
-
-def _snapshot(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return copies in host memory, by group: no storage is shared with the live tensors.
-
-    They keep the order in memory, since training waits for them: to turn channels_last weights takes more than
-    twice as long, and is left to the thread that writes.
-    """
-    groups: dict[str, dict[str, Tensor]] = {}
-    on_device = set()
+def _snapshot(tensors: dict[str, Tensor]) -> Groups:
+    """Return copies in host memory, by group; they share no storage with the live tensors."""
+    groups: Groups = {}
     for name, tensor in tensors.items():
-        group, slash, rest = name.partition("/")
-        assert slash, f"tensor {name!r} is not named group/name"
+        group, _, rest = name.partition("/")
+        assert rest, f"tensor {name!r} is not named group/name"
         assert group.isidentifier(), f"tensor {name!r}: its group becomes a file name"
-        # Copies from a GPU to pinned memory are queued together and waited for once.
+        # Copies from a GPU to pinned memory are queued together and waited for once. The order in memory stays, since
+        # training waits: to turn channels_last weights takes more than twice as long, and is left to the thread.
         copy = torch.empty_like(tensor.detach(), device="cpu", pin_memory=tensor.is_cuda)
         copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         groups.setdefault(group, {})[rest] = copy
-        if tensor.is_cuda:
-            on_device.add(tensor.device)
-    for device in on_device:
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return groups
 
 
-def _publish(
-    folder: Path, groups: dict[str, dict[str, Tensor]], text: bytes, *, step: int, best: bool, origin: Path | None
-) -> Path:
-    """Write a checkpoint, move the links to it and return its folder. An OSError leaves the old ones as they were.
+def _write(
+    writing: Future[Path], folder: Path, groups: Groups, text: bytes, step: int, best: bool, before: Path | None
+) -> None:
+    """Write a checkpoint, move the links to it, remove older ones. An OSError leaves the old ones as they were.
 
-    Of the older ones stay the last and the best; where the last is damaged, the run comes from `origin`, which is not.
+    Of the older ones stay the best, and `before`: the last one, or the one that the run was taken up from, since the
+    last may be damaged.
     """
-    check_own(folder)
     part = folder / f".saving-{step:08d}-{os.getpid()}"
-    final = free_name(folder, step)
     try:
+        check_own(folder)
+        final = free_name(folder, step)
         _write_folder(part, groups, text)
         part.rename(final)
-    except (OSError, SafetensorError):
+        sync_folder(folder)
+        if best:  # first: a run that is killed in between goes on from the last one, and finds its best again
+            _point(folder / "best", final)
+        _point(folder / "last", final)
+        sync_folder(folder)
+        for _, old in steps(folder):
+            if old not in (final, before, _target(folder / "best")) and (old / SUMS).exists():  # else it is not ours
+                with contextlib.suppress(OSError):  # one that somebody reads over a network; the next save tries again
+                    _delete(old)
+        writing.set_result(final)
+    except BaseException as error:  # raised in the thread that trains, by `wait`
         shutil.rmtree(part, ignore_errors=True)
-        raise
-    sync_folder(folder)
-    before = _target(folder / "last")
-    if best:  # first: a run that is killed in between goes on from the last one, and finds its best again
-        _point(folder / "best", final)
-    _point(folder / "last", final)
-    sync_folder(folder)
-    kept = {final, before, _target(folder / "best"), folder / origin.name if origin else None}
-    for _, old in steps(folder):
-        if old not in kept and (old / SUMS).exists():  # another program's may be called so
-            with contextlib.suppress(OSError):  # one that somebody reads over a network; the next save tries again
-                _delete(old)
-    return final
+        writing.set_exception(error)
 
 
-def _write_folder(part: Path, groups: dict[str, dict[str, Tensor]], text: bytes) -> None:
+def _write_folder(part: Path, groups: Groups, text: bytes) -> None:
     part.mkdir()
     for group, tensors in groups.items():
         for name, tensor in tensors.items():  # as the file has them; the copy of before goes, one by one
@@ -188,12 +150,11 @@ def _write_folder(part: Path, groups: dict[str, dict[str, Tensor]], text: bytes)
 
 
 def _target(link: Path) -> Path | None:
-    """Return the folder beside `link` that it points to, whether that is there or not."""
+    """Return the folder beside `link` that it points to, whether that exists or not."""
     return link.parent / link.readlink() if link.is_symlink() else None
 
 
 def _point(link: Path, target: Path) -> None:
-    """Make `link` point to its sibling `target`, atomically."""
     part = link.with_name(f".{link.name}-{os.getpid()}")
     part.unlink(missing_ok=True)
     part.symlink_to(target.name, target_is_directory=True)
@@ -201,7 +162,7 @@ def _point(link: Path, target: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Remove a checkpoint; it loses its name first, so that a kill half way leaves no checkpoint with missing files."""
+    """Remove a checkpoint; it loses its name first, so that a kill half way leaves none with missing files."""
     hidden = folder.with_name(f".deleting-{folder.name}")
     folder.rename(hidden)
     shutil.rmtree(hidden)
@@ -209,17 +170,14 @@ def _delete(folder: Path) -> None:
 
 def _tidy(folder: Path) -> None:
     """Remove what killed saves left, and make `last` and `best` links again where a copy of the run has folders."""
-    for path in list(folder.iterdir()):
-        if not _HIDDEN.fullmatch(path.name):
-            continue
+    for path in [path for path in folder.iterdir() if _HIDDEN.fullmatch(path.name)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    for link in (folder / "last", folder / "best"):
-        if link.is_dir() and not link.is_symlink():
-            step = (peek(link) or {}).get("step")
-            if type(step) is int and 0 <= step < 2**63:
-                named = free_name(folder, step)
-                link.rename(named)
-                _point(link, named)
+    for link in (folder / name for name in LINKS):
+        step = (peek(link) or {}).get("step") if link.is_dir() and not link.is_symlink() else None
+        if type(step) is int and step >= 0:
+            step_folder = free_name(folder, step)
+            link.rename(step_folder)
+            _point(link, step_folder)

@@ -1,97 +1,119 @@
 """What a run tells the world: events, and whoever records them.
 
-The engine knows one verb, `record(event, **fields)`, and calls it on rank 0; where the events go is decided once,
-by whoever builds the recorder. Fields are plain numbers, strings and lists; `table` adds `time`, in seconds since
-1970 (UTC), to each event but `steps`. The events:
+Rank 0 calls `record(event, **fields)`. Fields are plain numbers, strings and lists. The events:
 
-    start       lines (printed once: batch plan, what auto chose), plan, chosen (by option), first_step, epoch_s (of the
-                epochs before it), total_steps, steps_per_epoch, epochs, eval_every, best_on, output (its folder),
-                covers (of whom each number of steps and log is); of a classifier also shape (of a sample) and classes
-    steps       rows: for each optimizer step since the last `steps` a dict of step, epoch, loss, lr, samples, and
-                grad_norm, of each step where gradients are clipped, else of an interval's last; and the user's values
-    log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s,
-                eta_s, top1 (of the step's last micro-batch), and the telemetry
+    start       lines (batch plan, what auto chose), plan, chosen (by option), first_step, epoch_s (of earlier epochs),
+                total_steps, steps_per_epoch, epochs, eval_every, best_on, output (its folder), covers (of whom each
+                number of steps and log is); of a classifier also shape (of a sample) and classes
+    steps       rows: a dict for each step since the last `steps`: step, epoch, loss, lr, samples, the user's values,
+                and grad_norm (of each step where gradients are clipped, else of an interval's last)
+    log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s, eta_s,
+                top1 (of the step's last micro-batch), and the telemetry
     evaluate    step, epoch, samples: an evaluation begins; of as in test
     eval        step, epoch, top1, top5, loss, samples, on (validation set or test set)
-    test        step, of (which weights: last or best), of_step, top1, top5, loss, samples: at the end, where the best
-                weights are chosen on a validation set
+    test        step, of (which weights: last or best), of_step, top1, top5, loss, samples
     checkpoint  step, path: of one that is safely on the disk
-    epoch       step, epoch, epoch_s; and, as `table` adds them, epoch_loss (the mean over samples), samples and
-                epoch_samples_per_s
+    epoch       step, epoch, epoch_s; `Recorders` adds epoch_loss (the mean over samples), samples, epoch_samples_per_s
     values      step, epoch, and values by names of the user's own
     warning     text
     proof       checks: what was proved so far, as summary.json has it
     finish      what summary.json says
     failed      exit, error
 
-The optimizer steps come together, once an interval, because each of them may cost next to nothing: together they cost
-1.8 µs a step, one by one 3.2 µs. Recorders that show things act on `log`. Losses, accuracies and rates are reduced
-over the world; telemetry is rank 0's own. Accuracies are fractions, 0 to 1; epochs count from 0, steps from 1.
+`Recorders` adds `time` to all but `steps`, in seconds since 1970 (UTC). Losses, accuracies and rates are reduced over
+the world; telemetry is rank 0's own. Accuracies are fractions, 0 to 1; epochs count from 0, steps from 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 
-class Recorder(Protocol):
-    """Takes the events of one run. `str()` of it is what it writes, in the user's words."""
-
-    def record(self, event: str, **fields: Any) -> None:
-        """Take one event. Raises OSError where it cannot be written, which `Recorders` makes a warning."""
-
-    def close(self) -> None:
-        """Write what is still held back, and let go of files. Nothing is recorded afterwards."""
-
-
-class Nothing:
-    """Drops everything: the recorder of the ranks other than 0."""
+class Recorder:
+    """Takes the events of one run, and drops them. `str()` of it is what it writes, in the user's words."""
 
     def record(self, event: str, **fields: Any) -> None:
-        """Drop the event."""
+        """Take one event; raise OSError where it cannot be written, which `Recorders` makes a warning."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Write what is still held back, and let go of files."""
 
 
-class Recorders:
-    """Passes each event to several recorders.
+class Nothing(Recorder):
+    """The recorder of the ranks other than 0."""
 
-    A full disk stops no training: a recorder that raises OSError misses that event, and the others are told so, once
-    for each recorder, as a `warning`.
+
+class Epoch:
+    """What the steps of the epoch under way have come to, in the run's order; `before` it were so many steps."""
+
+    def __init__(self, before: int = 0) -> None:
+        self._before, self._steps, self._loss, self._samples = before, 0, 0.0, 0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take a step."""
+        loss, samples = row.get("loss"), row.get("samples")
+        self._steps += 1
+        if isinstance(loss, float) and isinstance(samples, int):
+            self._loss += loss * samples
+            self._samples += samples
+        else:  # in a damaged file
+            self._loss = math.nan
+
+    def means(self, step: int, epoch_s: float) -> dict[str, float]:
+        """Return the means of an epoch that ends with `step`; {} where some of its steps are in another folder."""
+        if self._steps != step - self._before or not self._samples or not math.isfinite(self._loss) or not epoch_s > 0:
+            return {}
+        mean, rate = self._loss / self._samples, self._samples / epoch_s
+        return {"epoch_loss": mean, "samples": self._samples, "epoch_samples_per_s": rate}
+
+
+class Recorders(Recorder):
+    """Passes each event to several recorders, which are opened at `start`: a refused run leaves its folder untouched.
+
+    A full disk stops no training: a recorder that raises OSError misses that event, and all are told so, once for each.
     """
 
-    def __init__(self, recorders: Iterable[Recorder]) -> None:
-        self._recorders = tuple(recorders)
-        self._reported: set[Recorder] = set()
+    def __init__(self, opens: Callable[[], tuple[Iterable[Recorder], Epoch]]) -> None:
+        """`opens` returns the recorders, and what the steps of the epoch under way have come to."""
+        self._opens = opens
+        self._recorders: list[Recorder] = []
+        self._epoch = Epoch()
+        self._failed: set[Recorder] = set()
 
     def record(self, event: str, **fields: Any) -> None:
-        """Pass the event to each recorder."""
+        """Pass the event to each recorder, with its time, and an epoch's with the means over its steps."""
+        if event == "start":
+            recorders, self._epoch = self._opens()
+            self._recorders = list(recorders)
+        elif event == "steps":
+            for row in fields["rows"]:
+                self._epoch.add(row)
+        elif event == "epoch":
+            fields |= self._epoch.means(fields["step"], fields["epoch_s"])
+            self._epoch = Epoch(fields["step"])
+        if event != "steps":
+            fields.setdefault("time", time.time())  # last: tools look for `"event": …, "step": …`
         for recorder in self._recorders:
             try:
                 recorder.record(event, **fields)
             except OSError as error:
-                self._report(recorder, error)
+                self._warn(recorder, error)
 
     def close(self) -> None:
-        """Close each recorder; the terminal, which is the last, can still tell what failed."""
-        for recorder in self._recorders:
+        """Close each recorder; those that are still open hear which of the others could not be written."""
+        while self._recorders:
+            recorder = self._recorders.pop(0)
             try:
                 recorder.close()
             except OSError as error:
-                self._report(recorder, error)
-            self._reported.add(recorder)  # which hears nothing more
+                self._warn(recorder, error)
 
-    def _report(self, failed: Recorder, error: OSError) -> None:
-        if failed in self._reported:
-            return
-        # Marked before the others are told, so that two recorders that fail cannot report each other for ever.
-        self._reported.add(failed)
-        text = f"{failed} could not be written ({error.strerror or error}); training goes on, the record may have gaps."
-        for recorder in self._recorders:
-            if recorder not in self._reported:
-                try:
-                    recorder.record("warning", text=text)
-                except OSError as second:
-                    self._report(recorder, second)
+    def _warn(self, recorder: Recorder, error: OSError) -> None:
+        if recorder not in self._failed:
+            self._failed.add(recorder)  # before the others are told, which may fail in their turn
+            why = error.strerror or error
+            text = f"{recorder} could not be written ({why}); training goes on, the record may have gaps."
+            self.record("warning", text=text)

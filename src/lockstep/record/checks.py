@@ -1,7 +1,6 @@
 """What was proved of a run: each check as a value, in `summary.json` under "proof" and, readable, in `proof.md`.
 
-A check says what it claims, how often it looked, against which tolerance, what came out, and what that took. A run
-writes its own when it ends (`record.manifest`); whoever checks something afterwards adds to them (`add`).
+A run writes its own checks when it ends (`record.manifest`); whoever checks something afterwards adds to them (`add`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from ..files import parse_json, read, write_json, write_whole
 from ..printable import one_line
 
 SUMMARY, SHEET = "summary.json", "proof.md"
-OF_THE_MODEL = frozenset(("gradients", "curve"))
-"""Checks of a config's model: they hold however far a run has come, which those of its records do not."""
+OF_THE_MODEL = frozenset(("gradients", "curve"))  # checks that hold however far a run has come
 BIT_FOR_BIT = "bit for bit"
 
 
@@ -34,31 +32,19 @@ class Check:
     FAILS: ClassVar[str] = "fails"
     OPEN: ClassVar[str] = "not checked"
 
-    name: str
-    """Its key in `summary.json`: replicas, ledger, …"""
-    claim: str
-    """What was checked, as a sentence without its full stop."""
-    outcome: str
-    """HOLDS, FAILS or OPEN."""
-    times: int = 0
-    """How often it was checked."""
-    tolerance: str = ""
-    """Up to which difference things count as the same: "bit for bit", "exactly", "1e-09 relative"."""
-    found: str = ""
-    """What came out, or why nothing was checked, as a sentence without its full stop."""
-    at_step: int | None = None
-    """The last optimizer step that was checked, where the claim is about steps."""
-    cost_s: float | None = None
-    """Seconds that it took on rank 0; None where that was not measured."""
+    name: str  # its key in `summary.json`: replicas, ledger, …
+    claim: str  # a sentence without its full stop
+    outcome: str  # HOLDS, FAILS or OPEN
+    times: int = 0  # how often it was checked
+    tolerance: str = ""  # up to which things count as the same: "bit for bit", "exactly", "1e-09 relative"
+    found: str = ""  # what came out, or why nothing was checked, as a sentence without its full stop
+    at_step: int | None = None  # the last optimizer step that was checked, where the claim is about steps
+    cost_s: float | None = None  # on rank 0; None where that was not measured
 
     @property
     def fails(self) -> bool:
         """Whether the claim was checked and is wrong."""
         return self.outcome == self.FAILS
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON holds them."""
-        return dataclasses.asdict(self)
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -82,46 +68,41 @@ def from_json(held: Any) -> list[Check]:
 
 def by_name(checks: Iterable[Check]) -> dict[str, dict[str, Any]]:
     """Return the checks as `summary.json` holds them under "proof"."""
-    return {check.name: check.as_json() for check in checks}
+    return {check.name: dataclasses.asdict(check) for check in checks}
 
 
 def sheet(title: str, checks: Iterable[Check]) -> str:
     """Return the checks as a page of Markdown."""
     checks = list(checks)
+    failed = sum(each.fails for each in checks)
+    judged = failed + sum(each.outcome == Check.HOLDS for each in checks)
+    verdict = f"{failed} {'is' if failed == 1 else 'are'} wrong" if failed else "all hold"
     rows = [
-        f"| {_shown(each.claim)} | **{_shown(each.outcome)}** | {each.times:,} | {_shown(each.tolerance) or '–'} | "
+        f"| {_cell(each.claim)} | **{_cell(each.outcome)}** | {each.times:,} | {_cell(each.tolerance) or '–'} | "
         f"{'–' if each.cost_s is None else f'{each.cost_s:.2f} s'} |"
         for each in checks
     ]
-    failed, held = [each for each in checks if each.fails], [each for each in checks if each.outcome == Check.HOLDS]
-    wrong = f"{len(failed)} {'is' if len(failed) == 1 else 'are'} wrong"
-    verdict = f"Of {counted(len(failed) + len(held), 'claim')} checked, {wrong if failed else 'all hold'}."
-    verdict = verdict if failed or held else "Nothing was checked."
-    notes = [
-        f"- **{_shown(each.name)}** ({_shown(each.outcome)}): {_shown(each.found)}." for each in checks if each.found
-    ]
     lines = [
-        f"# What is proved of {_shown(title)}",
-        "",
-        verdict,
-        "",
-        "| what was checked | result | times | tolerance | cost |",
-        "| --- | --- | --- | --- | --- |",
+        *(f"# What is proved of {_cell(title)}", ""),
+        *(f"Of {counted(judged, 'claim')} checked, {verdict}." if judged else "Nothing was checked.", ""),
+        *("| what was checked | result | times | tolerance | cost |", "| --- | --- | --- | --- | --- |"),
         *rows,
         "",
-        *notes,
+        *(f"- **{_cell(each.name)}** ({_cell(each.outcome)}): {_cell(each.found)}." for each in checks if each.found),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _shown(text: str) -> str:
+def _cell(text: str) -> str:
     """Return a text, which names of others' are part of, in one line of one cell, without a tag of HTML."""
     return re.sub(r"([|<])", r"\\\1", one_line(text))
 
 
-def page(folder: Path, held: Mapping[str, Mapping[str, Any]] | None) -> bytes:
-    """Return the proof.md of a folder whose summary.json has `held` under "proof"."""
-    return sheet(folder.absolute().name, from_json(held)).encode(errors="backslashreplace")
+def write(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write the folder's summary.json, and the proof.md that tells what it has under "proof"."""
+    write_json(folder / SUMMARY, summary)
+    page = sheet(folder.absolute().name, from_json(summary.get("proof")))
+    write_whole(folder / SHEET, page.encode(errors="backslashreplace"))
 
 
 def add(folder: Path, checks: Iterable[Check], **more: Any) -> None:
@@ -132,6 +113,4 @@ def add(folder: Path, checks: Iterable[Check], **more: Any) -> None:
     """
     path = folder / SUMMARY
     summary: dict[str, Any] = parse_json(read(path)) if os.path.lexists(path) else {}
-    proof = (summary.get("proof") or {}) | by_name(checks)
-    write_json(path, summary | more | {"proof": proof})
-    write_whole(folder / SHEET, page(folder, proof))
+    write(folder, summary | more | {"proof": (summary.get("proof") or {}) | by_name(checks)})

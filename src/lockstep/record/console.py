@@ -4,20 +4,17 @@ On a terminal one line at the bottom moves, and results scroll by above it:
 
     epoch  2/10 ━━━━╸━━━━━━━━━━━━━ 392/1,960  loss 1.5541  train 78.4%  5,512 images/s  2 min 52 s left
 
-The bar goes to stderr, results to stdout, so that `lockstep train … > results.txt` keeps the results and still shows
-the bar. Without a terminal there is no bar and no control code, but a line at most every few seconds, and one for the
-end of each epoch.
-
-The bar is drawn on `log` events alone: a thread that redraws ten times a second would take its time from the training.
+The bar goes to stderr, results to stdout. Without a terminal there is no control code, but a line at most every few
+seconds, and at the end of each epoch. The bar is drawn on `log` events alone: a thread would take time from training.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +22,17 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from ..errors import counted
-from ..files import shown
 from ..screen import Screen, line
+from .base import Recorder
 from .checks import Check
 
-PLAIN_EVERY_S = 5.0
-"""Least seconds between two lines where there is no terminal: a day's run stays readable."""
-DRAW_EVERY_S = 0.1
-"""Least seconds between two drawings of the bar: one takes about a millisecond."""
-LEAST_BAR = 12
-"""Columns that are kept for the bar itself; on a narrow terminal numbers make room for it."""
-_FILES = (
-    *("summary.json", "proof.md", "steps.jsonl", "ledger.bin"),
-    *("checkpoints/last", "checkpoints/best", "manifest.json", "config.toml"),
-)
-_WEIGHTS = {"test": "last weights", "test_best": "best weights"}
+PLAIN_EVERY_S = 5.0  # between two lines where there is no terminal, at least: a day's run stays readable
+_DRAW_EVERY_S = 0.1  # one drawing of the bar takes about a millisecond
+_LEAST_BAR = 12  # columns of the bar itself; on a narrow terminal numbers make room for it
 
 
-class Notices:
-    """Shows of a user's own script what it does not say itself: how its batches are shared out, warnings, its end.
+class Notices(Recorder):
+    """Shows how batches are shared out, warnings, and the end, for a script that says the rest itself.
 
     With --quiet only the last two of any run, whose end goes to `out`.
     """
@@ -52,40 +41,43 @@ class Notices:
         self._err = Screen(stderr=True)
         self._out = out or self._err
         self._quiet = quiet
+        self._run: dict[str, Any] = {}
+        """The fields of the start event."""
 
     def __str__(self) -> str:
         return "The terminal"
 
     def record(self, event: str, **fields: Any) -> None:
-        """Show the event, if it is one of these."""
-        if event == "start" and not self._quiet:
-            for text in fields["lines"]:
-                self._err.say((text, "bright_black"))
-        elif event == "warning":
-            self._err.say((f"warning: {fields['text']}", "yellow"))
-        elif event == "finish":
-            self._out.say((_ended(fields), "bright_black"))
+        """Show the event, if it is one that people look at."""
+        show: Callable[[dict[str, Any]], None] | None = getattr(self, f"_show_{event}", None)
+        if show is not None:
+            with contextlib.suppress(BrokenPipeError):  # whoever reads it, such as `head`, has seen enough
+                show(fields)
 
-    def close(self) -> None:
-        """Do nothing."""
+    def _show_start(self, fields: dict[str, Any]) -> None:
+        self._run = fields
+        for text in () if self._quiet else fields["lines"]:
+            self._err.say((text, "bright_black"))
+
+    def _show_warning(self, fields: dict[str, Any]) -> None:
+        self._err.say((f"warning: {fields['text']}", "yellow"))
+
+    def _show_finish(self, fields: dict[str, Any]) -> None:
+        self._out.say(("; ".join(part.plain for part in _ended(fields, self._run)), "bright_black"))
 
 
-class Terminal:
-    """Shows the run to a person.
+class Terminal(Notices):
+    """Shows a run: results on `out`, warnings and, where `live`, a bar on `err`.
 
-    `out` takes results, `err` warnings; the bar, where `live`, is on `err`. Where both are the same terminal they
-    must be the same console, or the bar and the results would draw over each other. `clock` gives seconds.
+    Where both are the same terminal they must be the same console, or bar and results would draw over each other.
     """
 
     def __init__(self, out: Screen, err: Screen, *, live: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._out, self._err, self._live, self._clock = out, err, live, clock
-        self._start_of_run: dict[str, Any] = {}
-        self._unit = "sample"
+        super().__init__(out)
+        self._err, self._live, self._clock = err, live, clock
         self._bar: Progress | None = None
         self._shown_s = -float("inf")
-        self._held: dict[str, Any] | None = None
         self._numbers = ""  # what stands right of the bar
-        self._lost = ""  # why results cannot be written any more
 
     @classmethod
     def detect(cls) -> Terminal:
@@ -94,54 +86,21 @@ class Terminal:
         shared = err.is_interactive and sys.stdout.isatty()
         return cls(err if shared else Screen(), err, live=err.is_interactive)
 
-    def __str__(self) -> str:
-        return "The terminal"
-
-    def record(self, event: str, **fields: Any) -> None:
-        """Show the event, if it is one that people look at."""
-        acts: dict[str, Callable[[dict[str, Any]], None]] = {
-            "start": self._start,
-            "log": self._log,
-            "evaluate": self._evaluate,
-            "eval": self._eval,
-            "epoch": self._release,
-            "warning": self._warning,
-            "finish": self._finish,
-        }
-        if event not in acts or self._lost == "its reader has gone":
-            return
-        try:
-            acts[event](fields)
-        except BrokenPipeError:
-            self._lost = "its reader has gone"
-            raise
-        except OSError as error:
-            if not self._lost:
-                self._lost = str(error.strerror)
-                text = f"warning: results cannot be written to the output ({error.strerror}); training goes on"
-                self._err.say((text, "yellow"))
-            raise
-
     def close(self) -> None:
-        """Show the last line that was held back, and leave the bar where it is."""
-        if not self._lost:
-            self._release()
-            if self._bar is not None:
+        """Leave the bar where it is."""
+        if self._bar is not None:
+            with contextlib.suppress(BrokenPipeError):
                 self._bar.stop()
-                self._bar = None
+            self._bar = None
 
     def _print(self, *lines: Text) -> None:
         for each in lines:
             self._out.print(each, soft_wrap=True)
 
-    def _warning(self, fields: dict[str, Any]) -> None:
-        self._err.say((f"warning: {fields['text']}", "yellow"))
-
-    def _start(self, fields: dict[str, Any]) -> None:
-        self._start_of_run = {"epochs": 0, "steps_per_epoch": 0, "first_step": 0} | fields
-        self._unit = "image" if len(fields.get("shape", ())) == 3 else "sample"
-        self._print(*(line((text, "" if index else "bold")) for index, text in enumerate(fields.get("lines", ()))))
-        if self._live and self._bar is None:
+    def _show_start(self, fields: dict[str, Any]) -> None:
+        self._run = fields
+        self._print(*(line((text, "" if index else "bold")) for index, text in enumerate(fields["lines"])))
+        if self._live:
             self._bar = Progress(
                 TextColumn("{task.description}", style="bold"),
                 BarColumn(bar_width=None, style="bright_black", complete_style="cyan", finished_style="green"),
@@ -151,146 +110,102 @@ class Terminal:
                 expand=True,
                 redirect_stdout=self._out is self._err,
             )
-            begun = {"total": fields["total_steps"], "completed": self._start_of_run["first_step"]}
+            begun = {"total": fields["total_steps"], "completed": fields["first_step"]}
             self._bar.add_task("starting", **begun, numbers="first steps …")
             self._bar.start()
             self._bar.refresh()
 
-    def _log(self, fields: dict[str, Any]) -> None:
-        now_s, steps = self._clock(), self._start_of_run["steps_per_epoch"]
-        due = now_s - self._shown_s >= (DRAW_EVERY_S if self._bar else PLAIN_EVERY_S)
-        self._held = fields
-        if due or (steps and fields["step"] % steps == 0):
-            self._release()
-            self._shown_s = now_s
+    def _draw(self, **fields: Any) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], **fields)
+            self._bar.refresh()
 
-    def _release(self, _: object = None) -> None:
-        """Show the newest `log` event, if it was not shown yet."""
-        fields, self._held = self._held, None
-        if fields is None:
+    def _show_log(self, fields: dict[str, Any]) -> None:
+        now_s, steps = self._clock(), self._run["steps_per_epoch"]
+        is_last = steps and fields["step"] % steps == 0
+        if now_s - self._shown_s < (_DRAW_EVERY_S if self._bar else PLAIN_EVERY_S) and not is_last:
             return
+        self._shown_s = now_s
         parts = [f"loss {fields['loss']:.4f}"]
         if fields.get("top1") is not None:
             parts.append(f"train {fields['top1']:.1%}")
-        parts.append(f"{fields['samples_per_s']:,.0f} {self._unit}s/s")
+        parts.append(f"{fields['samples_per_s']:,.0f} {_unit(self._run)}s/s")
         if fields.get("eta_s"):  # nothing at the last step
             parts.append(f"{duration(fields['eta_s'])} left")
         epoch = self._epoch(fields)
         if self._bar is None:
-            self._print(Text("  ".join([f"{epoch}  {self._step(fields)}", *parts, f"lr {fields['lr']:.4g}"])))
+            self._print(Text("  ".join([epoch, self._step(fields), *parts, f"lr {fields['lr']:.4g}"])))
         else:
-            count = f"{self._step(fields).removeprefix('step ')}/{self._start_of_run['total_steps']:,}"
-            self._numbers = _fit(count, parts, self._err.width - len(epoch) - LEAST_BAR)
-            task = self._bar.task_ids[0]
-            self._bar.update(task, completed=fields["step"], description=epoch, numbers=self._numbers)
-            self._bar.refresh()
+            count = f"{fields['step']:,}/{self._run['total_steps']:,}"
+            self._numbers = _fit(count, parts, self._err.width - len(epoch) - _LEAST_BAR)
+            self._draw(completed=fields["step"], description=epoch, numbers=self._numbers)
 
-    def _epoch(self, fields: dict[str, Any]) -> str:
-        epochs = self._start_of_run["epochs"]
+    def _epoch(self, fields: Mapping[str, Any]) -> str:
+        epochs = self._run["epochs"]
         return f"epoch {fields['epoch'] + 1:>{len(str(epochs))}}/{epochs}"
 
-    def _step(self, fields: dict[str, Any]) -> str:
-        width = len(f"{self._start_of_run['total_steps']:,}")
+    def _step(self, fields: Mapping[str, Any]) -> str:
+        width = len(f"{self._run['total_steps']:,}")
         return f"step {fields['step']:>{width},}"
 
-    def _evaluate(self, fields: dict[str, Any]) -> None:
-        self._release()
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], numbers=f"evaluating {counted(fields['samples'], self._unit)} …")
-            self._bar.refresh()
+    def _show_evaluate(self, fields: dict[str, Any]) -> None:
+        self._draw(numbers=f"evaluating {counted(fields['samples'], _unit(self._run))} …")
 
-    def _eval(self, fields: dict[str, Any]) -> None:
-        self._release()
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], numbers=self._numbers)
-        told = Text(f"{self._epoch(fields)}  " if "epoch" in fields else "").append(f"{self._step(fields)}  ")
-        told.append(f"{fields.get('on', 'test set').removesuffix(' set')} {fields['top1']:7.2%}", "bold green")
-        told.append(self._top5(fields, width=7)).append(f"  loss {fields['loss']:.4f}")
-        if "samples" in fields:
-            told.append(f"  {counted(fields['samples'], self._unit)}", "bright_black")
-        self._print(told)
+    def _show_eval(self, fields: dict[str, Any]) -> None:
+        self._draw(numbers=self._numbers)
+        told = Text(f"{self._epoch(fields)}  {self._step(fields)}  ")
+        told.append(f"{fields['on'].removesuffix(' set')} {fields['top1']:7.2%}", "bold green")
+        told.append(f"{_top5(fields, self._run)}  loss {fields['loss']:.4f}")
+        self._print(told.append(f"  {counted(fields['samples'], _unit(self._run))}", "bright_black"))
 
-    def _top5(self, fields: dict[str, Any], *, width: int = 0) -> str:
-        """Return nothing of five classes or fewer, where it is 100 % whatever the model does."""
-        is_told = self._start_of_run.get("classes", 6) > 5 and fields.get("top5") is not None
-        return f"  top-5 {fields['top5']:{width or ''}.2%}" if is_told else ""
-
-    def _finish(self, fields: dict[str, Any]) -> None:
+    def _show_finish(self, fields: dict[str, Any]) -> None:
         self.close()
-        epochs_s = fields.get("epoch_s") or []
-        done = Text("\n").append("done" if not fields.get("exit") else "stopped", "bold").append(" ")
-        done.append(f"after {counted(fields['steps'], 'step')}")
-        if epochs_s:
-            done.append(f" and {duration(sum(epochs_s))} in {counted(len(epochs_s), 'epoch')}")
-        if rate := fields.get("samples_per_s") or fields.get("images_per_s"):
-            done.append(f", {rate:,.0f} {self._unit}s/s")
-        self._print(done)
-        if fields.get("stopped"):
-            self._print(Text(f"stopped early: {fields['stopped']}"))
-        if fields.get("top1") is not None:
-            on = fields.get("best_on", "test set")
-            score = Text(f"{on.removesuffix(' set')} accuracy ").append(f"{fields['top1']:.2%}", "bold green")
-            if fields.get("best_top1") is not None:
-                score.append(f"  best {fields['best_top1']:.2%} (chosen on the {on})")
-            self._print(score.append(self._top5(fields)))
-            if on != "test set":
-                told = [f"{fields[name]['top1']:.2%} ({words})" for name, words in _WEIGHTS.items() if fields.get(name)]
-                self._print(Text("test accuracy ").append("  ".join(told), "bold green"))
-        if proved := _proved(fields.get("proof") or {}):
-            self._print(Text(f"proved {proved}"))
-        if fields.get("output"):
-            folder, start = Path(fields["output"]), self._start_of_run
-            written = ", ".join(_written(folder))
-            self._print(line("written to ", (str(folder), "cyan"), (f": {written}", "bright_black")))
-            if self._live and not fields.get("exit") and "classes" in start:
-                self._print(*_next(folder, start["chosen"]["devices"]))
+        self._print(Text(), *_ended(fields, self._run))
+        if self._live and fields["output"] and not fields["exit"] and "classes" in self._run:
+            run = shlex.quote(fields["output"])
+            above = shlex.quote(str(Path(fields["output"]).parent))
+            tries = f"lockstep verify run {run}, lockstep eval {run}, tensorboard --logdir {above}"
+            self._print(line((f"worth a try: {tries}", "bright_black")))
 
 
-def _ended(fields: dict[str, Any]) -> str:
-    """Return in one line how a run has ended."""
-    told = f"done after {counted(fields['steps'], 'step')}"
+def _unit(run: Mapping[str, Any]) -> str:
+    return "image" if len(run.get("shape", ())) == 3 else "sample"
+
+
+def _top5(fields: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    # Of five classes or fewer it is 100 %, whatever the model does.
+    return f"  top-5 {fields['top5']:.2%}" if run.get("classes", 6) > 5 and fields.get("top5") is not None else ""
+
+
+def _ended(fields: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[Text]:
+    """Yield how a run has ended: its steps, scores, proofs and files."""
+    done = Text("stopped" if fields["exit"] else "done", "bold").append(f" after {counted(fields['steps'], 'step')}")
+    if epochs_s := fields["epoch_s"]:
+        done.append(f" and {duration(sum(epochs_s))} in {counted(len(epochs_s), 'epoch')}")
+    if rate := fields.get("samples_per_s") or fields.get("images_per_s"):
+        done.append(f", {rate:,.0f} {_unit(run)}s/s")
+    yield done
+    if fields.get("stopped"):
+        yield Text(f"stopped early: {fields['stopped']}")
     if fields.get("top1") is not None:
-        told += f"; {fields.get('best_on', 'test set').removesuffix(' set')} accuracy {fields['top1']:.2%}"
-    if proved := _proved(fields.get("proof") or {}):
-        told += f"; proved: {proved}"
-    return f"{told}; written to {fields['output']}" if fields["output"] else told
-
-
-def _next(run: Path, devices: int) -> Iterator[Text]:
-    """Yield three commands that are worth a try after a run, with what each is for."""
-    program = "" if shutil.which("lockstep") else f"{shown(Path(sys.executable).parent)}/"
-    more = ("lockstep train … --devices 2", "the same model on two devices")
-    again = (f"lockstep eval {shlex.quote(str(run))}", "its exact scores, on any devices")
-    commands = (
-        (f"lockstep verify run {shlex.quote(str(run))}", "judge it by its records alone"),
-        more if devices == 1 else again,
-        (f"tensorboard --logdir {shlex.quote(str(run.parent if run.parent.name else run))}", "its curves"),
-    )
-    width = max(len(command) for command, _ in commands)
-    for command, what in commands:
-        yield line(("  ", ""), (program + command.ljust(width), "cyan"), (f"  {what}", "bright_black"))
-
-
-def _proved(proof: dict[str, dict[str, Any]]) -> str:
-    """Return in a phrase what holds: `the replicas at 12 checks, the ledger at 3`."""
-    times = {name: check["times"] for name, check in proof.items() if check["outcome"] == Check.HOLDS}
-    return ", ".join(f"{name} at {counted(number, 'check')}" for name, number in times.items())
-
-
-def _written(folder: Path) -> list[str]:
-    """Return what a run has left in its folder."""
-    found = [name for name in _FILES if (folder / name).exists()]
-    return [*found, "TensorBoard events"] if any(folder.glob("events.out.tfevents.*")) else found
+        on = fields["best_on"]
+        score = Text(f"{on.removesuffix(' set')} accuracy ").append(f"{fields['top1']:.2%}", "bold green")
+        yield score.append(f"  best {fields['best_top1']:.2%} (chosen on the {on}){_top5(fields, run)}")
+        tests = {"last weights": fields.get("test"), "best weights": fields.get("test_best")}
+        told = [f"{scores['top1']:.2%} ({weights})" for weights, scores in tests.items() if scores]
+        if on != "test set":
+            yield Text("test accuracy ").append("  ".join(told), "bold green")
+    held = {name: check["times"] for name, check in fields["proof"].items() if check["outcome"] == Check.HOLDS}
+    if held:
+        yield Text("proved " + ", ".join(f"{name} at {counted(times, 'check')}" for name, times in held.items()))
+    if fields["output"]:
+        yield line("written to ", (fields["output"], "cyan"))
 
 
 def _fit(count: str, parts: list[str], width: int) -> str:
-    """Return the line of `parts` with the step `count` before it, leaving out what does not fit into `width` columns.
-
-    The count goes first, since the bar says the same; then the loss's neighbours, and the time left last.
-    """
+    """Return `count` and `parts` in a line, without those that `width` columns cannot hold: the time left goes last."""
     for some in ([count, *parts], parts, [parts[0], *parts[2:]], [parts[0], parts[-1]]):
-        text = "  ".join(some)
-        if len(text) <= width:
+        if len(text := "  ".join(some)) <= width:
             return text
     return parts[0]
 
@@ -299,11 +214,11 @@ def duration(seconds: float) -> str:
     """Return `seconds` as a person would say it: 4.2 s, 3 min 12 s, 5 h 04 min, 2 d 3 h."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days} d {h} h"
+    if hours:
+        return f"{hours} h {m:02} min"
+    return f"{minutes} min {s:02} s" if minutes else f"{s} s"

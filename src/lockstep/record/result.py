@@ -28,15 +28,14 @@ COVERS = {
     "proof": "all ranks, since the last start; cost_s is rank 0's",
     "peak_memory_bytes": "the sum over all ranks of each process's peak: resident (host), allocated (device)",
 }
-"""Of whom, and since when, the numbers of a result are."""
+"""Of whom, and since when, the numbers of a result are; a part of `summary.json`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """The outcome of a run; the names are those of `summary.json`.
 
-    `COVERS` says of whom each measured number is; it goes into the file too. Rates, step times and memory are None
-    where this process trained no step.
+    Rates, step times and memory are None where this process trained no step.
     """
 
     top1: float
@@ -51,16 +50,11 @@ class RunResult:
     step_p95_s: float | None = None
     data_wait_s: float | None = None
     peak_memory_bytes: dict[str, int] | None = None
-    proof: dict[str, Any] | None = None
-    """What was proved, by name: the fields of `lockstep.record.checks.Check`."""
-    best_on: str = "test set"
-    """The set that the best weights were chosen on: the validation set, where there is one."""
-    test: dict[str, Any] | None = None
-    """Scores of the last weights on the test set, and their step; evaluated once, where there is a validation set."""
-    test_best: dict[str, Any] | None = None
-    """Likewise of the best weights; None where they are not in the run's folder, and without a validation set."""
-    stopped: str = ""
-    """Why the run stopped before its last step, in a clause."""
+    proof: dict[str, Any] | None = None  # what was proved: {name: the fields of a `Check`}
+    best_on: str = "test set"  # on which the best weights were chosen: the validation set, where there is one
+    test: dict[str, Any] | None = None  # scores of the last weights on the test set, and their step
+    test_best: dict[str, Any] | None = None  # of the best ones, where there is a validation set; None if they are gone
+    stopped: str = ""  # why the run stopped before its last step, in a clause
     output: str = ""
     exit: int = 0
 

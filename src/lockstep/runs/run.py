@@ -1,31 +1,31 @@
-"""One run's folder, held from its start to its summary.
-
-Rank 0 alone decides on the folder and writes, and all hear of it.
-"""
+"""One run's folder, held from its start to its summary: rank 0 alone decides on it and writes, and all hear of it."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from .. import hardware
 from ..checkpoint import find, resume
 from ..checkpoint.state import State
-from ..config.options import IDENTITY, flatten_common
+from ..config.options import IDENTITY, flatten_common, recorded, to_toml
 from ..config.schema import RunConfig
 from ..errors import RequestError
+from ..files import write_whole
 from ..launchers.table import visible_gpus
-from ..monitor import failures
-from ..monitor import output as said
+from ..monitor import failures, output
 from ..monitor.notes import FOLDER
 from ..monitor.progress import SETUP
-from ..record.base import Nothing, Recorder
-from ..record.table import build as build_recorder
+from ..record.base import Epoch, Nothing, Recorder, Recorders
+from ..record.console import Notices, Terminal
+from ..record.jsonl import JsonLines, rewind
+from ..record.manifest import Documents
+from ..screen import Screen
 from ..world.world import World
 from . import folders
 
@@ -57,32 +57,29 @@ def opened(
     shows to a person; the options in `only` are recorded, by default all.
     """
     world.pulse.enter(SETUP)  # what rank 0 does with files, the others wait for
-    _check_alike(config, world)
+    if found := world.unlike({f"--{key}": value for key, value in flatten_common(config).items()}):
+        raise RequestError(
+            f"Rank {found[0]} was started with {found[1]}: the replicas would drift apart; "
+            "start every rank with the same options."
+        )
     asked = config
     config, before = _after(config, world)
     state = resume.load(config, world, keys=keys)  # what cannot be continued is refused before a folder is made
     with (
         _claimed(config, world, before) as folder,
-        said.kept(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main),
+        output.kept(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main),
     ):
-        config = dataclasses.replace(config, record=dataclasses.replace(config.record, output=folder))
+        config = replace(config, record=replace(config.record, output=folder))
         world.pulse.folder = folder
         state = state or resume.load(config, world, keys=keys)  # of the folder that --resume auto has found
         begun_s = time.time()
         recorder: Recorder = Nothing()
         if world.is_main:
-            facts = dataclasses.asdict(hardware.survey(visible_gpus()))
-            resume_step = state.meta["step"] if state else 0
-            recorder = build_recorder(
-                folder,
-                topology=world.topology,
-                hardware=facts,
-                config=_lasting(asked, folder),
-                identity=keys,
-                resume_step=resume_step,
-                console=console,
-                only=only,
-            )
+            shown = console or Terminal.detect()
+            if config.record.quiet:  # standard output is that of a user's own script, where there is one
+                shown = Notices(Screen(stderr=console is not None), quiet=True)
+            step = state.meta["step"] if state else 0
+            recorder = Recorders(partial(_opened, _lasting(asked, folder), folder, world, keys, step, only, shown))
         try:
             yield Opened(config, recorder, state)
         except Exception as error:
@@ -92,6 +89,26 @@ def opened(
             raise
         finally:
             recorder.close()
+
+
+def _opened(
+    config: RunConfig,
+    folder: Path,
+    world: World,
+    keys: Collection[str],
+    step: int,
+    only: Collection[str] | None,
+    shown: Recorder,
+) -> tuple[list[Recorder], Epoch]:
+    """Return rank 0's recorders, opened, and the epoch under way; raise OSError where the folder is not writable."""
+    from ..record.tensorboard import TensorBoard  # rank 0's alone: it takes a while
+
+    facts = {"topology": asdict(world.topology), "hardware": asdict(hardware.survey(visible_gpus()))}
+    write_whole(folder / "config.toml", to_toml(config, only).encode())
+    epoch = rewind(folder / "steps.jsonl", step=step)  # what was recorded of later steps is cut off
+    lines = JsonLines(folder / "steps.jsonl")
+    tensorboard = TensorBoard(folder, config=recorded(config, only), identity=keys, resume_step=step)
+    return [lines, tensorboard, Documents(folder, facts), shown], epoch  # the last tells what else was not written
 
 
 def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
@@ -107,18 +124,17 @@ def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
     folder = Path(world.gather(world.together(lambda: str(taken_up(config, Path(told)) if world.is_main else "")))[0])
     # Where it was lost before its first checkpoint, this one begins as it did.
     again = world.gather(_last(folder) != world.notes.read(_CAME_UPON) if world.is_main else None)[0]
-    saving = dataclasses.replace(config.checkpoint, resume="auto") if again else config.checkpoint
-    recording = dataclasses.replace(config.record, output=folder)
-    return dataclasses.replace(config, checkpoint=saving, record=recording), folder
+    saving = replace(config.checkpoint, resume="auto") if again else config.checkpoint
+    return replace(config, checkpoint=saving, record=replace(config.record, output=folder)), folder
 
 
 def taken_up(config: RunConfig, told: Path) -> Path:
-    """Return the folder of an earlier start: the one that the flags name, else a default one of theirs that is `told`.
+    """Return the folder of an earlier start: the one that the flags name, else the default one `told`.
 
     On several nodes the note comes over the network: it may choose among the runs that this command could have begun.
     """
-    asked, output = config.checkpoint.resume, config.record.output
-    named = output or (folders.run_of(Path(asked)) if asked not in ("", "auto") else None)
+    asked = config.checkpoint.resume
+    named = config.record.output or (folders.run_of(Path(asked)) if asked not in ("", "auto") else None)
     if named is not None:
         return named.absolute()
     is_ours = told.parent == folders.RUNS.absolute() and told.name.startswith(folders.default_name(config))
@@ -142,30 +158,16 @@ def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[P
 
     `before` is the folder of an earlier start of the same run, if there was one.
     """
-    held: list[folders.RunFolder] = []
-
-    def attempt() -> str:
-        if not world.is_main:
-            return ""
-        claimed = folders.claim(config, before=before)
-        # From here on by its whole name: a data set of the user's may change the working folder.
-        path = claimed.path.absolute()
-        held.append(dataclasses.replace(claimed, path=path))
-        if before is None:
+    with contextlib.ExitStack() as stack:
+        claim = folders.held(config, before=before)
+        held = world.together(lambda: stack.enter_context(claim) if world.is_main else None)
+        # By its whole name: a data set of the user's may change the working folder.
+        path = Path(world.gather(str(held or ""))[0])
+        if held is not None and before is None:
             world.notes.write(_CAME_UPON, _last(path))
-        world.notes.write(FOLDER, str(path))
-        return str(path)
-
-    path = Path(world.gather(world.together(attempt))[0])
-    try:
+        if held is not None:
+            world.notes.write(FOLDER, str(path))
         yield path
-    except RequestError:
-        for claim in held:
-            claim.withdraw()
-        raise
-    finally:
-        for claim in held:
-            claim.release()
 
 
 def _lasting(config: RunConfig, folder: Path) -> RunConfig:
@@ -173,21 +175,9 @@ def _lasting(config: RunConfig, folder: Path) -> RunConfig:
 
     How its ranks met, where it is written, and that it goes on in its own folder belong to this start.
     """
-    parallel = dataclasses.replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None)
-    parallel = dataclasses.replace(parallel, clear_meeting=False, interface="")
+    parallel = replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None)
+    parallel = replace(parallel, clear_meeting=False, interface="")
     resume = config.checkpoint.resume
     own = resume == "auto" or (resume and folders.run_of(Path(resume).absolute()) == folder)
-    checkpoint = dataclasses.replace(config.checkpoint, resume="" if own else resume)
-    record = dataclasses.replace(config.record, output=None)
-    return dataclasses.replace(config, parallel=parallel, checkpoint=checkpoint, record=record)
-
-
-def _check_alike(config: RunConfig, world: World) -> None:
-    """Raise `RequestError`, on every rank, where one was started with other options than rank 0 (*collective*)."""
-    asked = {f"--{key}": value for key, value in flatten_common(config).items()}
-    if found := world.unlike(asked):
-        rank, differ = found
-        raise RequestError(
-            f"Rank {rank} was started with {differ}: the replicas would drift apart; "
-            "start every rank with the same options."
-        )
+    checkpoint = replace(config.checkpoint, resume="" if own else resume)
+    return replace(config, parallel=parallel, checkpoint=checkpoint, record=replace(config.record, output=None))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..record.base import Recorder
-from ..record.telemetry import Telemetry, step_clock
+from ..record.telemetry import StepClock, Telemetry
 from ..world.world import World
 
 COVERS = {
@@ -70,7 +70,7 @@ class Meter:
 
         `sums` says whether the losses that come are sums over a rank's samples, or its parts of the batch's mean.
         """
-        self.clock = step_clock(world.device)
+        self.clock = StepClock(world.device)
         self.telemetry = Telemetry([world.device] if devices is None else devices)
         self.train_s = 0.0
         self.wait_s = 0.0
