@@ -1,4 +1,7 @@
-"""What lockstep uses of torch, and of Ray, that they do not promise: each with its reason."""
+"""What lockstep uses of torch, and of Ray, that they do not promise: each with its reason.
+
+`tests/unit/test_private.py` says what breaks without each.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,19 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as _stores  # torch.distributed has them in public, unseen by type checkers
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the base of all of torch's, which has no public name
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the base of all of torch's, and of users' own
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, in a module that is not
+
+if TYPE_CHECKING:  # torch.distributed has them in public, unseen by type checkers
+    from torch._C import _distributed_c10d as _stores
+else:
+    import torch.distributed as _stores
 
 __all__ = ["BatchNorm", "TorchDispatchMode"]
 
@@ -37,6 +44,7 @@ foreach_copy_, foreach_div_, foreach_lerp_, foreach_mul_, foreach_norm = (
     torch._foreach_norm,
 )
 """One operation on a list of tensors, in a few kernels, as torch's optimizers use it; else there is one a tensor."""
+
 _COMPILER = "torch._dynamo"
 _KEPT = "__dynamo_disable"
 """Where `torch._compile._disable_dynamo` keeps what it calls in place of a function."""
@@ -55,6 +63,16 @@ def spare_compiler() -> None:
                 name = getattr(getattr(each, "__code__", None), "co_qualname", "")
                 if each is not None and name == "_disable_dynamo.<locals>.inner":
                     setattr(each.__wrapped__, _KEPT, _plain(each.__wrapped__, each))
+
+
+def _plain(within: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any, **named: Any) -> Any:
+        if _COMPILER not in sys.modules:
+            return within(*given, **named)
+        vars(within).pop(_KEPT, None)
+        return method(*given, **named)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -82,16 +100,19 @@ def step(optimizer: Optimizer) -> None:
     They take time in each step, and import the compiler too. Of an optimizer that is wrapped in another way, as much is
     left out as `inspect.unwrap` takes off.
     """
-    kind: Any = type(optimizer)
-    _own_step(kind)(optimizer)
+    _unwrapped_step(type(optimizer))(optimizer)
+
+
+@functools.cache
+def _unwrapped_step(kind: Any) -> Callable[[Optimizer], Any]:
+    found: Callable[[Optimizer], Any] = inspect.unwrap(kind.step)
+    return found
 
 
 def step_with_hooks(optimizer: Optimizer) -> Any:
     """Make the step as `optimizer.step()` does: of torch's own optimizers as `step`, unless something hangs on it."""
-    kind = type(optimizer)
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    hooked = any(getattr(optimizer, name, True) for name in hooks)
-    module = sys.modules[Optimizer.__module__]
+    kind, module = type(optimizer), sys.modules[Optimizer.__module__]
+    hooked = any(getattr(optimizer, f"_optimizer_step_{when}_hooks", True) for when in ("pre", "post"))
     hooked |= any(getattr(module, f"_global_optimizer_{when}_hooks", True) for when in ("pre", "post"))
     if hooked or optimizer.defaults.get("differentiable") or not kind.__module__.startswith("torch.optim."):
         return kind.step(optimizer)
@@ -102,8 +123,7 @@ def step_with_hooks(optimizer: Optimizer) -> Any:
 def as_default_group(group: Any) -> Iterator[None]:
     """Within the block the process group `group` is the only one that code which asks torch knows of.
 
-    Code of the user's own may ask for the world's size, or exchange something, where one process computes alone.
-    Without it, `verify gradients --step` would hang for such a step.
+    A step of the user's own may ask for the world's size, or exchange something, where one process computes alone.
     """
     whole = dist.group.WORLD
     dist.distributed_c10d._update_default_pg(group)
@@ -131,22 +151,6 @@ def one_host_in_ray() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-@functools.cache
-def _own_step(kind: Any) -> Callable[[Optimizer], Any]:
-    found: Callable[[Optimizer], Any] = inspect.unwrap(kind.step)
-    return found
-
-
-def _plain(within: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*given: Any, **named: Any) -> Any:
-        if _COMPILER not in sys.modules:
-            return within(*given, **named)
-        vars(within).pop(_KEPT, None)
-        return method(*given, **named)
-
-    return call
 
 
 def plain_rendezvous(state: bytes) -> Any:

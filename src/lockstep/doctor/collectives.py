@@ -9,20 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from .._torch import PrefixStore, Store
 from ..launchers import rank
 from ..monitor import bounded
 from ..monitor.failures import is_echo, one_line
 from ..world.topology import Topology
+from ..world.world import World
+from .board import Board
 from .finding import KIB, MIB, RED, Finding, found, shown
-
-if TYPE_CHECKING:
-    import torch
-
-    from .._torch import Store
-    from ..world.world import World
-    from .board import Board
 
 _SIZES = {
     "cpu": {512: 100, 64 * KIB: 30, MIB: 9, 16 * MIB: 5, 64 * MIB: 3},
@@ -37,20 +36,12 @@ _BESIDE_RUNS = 7
 _MOST_S = 1.0  # for one size: as often as that allows; where once would be too long, it and those above are left out
 _PATTERN, _WEIGHTS = 127, 64  # small enough that the sum over 4,000 ranks is a whole number that float32 holds
 
-_CORRUPTS = "let no job run there: dmesg (Xid) and nvidia-smi -q tell more; the hardware, its seat or the IOMMU (PCIe \
-ACS) is at fault"  # which changes bytes without a word, and the model is then another one
-
 
 def compute(topology: Topology, device: torch.device, store: Store, board: Board, collectives: str) -> dict[int, Any]:
     """Return what each rank found when computing together, for `judge` (*collective*).
 
     `collectives` says how CPU tensors are to be exchanged.
     """
-    import torch
-
-    from .._torch import PrefixStore
-    from ..world.world import World
-
     worlds: list[World] = []
     limit_s, group = board.patience_s, PrefixStore("group", store)
 
@@ -59,13 +50,14 @@ def compute(topology: Topology, device: torch.device, store: Store, board: Board
             torch.cuda.set_device(device)  # which each thread has its own of
         # torch's own limit, which on a GPU ends the process, comes after ours.
         worlds.append(world := World.join(topology, device, group, timeout_s=2 * limit_s, collectives=collectives))
-        measured = {"rows": _measure(world), "gather_s": _gather_s(world), "beside": _beside(world)}
-        return {"way": _way(world), **measured, "changed": _changed(world)}
+        few = torch.zeros(_GATHERED_BYTES, dtype=torch.uint8, device=device)
+        measured = {"rows": _measure(world), "gather_s": _slowest_s(world, lambda: world.stack(few), _GATHERS)}
+        return {"way": _way(world), **measured, "beside": _beside(world), "changed": _changed(world)}
 
     mine: dict[str, Any]
     try:
         mine = bounded.within(limit_s, work, "all-reduce")
-    except Exception as error:  # who waits for another rank, or has lost it, knows less than that one
+    except Exception as error:  # a rank that waits for another, or has lost it, knows less than that one
         mine = {"error": one_line(error), "is_echo": isinstance(error, bounded.Late) or is_echo(error)}
     told = board.all("all-reduce", mine)
     for world in worlds:
@@ -84,8 +76,6 @@ def _way(world: World) -> str:
 
 def _measure(world: World) -> list[tuple[int, float, int]]:
     """Return (bytes, slowest rank's mean s, wrong elements here) by size (*collective*)."""
-    import torch
-
     measured: list[tuple[int, float, int]] = []
     weight = sum(rank % _WEIGHTS + 1 for rank in range(world.size))
     for size_bytes, runs in _SIZES[world.device.type].items():
@@ -97,19 +87,8 @@ def _measure(world: World) -> list[tuple[int, float, int]]:
         total = world.sum(pattern * (world.rank % _WEIGHTS + 1))
         wrong = int((total != pattern * weight).sum())
         total.zero_()
-        times = [_seconds(world.device, lambda total=total: world.sum_(total)) for _ in range(runs)]  # type: ignore[misc]
-        slowest_s = float(world.max(torch.tensor(fmean(times), device=world.device)))
-        measured.append((size_bytes, slowest_s, wrong))
+        measured.append((size_bytes, _slowest_s(world, lambda total=total: world.sum_(total), runs), wrong))  # type: ignore[misc]
     return measured
-
-
-def _gather_s(world: World) -> float:
-    """Return the slowest rank's mean seconds of bringing a few bytes of each to all (*collective*)."""
-    import torch
-
-    mine = torch.zeros(_GATHERED_BYTES, dtype=torch.uint8, device=world.device)
-    times = [_seconds(world.device, lambda: world.stack(mine)) for _ in range(_GATHERS)]
-    return float(world.max(torch.tensor(fmean(times), device=world.device)))
 
 
 def _beside(world: World) -> float | None:
@@ -118,9 +97,6 @@ def _beside(world: World) -> float | None:
     0 where each goes on as if it were alone; 1 where nothing is gained, as where both need the same processor. None
     where ranks share memory, and do not compute meanwhile.
     """
-    import torch
-    import torch.distributed as dist
-
     if world.device.type == "cpu" and world.memory is not None:
         return None
     size_bytes, width = _BESIDE[world.device.type]
@@ -136,44 +112,40 @@ def _beside(world: World) -> float | None:
         compute(times)
         work.wait()
 
-    def slowest_s(work: Callable[[], object]) -> float:
-        taken = [_seconds(world.device, work) for _ in range(_BESIDE_RUNS)]
-        return float(world.max(torch.tensor(fmean(taken), device=world.device)))
+    def measured_s(work: Callable[[], object]) -> float:
+        return _slowest_s(world, work, _BESIDE_RUNS)
 
     both(1)
-    exchange_s, once_s = slowest_s(lambda: both(0)), slowest_s(lambda: compute(1))
+    exchange_s, once_s = measured_s(lambda: both(0)), measured_s(lambda: compute(1))
     times = max(1, round(exchange_s / once_s))
-    compute_s, both_s = slowest_s(lambda: compute(times)), slowest_s(lambda: both(times))
+    compute_s, both_s = measured_s(lambda: compute(times)), measured_s(lambda: both(times))
     return min(1.0, max(0.0, both_s - max(exchange_s, compute_s)) / min(exchange_s, compute_s))
 
 
 def _changed(world: World) -> list[int]:
     """Return the ranks whose bytes arrived here changed (*collective*)."""
-    import torch
-    import torch.distributed as dist
-
     count = min(16 * MIB, 512 * MIB // world.size)  # to each, and to all together
-    mine = _random_bytes(world.rank, count).to(world.device).repeat(world.size)
+
+    def sent_by(rank: int) -> torch.Tensor:
+        drawn = torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
+        return drawn.to(world.device)
+
+    mine = sent_by(world.rank).repeat(world.size)
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=world.group)
-    arrived = enumerate(theirs.view(world.size, count))
-    return [rank for rank, each in arrived if not torch.equal(each, _random_bytes(rank, count).to(world.device))]
+    return [rank for rank, each in enumerate(theirs.view(world.size, -1)) if not torch.equal(each, sent_by(rank))]
 
 
-def _random_bytes(seed: int, count: int) -> torch.Tensor:
-    import torch
-
-    return torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    import torch
-
-    since_s = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - since_s
+def _slowest_s(world: World, work: Callable[[], object], runs: int) -> float:
+    """Return the slowest rank's mean seconds of `work` (*collective*)."""
+    times = []
+    for _ in range(runs):
+        since_s = time.perf_counter()
+        work()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        times.append(time.perf_counter() - since_s)
+    return float(world.max(torch.tensor(fmean(times), device=world.device)))
 
 
 def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Finding]:
@@ -187,21 +159,24 @@ def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterat
         return
     yield found("collectives", "all-reduce", told[0]["way"])
     for index, (size_bytes, time_s, _) in enumerate(told[0]["rows"]):
-        bus_bytes_per_s = 2 * (len(told) - 1) / len(told) * size_bytes / time_s
         words, fix = shown(time_s, "s"), ""
         if size_bytes >= KIB:
-            words += f", bus {shown(bus_bytes_per_s, 'bytes/s')}"
+            words += f", bus {shown(2 * (len(told) - 1) / len(told) * size_bytes / time_s, 'bytes/s')}"
         if wrong := {at: each["rows"][index][2] for at, each in told.items() if each["rows"][index][2]}:
             named = ", ".join(f"{count:,} on rank {at} ({names[at]})" for at, count in wrong.items())
             words = f"elements of the sum are wrong: {named}"
             fix = "let no job run with these: test the hosts' memory and network cards, GPUs by nvidia-smi -q -d ECC"
         name = f"all-reduce {shown(size_bytes, 'bytes')}"
         yield found("collectives", name, words, fix, bad=RED, value=time_s, unit="s")
-    name = f"all-gather {shown(_GATHERED_BYTES, 'bytes')}"
-    yield found("collectives", name, shown(told[0]["gather_s"], "s"), value=told[0]["gather_s"], unit="s")
+    name, gather_s = f"all-gather {shown(_GATHERED_BYTES, 'bytes')}", told[0]["gather_s"]
+    yield found("collectives", name, shown(gather_s, "s"), value=gather_s, unit="s")
     if (beside := told[0]["beside"]) is not None:
         words = f"{1 - beside:.0%} of the shorter one's time is gained"
         yield found("collectives", "computation beside all-reduce", words, value=beside, unit="s/s")
-    pairs = [f"rank {source} to rank {at} ({names[at]})" for at, each in told.items() for source in each["changed"]]
-    words = f"they arrive with other bits: {', '.join(pairs)}" if pairs else "they arrive unchanged at each rank"
-    yield found("collectives", "bytes sent", words, _CORRUPTS if pairs else "", bad=RED)
+    words, fix = "they arrive unchanged at each rank", ""
+    if pairs := [
+        f"rank {source} to rank {at} ({names[at]})" for at, each in told.items() for source in each["changed"]
+    ]:
+        words = f"they arrive with other bits: {', '.join(pairs)}"
+        fix = "let no job run there: dmesg (Xid) and nvidia-smi -q tell more of a faulty card, seat or IOMMU (PCIe ACS)"
+    yield found("collectives", "bytes sent", words, fix, bad=RED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -9,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..files import ours
-from .finding import GIB, MIB, RED, Finding, found, shown
+from .board import Board
+from .finding import GIB, MIB, RED, Finding, found, look, shown
 
 _CHECKPOINT_BYTES = 25_557_032 * 2 * 4  # a ResNet-50 in float32 with the momentum of each weight
 _ROOMY_BYTES = 10 * GIB
@@ -19,14 +21,25 @@ _WRITE_S = 1.0
 _APPEARS_S = 2.0  # for a file to be seen on another host; network disks remember for a while what was not there
 
 
-def output(folder: Path, left: list[Path]) -> Iterator[Finding]:
-    """Yield what writing into `folder`, or where it would be made, is like.
+def look_at(folder: Path, board: Board, limit_s: float) -> list[Finding]:
+    """Return what rank 0 finds in the output folder, and whether the others see it (*collective*)."""
+    left: list[Path] = []
+    try:
+        findings = look("disk", "output", lambda: output(folder, left), limit_s, RED) if board.rank == 0 else []
+        is_red = any(each.state == RED for each in findings)
+        written = board.all("output", None if is_red or not left else str(left[0]))[0]
+        if written is None or board.size == 1:
+            return findings
+        return findings + board.findings("shared", look("disk", "shared", lambda: shared(Path(written)), limit_s))
+    finally:
+        with contextlib.suppress(OSError):
+            for path in left:
+                path.unlink()
 
-    The file's path is added to `left`; its name is like no other.
-    """
-    base = folder
-    while not base.exists() and base != base.parent:
-        base = base.parent
+
+def output(folder: Path, left: list[Path]) -> Iterator[Finding]:
+    """Yield what writing into `folder`, or where it would be made, is like; the path of the file is added to `left`."""
+    base = next(each for each in (folder, *folder.parents) if each.exists())
     left.append(base / f".lockstep-doctor-{secrets.token_hex(8)}")
     try:
         about = os.statvfs(base)
@@ -35,8 +48,8 @@ def output(folder: Path, left: list[Path]) -> Iterator[Finding]:
     except OSError as error:
         fix = "give another folder as --output, or make it writable, with room in it"
         yield found("disk", "output", f"{base} cannot be written: {error.strerror}", fix, bad=RED)
-        return
-    yield from judge(base, free_bytes, bytes_per_s)
+    else:
+        yield from judge(base, free_bytes, bytes_per_s)
 
 
 def _written(path: Path, most_bytes: int) -> float:
@@ -85,6 +98,5 @@ def data(folder: Path) -> Iterator[Finding]:
     try:
         os.scandir(folder).close()
     except OSError as error:
-        words = f"{folder} cannot be read: {error.strerror}"
-        fix = "give the folder of the data as --data-dir, on a disk that this host mounts, readable for this user"
+        words, fix = f"{folder} cannot be read: {error.strerror}", "give one that this user can read here as --data-dir"
     yield found("disk", "data", words, fix)

@@ -1,4 +1,4 @@
-"""What a host gives its ranks besides devices: versions, processors, memory, shared memory, open files."""
+"""What a host gives its ranks: versions, processors, memory, shared memory, open files, GPUs."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import resource
 from collections.abc import Iterator, Mapping
 
 import psutil
+import pynvml as nvml
+import torch
 
 from .. import hardware
 from ..errors import counted, ranks_in_short
+from ..record import manifest
 from ..world.topology import Topology
-from .finding import GIB, RED, YELLOW, Finding, found, shown
+from .finding import GIB, RED, UNCHECKED, YELLOW, Finding, found, shown
 
 _MUST_AGREE = ("lockstep-torch", "torch", "cuda", "NCCL")
 """Ranks with different ones speak different protocols, or compute other bits."""
 _WORKERS_HOLD_BYTES = 4 * 2 * 32 * 3 * 224 * 224 * 4
-"""What the data workers of a rank hold in shared memory: 4 (the default's most) with 2 batches each (torch's
-prefetch_factor) of 32 images of 224 × 224 as float32."""
+"""In shared memory, of a rank: 4 data workers with 2 batches each of 32 images of 224 × 224 as float32."""
+_TAKEN = 0.5  # of a GPU's memory: with more in other hands, a batch that fits elsewhere does not fit here
 
 
 def versions(driver: str) -> dict[str, str | None]:
     """Return the version of each part on this rank, None for one that is missing. `driver` is NVIDIA's."""
-    import torch
-
-    from ..record import manifest
-
     nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else ()  # type: ignore[no-untyped-call]
     return manifest.versions() | {"NCCL": ".".join(map(str, nccl)) or None, "driver": driver or None}
 
@@ -35,8 +34,7 @@ def versions(driver: str) -> dict[str, str | None]:
 def judge_versions(told: Mapping[int, Mapping[str, str | None]]) -> Iterator[Finding]:
     """Yield what the versions that each rank told amount to: {rank: {part: version}}."""
     for part, version in told[0].items():
-        others = [rank for rank, each in told.items() if each[part] != version]
-        if others:
+        if others := [rank for rank, each in told.items() if each[part] != version]:
             words = f"{version} on rank 0, {told[others[0]][part]} or others on {ranks_in_short(others)}"
             bad = RED if part in _MUST_AGREE else YELLOW
             yield found("host", f"{part} versions", words, f"install the same {part} on every node", bad=bad)
@@ -75,8 +73,7 @@ def judge_shared_memory(free_bytes: int, ranks: int) -> Finding:
     need = _WORKERS_HOLD_BYTES * ranks
     words, fix = f"{shown(free_bytes, 'bytes')} free in /dev/shm", ""
     if free_bytes < need:
-        words += f"; data workers of {counted(ranks, 'rank')} need {shown(need, 'bytes')} for images of 224 × 224"
-        words += ", or die with a bus error"
+        words += f"; data workers of {counted(ranks, 'rank')} need {shown(need, 'bytes')}, or die with a bus error"
         gib = max(1, math.ceil(2 * need / GIB))
         fix = f"docker run --shm-size={gib}g (or --ipc=host), mount -o remount,size={gib}G /dev/shm, or --workers 0"
     return found("host", "shared memory", words, fix, value=free_bytes, unit="bytes")
@@ -88,6 +85,39 @@ def judge_files(soft: int, ranks: int) -> Finding:
     words, fix = "no limit" if soft == resource.RLIM_INFINITY else f"up to {soft:,} for a process", ""
     if soft != resource.RLIM_INFINITY and soft < need:
         words += f"; {counted(ranks, 'rank')} with data workers need {need:,}"
-        fix = f"ulimit -n {need} in the shell that starts the job, or nofile in /etc/security/limits.conf (docker run \
---ulimit nofile={need})"
+        fix = f"ulimit -n {need} in the shell that starts the job (docker run --ulimit nofile={need})"
     return found("host", "open files", words, fix, value=soft)
+
+
+def usable_gpus(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
+    """Yield whether torch can use the driver's GPUs, unless the CPU was chosen."""
+    if trouble := hardware.driver_trouble():
+        fix = "run nvidia-smi; load the driver, or reboot"
+        yield found("devices", "driver", f"the NVIDIA driver does not answer: {trouble}", fix)
+    if not gpus or chosen_cpu:
+        words = f"{gpus} here, left alone as --accelerator cpu asks" if gpus else "none: ranks compute on the CPU"
+        yield Finding("devices", "GPUs", UNCHECKED, words)
+    elif not torch.cuda.is_available():
+        why, fix = "is a build without CUDA", "pip install --force-reinstall torch torchvision (PyPI's have CUDA)"
+        if built := torch.version.cuda:
+            why = f"(built for CUDA {built}) cannot use them: the driver is too old, or a GPU is lost"
+            fix = "install a newer driver, or a torch built for an older CUDA (pytorch.org); see nvidia-smi"
+        words = f"the driver shows {gpus}, but torch {torch.__version__} {why}"
+        yield found("devices", "GPUs", words, f"{fix}, or take --accelerator cpu", bad=RED)
+
+
+def judge_gpu(index: int, gpu: hardware.Gpu) -> Finding:
+    """Return what a GPU is, and the worst fault that its driver tells."""
+    handle = hardware.nvml_handle(gpu.uuid)
+    memory = hardware.asked(nvml.nvmlDeviceGetMemoryInfo, handle)
+    free_bytes = gpu.memory_bytes if memory is None else int(memory.free)
+    kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    words, fix = "no fault told", ""
+    if errors := hardware.asked(nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds):
+        words = f"{errors} memory errors that ECC could not correct since the driver was loaded"
+        fix = "reset it (nvidia-smi --gpu-reset), watch nvidia-smi -q -d ECC; replace it if they recur"
+    elif free_bytes < _TAKEN * gpu.memory_bytes:
+        words = "another program holds most of its memory"
+        fix = "end it (nvidia-smi lists programs), or take other GPUs with --gpus"
+    about = f"{gpu.name}, {shown(gpu.memory_bytes, 'bytes')}, {shown(free_bytes, 'bytes')} free"
+    return found("devices", f"GPU {index}", f"{about}: {words}", fix, value=free_bytes, unit="bytes")
