@@ -1,6 +1,6 @@
 """What lockstep uses of torch, and of Ray, that they do not promise: each with its reason.
 
-`tests/unit/test_private.py` says what breaks without each.
+`tests/ranks/test_private.py` says what breaks without each.
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ from types import SimpleNamespace
 
 import pynvml
 import pytest
-from torch._C._distributed_c10d import HashStore
 
+from lockstep._torch import HashStore
 from lockstep.cli.symptoms import show, verdict
-from lockstep.doctor import collectives, devices, disk, host, network
+from lockstep.doctor import collectives, disk, host, network
 from lockstep.doctor.board import Board
 from lockstep.doctor.finding import GREEN, RED, UNCHECKED, YELLOW, Finding, found, look, merged
-from lockstep.doctor.network import Wire
 from lockstep.errors import RunError
 from lockstep.hardware import Gpu
 
@@ -29,6 +28,10 @@ ROOM = Path("/x")
 def _torches(*versions: str) -> Finding:
     """Return the first of what is told of ranks with these versions of torch."""
     return next(host.judge_versions({rank: {"python": "3.11", "torch": each} for rank, each in enumerate(versions)}))
+
+
+def _named(*addresses: str, others: bool = True, bad: str = RED) -> Finding:
+    return network.judge_name("a", [*addresses], "10.0.0.1", others=others, bad=bad)
 
 
 def _reached(trouble: str) -> Finding:
@@ -55,21 +58,15 @@ JUDGED: list[tuple[Callable[[], Finding | Iterable[Finding]], str, str]] = [
     (lambda: host.judge_processors(8, 2.5, 1), YELLOW, "the time of 2.5 & --cpuset-cpus"),
     (lambda: host.judge_processors(2, 8, 4), YELLOW, "4 ranks share 2 & at most 2 ranks"),
     (lambda: host.judge_shared_memory(GIB, 1), GREEN, ""),
-    (lambda: host.judge_shared_memory(64 * MIB, 1), YELLOW, "--shm-size=1g"),
     (lambda: host.judge_shared_memory(64 * MIB, 5), YELLOW, "--shm-size=2g"),
     (lambda: host.judge_files(1024, 1), GREEN, ""),
-    (lambda: host.judge_files(256, 1), YELLOW, "ulimit -n 1024"),
     (lambda: host.judge_files(1024, 512), YELLOW, "ulimit -n 4096"),
-    (lambda: devices.usable(0, chosen_cpu=False), UNCHECKED, "none"),
-    (lambda: devices.usable(2, chosen_cpu=True), UNCHECKED, "2 here, left alone"),
-    (lambda: network.judge_name("a", ["10.0.0.1"], Wire("eth0", "10.0.0.1"), others=True), GREEN, ""),
-    (
-        lambda: network.judge_name("a", ["127.0.1.1"], Wire("eth0", "10.0.0.1"), others=True),
-        RED,  # Debian's habit: others reach nobody there
-        "add a line to /etc/hosts: 10.0.0.1 a",
-    ),
-    (lambda: network.judge_name("a", ["127.0.1.1"], Wire("eth0", "10.0.0.1", True), others=True), YELLOW, ""),
-    (lambda: network.judge_name("a", ["127.0.1.1"], Wire("eth0", "10.0.0.1"), others=False), GREEN, ""),
+    (lambda: host.usable_gpus(0, chosen_cpu=False), UNCHECKED, "none"),
+    (lambda: host.usable_gpus(2, chosen_cpu=True), UNCHECKED, "2 here, left alone"),
+    (lambda: _named("10.0.0.1"), GREEN, ""),
+    (lambda: _named("127.0.1.1"), RED, "add a line to /etc/hosts: 10.0.0.1 a"),  # Debian's habit: nobody is reached
+    (lambda: _named("127.0.1.1", others=False), GREEN, ""),
+    (lambda: _named(bad=YELLOW), YELLOW, "does not resolve"),
     (lambda: _reached(""), GREEN, ""),
     (
         lambda: _reached("no answer within 3 s"),
@@ -95,7 +92,7 @@ def test_each_fault_is_told_with_its_fix(
     (finding,) = [judged] if isinstance(judged, Finding) else judged
     assert finding.state == state, finding
     assert bool(finding.fix) == (state in (YELLOW, RED))
-    whole = f"{finding.name} {finding.ranks} {finding.words} → {finding.fix}"
+    whole = f"{finding.name} {finding.words} → {finding.fix}"
     assert [part for part in told.split(" & ") if part not in whole] == [], whole
 
 
@@ -103,30 +100,24 @@ def test_gpus_that_torch_cannot_use_are_red(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for built, told in (("13.0", "the driver is too old"), (None, "a build without CUDA")):
         monkeypatch.setattr("torch.version.cuda", built)
-        (finding,) = devices.usable(2, chosen_cpu=False)
+        (finding,) = host.usable_gpus(2, chosen_cpu=False)
         assert (finding.state, told in finding.words) == (RED, True)
         assert "--accelerator cpu" in finding.fix
 
 
 def test_a_gpus_faults_are_those_that_its_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu("H100", "GPU-0", 80 * GIB)
-
-    def told(**answers: object) -> list[tuple[str, str]]:
+    def told(**answers: object) -> tuple[str, str]:
         memory = SimpleNamespace(free=79 * GIB)
         for name, answer in {"HandleByUUID": "handle", "MemoryInfo": memory, **answers}.items():
             monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", lambda *about, answer=answer: answer)
-        return [(each.state, each.words) for each in devices.judge(0, gpu)]
+        finding = host.judge_gpu(0, Gpu("H100", "GPU-0", 80 * GIB))
+        return finding.state, finding.words
 
-    assert told() == [(GREEN, "H100, 80 GiB, 79 GiB free: no fault told")]  # what it does not tell is no fault
-    assert told(TotalEccErrors=3)[0] == (
-        YELLOW,
-        "H100, 80 GiB, 79 GiB free: 3 memory errors that ECC could not correct since the driver was loaded",
-    )
-    lost = told(TotalEccErrors=0, MemoryInfo=SimpleNamespace(free=GIB), CurrPcieLinkWidth=8, MaxPcieLinkWidth=16)
-    assert [(state, words.partition("free: ")[2]) for state, words in lost] == [
-        (YELLOW, "another program holds most of its memory"),
-        (YELLOW, "its slot has 8 of 16 PCIe lanes"),
-    ]
+    assert told() == (GREEN, "H100, 80 GiB, 79 GiB free: no fault told")  # what it does not tell is no fault
+    assert told(MemoryInfo=SimpleNamespace(free=GIB))[1].endswith("another program holds most of its memory")
+    state, words = told(TotalEccErrors=3)
+    assert state == YELLOW
+    assert "3 memory errors that ECC could not correct" in words
 
 
 def test_findings_of_ranks_that_are_alike_are_one_and_the_worst_is_the_verdict() -> None:
@@ -147,8 +138,7 @@ def test_what_raises_or_hangs_is_a_finding() -> None:
     assert (fine.state, raised.state) == (GREEN, YELLOW)
     assert "Input/output error" in raised.words
     (hung,) = look("disk", "output", lambda: [found("disk", "output", str(never.wait(60)))], 0.2, hung=RED)
-    assert hung.state == RED
-    assert "no answer within 0.2 s" in hung.words
+    assert (hung.state, hung.words) == (RED, "the system gave no answer within 0.2 s")
     never.set()
 
 
@@ -158,13 +148,12 @@ def test_rank_0_is_not_waited_for_for_ever() -> None:
 
 
 def test_a_port_that_is_closed_or_silent_is_told_in_bounded_time() -> None:
-    with network.listening("127.0.0.1") as port:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         assert network.visit("127.0.0.1", port) == ""
     assert network.visit("127.0.0.1", port) == "connection refused"
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        begun_s = time.monotonic()
-        shut = network.visit("127.0.0.1", silent.getsockname()[1], limit_s=0.3)
-    assert shut == "no answer within 0.3 s"
+    begun_s = time.monotonic()
+    assert network.visit("192.0.2.1", port, limit_s=0.3) != ""  # nobody's: silent, or unreachable from here
     assert time.monotonic() - begun_s < 3
 
 
