@@ -134,11 +134,10 @@ the learning rate falls a step late: training/optim.py
 Muon is given vectors: training/optim.py
 - if parameter.ndim == 2]
 + if parameter.ndim <= 2]
-= ranks/test_sync_batchnorm.py::test_training_equals_one_process[[5, 7, 0]]
+= ranks/test_sync_batchnorm.py::test_equals_one_process[2d {}]
 BatchNorm stays local: nn/sync_batchnorm.py
 - for norm in plain.values():
 + for norm in ():
-= ranks/test_sync_batchnorm.py::test_equals_one_process[2d {}]
 the running variance is the biased one: nn/sync_batchnorm.py
 - for each in (mean, var, var * (count / (count - 1))))
 + for each in (mean, var, var))
@@ -336,7 +335,7 @@ a mean of means is by design: verify/gradients.py
 - return not self.agrees and not self.by_design
 + return False
 = ranks/test_doctor.py::test_a_rank_at_fault_is_named_in_bounded_time
-the doctor looks at no sum: doctor/collectives.py
+the doctor looks at no sum: doctor/together.py
 - int((total != pattern * weight).sum())
 + 0
 = ranks/test_replicas.py::test_a_copy_on_another_device_is_compared_too

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.models import table
 from lockstep.nn import sync_batchnorm
 from lockstep.training import optim
 from lockstep.world.world import World
@@ -82,36 +81,6 @@ def test_equals_one_process(pool: RankPool, kind: str, options: dict[str, Any], 
         close([torch.cat(shares) for shares in zip(*(rank[0] for rank in ranks), strict=True)], by_sample)
         for rank in ranks:
             close(rank[1:], (gradients, buffers))
-
-
-def _train(world: World, shares: list[int]) -> dict[str, Tensor]:
-    """Return the state after 10 steps on 12 samples a step, of which rank r computes `shares[r]` (rotating)."""
-    torch.manual_seed(3)
-    model = table.build("resnet8", classes=4, in_channels=1, image_size=8).double()
-    model = sync_batchnorm.convert(model, world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    generator = torch.Generator().manual_seed(4)
-    for step in range(10):
-        x = torch.randn((12, 1, 8, 8), generator=generator, dtype=torch.float64)
-        y = torch.randint(4, (12,), generator=generator)
-        turned = shares[step % world.size :] + shares[: step % world.size]
-        start = sum(turned[: world.rank])
-        mine = slice(start, start + turned[world.rank])
-        loss = nn.functional.cross_entropy(model(x[mine]), y[mine], reduction="sum") / 12
-        optimizer.zero_grad()
-        loss.backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad = world.sum(parameter.grad)
-        optimizer.step()
-    return model.state_dict()
-
-
-@pytest.mark.parametrize("shares", [[12, 0], [5, 7, 0]], ids=str)
-def test_training_equals_one_process(pool: RankPool, shares: list[int]) -> None:
-    [alone] = pool.run(1, _train, [12])
-    for state in pool.run(len(shares), _train, shares):
-        torch.testing.assert_close(state, alone, rtol=1e-12, atol=1e-12)
 
 
 def _in_bfloat16(world: World) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import RequestError
 from lockstep.models import table
-from lockstep.nn.sync_batchnorm import FoldedBatchNorm2d, SyncBatchNorm, convert, fold, has_batchnorm
-from lockstep.strategies.data_parallel import ThreadReplicas
+from lockstep.nn.sync_batchnorm import SyncBatchNorm, convert, fold, has_batchnorm
 from lockstep.world.topology import Topology
 from lockstep.world.world import World
 
@@ -47,33 +46,17 @@ def test_conversion_keeps_layers_parameters_and_state(name: str) -> None:
     assert has_batchnorm(model) == bool(norms)
 
 
-def test_every_kind_is_converted_and_alone_none() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm3d(3), nn.SyncBatchNorm(3))
-    assert not any(isinstance(each, SyncBatchNorm) for each in convert(model, World.alone()))
-    assert all(isinstance(each, SyncBatchNorm) for each in convert(model, PAIR).children())
-
-
-def test_a_batchnorm_of_its_own_kind_is_refused() -> None:
+def test_every_kind_of_torchs_is_converted_and_others_are_refused() -> None:
     class WithActivation(nn.BatchNorm2d):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).relu()
 
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm3d(3), nn.SyncBatchNorm(3))
+    assert not any(isinstance(each, SyncBatchNorm) for each in convert(model, World.alone()))
+    assert all(isinstance(each, SyncBatchNorm) for each in convert(model, PAIR).children())
     for layer in (WithActivation(3), nn.SyncBatchNorm(3, process_group=object())):
         with pytest.raises(RequestError, match=rf"Layer '0' is a {type(layer).__name__}.*--batchnorm local"):
             convert(nn.Sequential(layer), PAIR)
-
-
-@pytest.mark.parametrize("shape", [(5, 3), (4, 3, 2), (3, 3, 2, 2)])
-def test_the_gradient_is_that_of_the_function(shape: tuple[int, ...]) -> None:
-    layer = SyncBatchNorm.of(nn.BatchNorm1d(3, track_running_stats=False).double(), World.alone())
-    x = _drawn(*shape).double().requires_grad_()
-    weight, bias = (_drawn(3, seed=seed).double().requires_grad_() for seed in (1, 2))
-
-    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y: Tensor = torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
-        return y
-
-    assert torch.autograd.gradcheck(function, (x, weight, bias))
 
 
 SHAPES = [(6, 3, 4, 4), (4, 21, 8, 8), (3, 5, 3, 3), (2, 32, 5, 7), (5, 7, 1, 1)]
@@ -141,24 +124,6 @@ def test_too_few_values_and_other_channels_are_told() -> None:
         for training in (True, False):
             with pytest.raises(ValueError, match="BatchNorm of 21 channels takes"):
                 _alone(track_running_stats=False).train(training)(torch.zeros(shape))
-
-
-def test_replicas_in_threads_have_statistics_of_their_own() -> None:
-    x = _drawn(6, 21, 4, 4).to(memory_format=torch.channels_last)
-    found = []
-    for model in (nn.Sequential(nn.BatchNorm2d(21)), fold(nn.Sequential(nn.BatchNorm2d(21)))):
-        y = ThreadReplicas(model, 3)(x)
-        y.sin().sum().backward()
-        found.append([y.detach(), *(item.grad for item in model.parameters()), *model.buffers()])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
-
-
-def test_only_layers_that_are_slow_on_a_cpu_are_folded() -> None:
-    class Own(nn.BatchNorm2d):
-        """Whatever it does, it stays."""
-
-    model = nn.Sequential(nn.BatchNorm2d(21), nn.BatchNorm2d(32), nn.BatchNorm1d(21), Own(21))
-    assert [type(each) for each in fold(model).children()] == [FoldedBatchNorm2d, nn.BatchNorm2d, nn.BatchNorm1d, Own]
 
 
 def test_a_compiler_leaves_the_exchange_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -57,42 +57,41 @@ class Examination:
         """Look at everything; return the report, which is whole on rank 0 (*collective*)."""
         # Here, since they import torch, and the process that starts ranks does not.
         from .._torch import PrefixStore
-        from . import collectives, disk, host, network
-        from .board import Board
+        from . import alone, together
 
         parallel, is_cpu = config.parallel, device.type == "cpu"
         seen = hardware.survey(table.visible_gpus())
         interface = rank.bound()
-        address = network.address_of(interface, topology.address or hosts.ANYWHERE)
-        board = Board(PrefixStore("doctor", store), topology.rank, topology.size, parallel.stall_timeout)
+        address = alone.address_of(interface, topology.address or hosts.ANYWHERE)
+        board = together.Board(PrefixStore("doctor", store), topology.rank, topology.size, parallel.stall_timeout)
         limit_s = _PROBE_PART * board.patience_s
         probes: list[tuple[str, str, Probe]] = []
         if not is_cpu:
             chosen = list(parallel.gpu_indices or range(len(seen.gpus)))[: parallel.devices]
             own = chosen if drives_all(parallel) else [device.index]
-            probes.append(("devices", "GPUs", lambda: [host.judge_gpu(at, seen.gpus[at]) for at in own]))
+            probes.append(("devices", "GPUs", lambda: [alone.judge_gpu(at, seen.gpus[at]) for at in own]))
         if topology.local_rank == 0:
             gpus, several = len(seen.gpus), topology.nodes > 1
             probes += [
-                ("host", "host", lambda: host.look_at(topology, is_cpu)),
-                ("devices", "GPUs", lambda: host.usable_gpus(gpus, chosen_cpu=self.chosen_cpu)),
-                ("network", "interface", lambda: network.look_at(address, is_chosen=bool(interface), others=several)),
-                ("disk", "data", lambda: disk.data(self.data) if self.data else ()),
+                ("host", "host", lambda: alone.host(topology, is_cpu)),
+                ("devices", "GPUs", lambda: alone.usable_gpus(gpus, chosen_cpu=self.chosen_cpu)),
+                ("network", "interface", lambda: alone.network(address, is_chosen=bool(interface), others=several)),
+                ("disk", "data", lambda: alone.data(self.data) if self.data else ()),
             ]
         looked = [each for group, name, probe in probes for each in look(group, name, probe, limit_s)]
-        told = board.all("host", [socket.gethostname(), host.versions(seen.driver)])
+        told = board.all("host", [socket.gethostname(), alone.versions(seen.driver)])
         names = [told[at][0] if at in told else "?" for at in range(topology.size)]
-        findings = [*host.judge_versions({at: versions for at, (_, versions) in told.items()})]
+        findings = [*alone.judge_versions({at: versions for at, (_, versions) in told.items()})]
         findings += board.findings("what each found", looked)
-        findings.append(reached := network.reach(topology, address, board, names))
+        findings.append(reached := together.reach(topology, address, board, names))
         if topology.size > 1 and not board.absent and reached.state != RED:
-            computed = collectives.compute(topology, device, store, board, parallel.collectives)
-            findings += collectives.judge(computed, names) if not board.absent else []
+            computed = together.compute(topology, device, store, board, parallel.collectives)
+            findings += together.judge(computed, names) if not board.absent else []
         else:
-            alone = "one rank; lockstep doctor --devices 2 starts two"
-            why = "not all ranks are reached" if topology.size > 1 else alone
+            single = "one rank; lockstep doctor --devices 2 starts two"
+            why = "not all ranks are reached" if topology.size > 1 else single
             findings.append(Finding("collectives", "all-reduce", UNCHECKED, f"not tried: {why}"))
-        findings += [*disk.look_at(self.output, board, limit_s), *board.absent.values()]
+        findings += [*together.folder(self.output, board, limit_s), *board.absent.values()]
         report = Report(tuple(merged(findings)), tuple(names), device.type)
         if topology.is_main and board.absent:
             self.tell(report)
