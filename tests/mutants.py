@@ -139,8 +139,8 @@ BatchNorm stays local: nn/sync_batchnorm.py
 - for norm in plain.values():
 + for norm in ():
 the running variance is the biased one: nn/sync_batchnorm.py
-- for each in (mean, var, var * (count / (count - 1))))
-+ for each in (mean, var, var))
+- as_tensor(var * (count / (count - 1)))
++ as_tensor(var)
 BatchNorm's backward pass forgets the other ranks: nn/sync_batchnorm.py
 - kernels.exchange(ctx.layer.world, dot, total).sum(0)
 + ctx.layer.world.size * kernels.exchange(World.alone(), dot, total).sum(0)

@@ -20,10 +20,8 @@ def names() -> list[str]:
     try:  # here, not above: some builds of torch cannot load it, and our own nets need none
         from torchvision import models
     except (ImportError, RuntimeError) as error:
-        raise RequestError(
-            f"torchvision cannot be imported ({error}); install the build that belongs to your torch, "
-            f"or take {_INSTEAD}."
-        ) from error
+        advice = f"install the build that belongs to your torch, or take {_INSTEAD}"
+        raise RequestError(f"torchvision cannot be imported ({error}); {advice}.") from error
     return list(models.list_models(module=models))
 
 

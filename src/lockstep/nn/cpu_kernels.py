@@ -1,12 +1,10 @@
 """What BatchNorm computes on a CPU, with torch's own kernels, at full speed for any number of channels.
 
 Where channels lie innermost (channels_last), torch's kernels take one pixel's channels at a time, and each thread adds
-up in its own row of one small table. Channels that fill no vector, such as PyramidNet's 21, 26 and 31, then spend the
-time on remainders; and as the rows share cache lines, two threads are slower than one. Here k neighbouring pixels are
-shown to the kernels as one pixel with k·C channels ("folded", the same memory), and what comes out for the k parts of
-a channel is put together. Channels that fill vectors are left as they lie: folding takes longer than a small layer. On
-64 × 21 × 32 × 32 in bfloat16 with two threads, a whole layer was 2.1 times as fast forward and 2.3 times backward as
-torch's (medians of 300 pairs; Intel Xeon with AVX-512, torch 2.15).
+up in its own row of one small table. Channels that fill no vector, such as PyramidNet's 21, 26 and 31, are then slow,
+and as the rows share cache lines, two threads are slower than one. Here k neighbouring pixels are shown to the kernels
+as one pixel with k·C channels ("folded", the same memory): on 64 × 21 × 32 × 32 in bfloat16 with two threads, a layer
+was 2.1 times as fast forward and 2.3 times backward (medians of 300 pairs; Intel Xeon with AVX-512, torch 2.15).
 
 Per channel tensors are (C,), images (N, C) or (N, C, …).
 """
@@ -28,7 +26,7 @@ FOLD = 16
 
 def exchange(world: World, *parts: Tensor) -> Any:
     """Return every rank's `parts` (n_i,) as one row of float64: an array (ranks, Σn_i) (*collective*)."""
-    # Arrays: what follows is a dozen operations on few numbers, which take torch twice as long.
+    # Arrays, since what follows is a dozen operations on few numbers.
     own = np.concatenate([each.numpy() for each in parts], dtype=np.float64)
     return world.stack(torch.from_numpy(own)).numpy()
 

@@ -1,23 +1,22 @@
 """BatchNorm over all ranks: each global micro-batch is normalised as one process would normalise it.
 
 Ordinary BatchNorm takes mean and variance of the samples that its own rank holds, so that the model changes with
-the number of ranks. Here each rank hears the others' count, mean and variance of each channel: one all-gather
-forward. The gradient of the input needs two sums over the whole micro-batch: one all-gather backward. With dy the
-gradient of the output, x̂ the normalised input, s the standard deviation, w the weight and n the global count of
-values per channel,
+the number of ranks. Here each rank hears the others' count, mean and variance of each channel, in float64: one
+all-gather forward. The gradient of the input needs two sums over the whole micro-batch: one all-gather backward. With
+dy the gradient of the output, x̂ the normalised input, s the standard deviation, w the weight and n the global count
+of values per channel,
 
     dx = w/s · (dy - Σdy/n - x̂ · Σ(dy·x̂)/n).
 
-The gradients of weight and bias stay those of the rank's own samples, like every other parameter's: the strategy
-reduces them. A rank whose share is empty joins both collectives with zeros.
-
-torch's own `SyncBatchNorm` refuses a CPU, and on a GPU the host waits once a layer for it, to find the ranks without
-a sample. Here the global count stays on the device, so that nobody waits. All of it travels in float64.
+The gradients of weight and bias stay those of the rank's own samples: the strategy reduces them. A rank whose share is
+empty joins both collectives with zeros. torch's own `SyncBatchNorm` refuses a CPU, and on a GPU the host waits once a
+layer for it, to find the ranks without a sample. Here the global count stays on the device, so that nobody waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -30,8 +29,7 @@ from ..errors import RequestError
 from ..world.world import World
 from . import cpu_kernels, cuda_kernels
 
-_EAGER: list[Callable[..., Tensor]] = []
-"""`SyncBatchNorm._synchronised` as a compiler leaves it alone."""
+_EAGER: list[Callable[..., Tensor]] = []  # `SyncBatchNorm._synchronised` as a compiler leaves it alone
 
 
 class SyncBatchNorm(BatchNorm):
@@ -39,9 +37,6 @@ class SyncBatchNorm(BatchNorm):
 
     Input and output (N, C) or (N, C, …), N may differ between ranks and be 0. In training `forward` and the
     backward pass are *collective*; in evaluation nothing is communicated. It cannot be differentiated twice.
-
-    `--compile` leaves the layer as it is and compiles what lies between such layers: ranks whose shares differ have
-    different programs, and only Python's order makes sure that these exchange the same thing at the same time.
     """
 
     world: World
@@ -65,6 +60,7 @@ class SyncBatchNorm(BatchNorm):
             return self._plain(x, self.running_mean, self.running_var)
         if not torch.compiler.is_compiling():
             return self._synchronised(x)
+        # Ranks whose shares differ have different programs, which only Python's order keeps in step.
         if not _EAGER:  # made where there is a compiler: importing it takes as long as torch itself
             _EAGER.append(torch.compiler.disable(SyncBatchNorm._synchronised))  # type: ignore[no-untyped-call]
         y: Tensor = _EAGER[0](self, x)
@@ -87,14 +83,13 @@ class SyncBatchNorm(BatchNorm):
 
     def _track(self, mean: Tensor, var: Tensor) -> None:
         """Move the running statistics towards those of this global micro-batch, of which `var` is the unbiased one."""
-        running_mean, running_var, batches = self.running_mean, self.running_var, self.num_batches_tracked
-        if running_mean is None or running_var is None or batches is None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
-        batches.add_(1)
+        batches, dtype = self.num_batches_tracked.add_(1), self.running_mean.dtype
         # Without a momentum the running statistics are the plain average over all batches so far.
-        momentum = 1 / batches.to(running_mean.dtype) if self.momentum is None else self.momentum
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        running_var.lerp_(var.to(running_var.dtype), momentum)
+        momentum = 1 / batches.to(dtype) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(dtype), momentum)
+        self.running_var.lerp_(var.to(dtype), momentum)
 
 
 def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
@@ -118,8 +113,8 @@ def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Tensor, Ten
         var = within + ((means - mean) ** 2 * shares).sum(0)
     if isinstance(count, int) and count <= 1:
         raise ValueError(f"BatchNorm needs more than 1 value per channel in training, found {count} on all ranks")
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return *(torch.as_tensor(each, dtype=dtype) for each in (mean, var, var * (count / (count - 1)))), count
+    as_tensor = partial(torch.as_tensor, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return as_tensor(mean), as_tensor(var), as_tensor(var * (count / (count - 1))), count
 
 
 def _kernels(x: Tensor) -> ModuleType:
