@@ -142,8 +142,8 @@ the running variance is the biased one: nn/sync_batchnorm.py
 - as_tensor(var * (count / (count - 1)))
 + as_tensor(var)
 BatchNorm's backward pass forgets the other ranks: nn/sync_batchnorm.py
-- kernels.exchange(ctx.layer.world, dot, total).sum(0)
-+ ctx.layer.world.size * kernels.exchange(World.alone(), dot, total).sum(0)
+- kernels.summed(ctx.layer.world, dot, total)
++ ctx.layer.world.size * kernels.summed(World.alone(), dot, total)
 BatchNorm's mean is one of means: nn/sync_batchnorm.py
 - pooled = (found * shares).sum(0)
 + pooled = found.mean(0)

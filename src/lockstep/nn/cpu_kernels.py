@@ -31,6 +31,11 @@ def exchange(world: World, *parts: Tensor) -> Any:
     return world.stack(torch.from_numpy(own)).numpy()
 
 
+def summed(world: World, dot: Tensor, total: Tensor) -> Any:
+    """Return the sums over all ranks, in rank order: an array (2·C,) of float64 (*collective*)."""
+    return exchange(world, dot, total).sum(0)
+
+
 def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance per channel."""
     x, parts = _fold(x)

@@ -25,6 +25,11 @@ def exchange(world: World, *parts: Tensor) -> Tensor:
     return world.stack(torch.cat([each.double() for each in parts]))
 
 
+def summed(world: World, dot: Tensor, total: Tensor) -> Tensor:
+    """Return the sums over all ranks: (2·C,), float64 (*collective*)."""
+    return world.sum_(torch.cat([dot.double(), total.double()]))
+
+
 def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and, in float64, biased variance per channel."""
     mean, invstd = torch.batch_norm_stats(x, eps)

@@ -2,7 +2,7 @@
 
 Ordinary BatchNorm takes mean and variance of the samples that its own rank holds, so that the model changes with
 the number of ranks. Here each rank hears the others' count, mean and variance of each channel, in float64: one
-all-gather forward. The gradient of the input needs two sums over the whole micro-batch: one all-gather backward. With
+all-gather forward. The gradient of the input needs two sums over the whole micro-batch: one exchange backward. With
 dy the gradient of the output, x̂ the normalised input, s the standard deviation, w the weight and n the global count
 of values per channel,
 
@@ -144,7 +144,7 @@ class _Normalise(torch.autograd.Function):
         dot, total = kernels.sums(dy, x, weight, mean, var, eps)
         dx = None
         if ctx.needs_input_grad[0]:
-            means = kernels.exchange(ctx.layer.world, dot, total).sum(0) / ctx.count
+            means = kernels.summed(ctx.layer.world, dot, total) / ctx.count
             dx = kernels.input_gradient(dy, x, weight, mean, var, eps, means)
             if ctx.stand_in:  # which has no part in the statistics
                 dx.zero_()
