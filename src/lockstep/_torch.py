@@ -1,4 +1,4 @@
-"""What lockstep uses of torch, and of Ray, that they do not promise: each with its reason.
+"""What lockstep uses of torch and Ray that they do not promise.
 
 `tests/ranks/test_private.py` says what breaks without each.
 """
@@ -51,11 +51,11 @@ _KEPT = "__dynamo_disable"
 
 
 def spare_compiler() -> None:
-    """Have optimizers and DDP not import torch's compiler, which takes nearly as long as importing torch itself.
+    """Have optimizers and DDP not import torch's compiler.
 
-    They do so to tell it that some of their methods are none of its business. As long as nobody else has imported it,
-    nothing is compiled, and the methods are called as they are; from then on all is as torch has it. Where torch keeps
-    this in another way, a start takes a second longer.
+    That takes nearly as long as importing torch itself. They do so to tell it that some of their methods are none of
+    its business. As long as nobody else has imported it, nothing is compiled, and the methods are called as they are;
+    from then on all is as torch has it. Where torch keeps this in another way, a start takes a second longer.
     """
     for owner in (Optimizer, DistributedDataParallel):
         for method in vars(owner).values():
@@ -77,9 +77,9 @@ def _plain(within: Callable[..., Any], method: Callable[..., Any]) -> Callable[.
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Within the block DDP, which asks the compiler's options as it is made, finds their defaults and imports none.
+    """Have DDP, which asks for them as it is made, find the compiler's default options.
 
-    Where somebody has imported the compiler, it is asked.
+    It imports none then. Where somebody has imported the compiler, it is asked.
     """
     if _COMPILER in sys.modules:
         yield
@@ -95,10 +95,10 @@ def without_compiler() -> Iterator[None]:
 
 @torch.no_grad()
 def step(optimizer: Optimizer) -> None:
-    """Make the optimizer's step without what torch wraps it in: a profiler's mark, hooks, and marks for the compiler.
+    """Make the optimizer's step without what torch wraps it in.
 
-    They take time in each step, and import the compiler too. Of an optimizer that is wrapped in another way, as much is
-    left out as `inspect.unwrap` takes off.
+    That is a profiler's mark, hooks, and marks for the compiler, which take time in each step, and import the compiler
+    too. Of an optimizer that is wrapped in another way, as much is left out as `inspect.unwrap` takes off.
     """
     _unwrapped_step(type(optimizer))(optimizer)
 
@@ -110,7 +110,7 @@ def _unwrapped_step(kind: Any) -> Callable[[Optimizer], Any]:
 
 
 def step_with_hooks(optimizer: Optimizer) -> Any:
-    """Make the step as `optimizer.step()` does: of torch's own optimizers as `step`, unless something hangs on it."""
+    """As `optimizer.step()`; as `step` for torch's own without hooks."""
     kind, module = type(optimizer), sys.modules[Optimizer.__module__]
     hooked = any(getattr(optimizer, f"_optimizer_step_{when}_hooks", True) for when in ("pre", "post"))
     hooked |= any(getattr(module, f"_global_optimizer_{when}_hooks", True) for when in ("pre", "post"))
@@ -121,7 +121,7 @@ def step_with_hooks(optimizer: Optimizer) -> Any:
 
 @contextlib.contextmanager
 def as_default_group(group: Any) -> Iterator[None]:
-    """Within the block the process group `group` is the only one that code which asks torch knows of.
+    """Make `group` the only process group that torch knows of.
 
     A step of the user's own may ask for the world's size, or exchange something, where one process computes alone.
     """
@@ -134,13 +134,13 @@ def as_default_group(group: Any) -> Iterator[None]:
 
 
 def set_timeout(limit: timedelta) -> None:
-    """Set the time limit of the default group's collectives: public from torch 2.15 on, before by a private name."""
+    """Set the time limit of collectives: in public from torch 2.15 on."""
     (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(limit)
 
 
 @contextlib.contextmanager
 def one_host_in_ray() -> Iterator[None]:
-    """Have a Ray cluster that is started in the block be of one host, and listen where it is told to.
+    """Have a Ray cluster be of one host, and listen where told.
 
     Ray takes a host's outward address even where it is given 127.0.0.1, unless clusters of several hosts are off.
     """
@@ -154,7 +154,7 @@ def one_host_in_ray() -> Iterator[None]:
 
 
 def plain_rendezvous(state: bytes) -> Any:
-    """Return the state of torch's dynamic rendezvous (round, participants, closed) out of its pickle.
+    """Return a dynamic rendezvous (round, participants, closed) out of its pickle.
 
     torch itself unpickles whatever lies in the agents' store: whoever reaches that port could have every agent run code
     of theirs. Here the bytes may name the few types that such a state is made of, and nothing else. Raises

@@ -1,4 +1,4 @@
-"""What a rank finds by itself: versions, its host, GPUs, names and folders."""
+"""What a rank finds by itself: versions, host, GPUs, names, folders."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _APPEARS_S = 2.0  # for a file to be seen on another host; network disks remembe
 
 
 def versions(driver: str) -> dict[str, str | None]:
-    """Return the version of each part on this rank, None for one that is missing. `driver` is NVIDIA's."""
+    """Return the version of each part here; `driver` is NVIDIA's."""
     nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else ()  # type: ignore[no-untyped-call]
     return manifest.versions() | {"NCCL": ".".join(map(str, nccl)) or None, "driver": driver or None}
 
 
 def judge_versions(told: Mapping[int, Mapping[str, str | None]]) -> Iterator[Finding]:
-    """Yield what the versions that each rank told amount to: {rank: {part: version}}."""
+    """Yield what the ranks' versions {rank: {part: version}} amount to."""
     for part, version in told[0].items():
         if others := [rank for rank, each in told.items() if each[part] != version]:
             words = f"{version} on rank 0, {told[others[0]][part]} or others on {ranks_in_short(others)}"
@@ -89,7 +89,7 @@ def host(topology: Topology, on_cpu: bool) -> Iterator[Finding]:
 
 
 def usable_gpus(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
-    """Yield whether torch can use the driver's GPUs, unless the CPU was chosen."""
+    """Yield whether torch can use the GPUs, unless the CPU was chosen."""
     if trouble := hardware.driver_trouble():
         fix = "run nvidia-smi; load the driver, or reboot"
         yield found("devices", "driver", f"the NVIDIA driver does not answer: {trouble}", fix)
@@ -106,7 +106,7 @@ def usable_gpus(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
 
 
 def judge_gpu(index: int, gpu: hardware.Gpu) -> Finding:
-    """Return what a GPU is, and the worst fault that its driver tells."""
+    """Return what a GPU is, and the worst fault known of it."""
     handle = hardware.nvml_handle(gpu.uuid)
     memory = hardware.asked(nvml.nvmlDeviceGetMemoryInfo, handle)
     free_bytes = gpu.memory_bytes if memory is None else int(memory.free)
@@ -123,15 +123,15 @@ def judge_gpu(index: int, gpu: hardware.Gpu) -> Finding:
 
 
 def address_of(interface: str, towards: str) -> str:
-    """Return the address of this process's traffic: the interface's, or, without one, that `towards` another."""
+    """Return the address of the interface, or the one `towards` another host."""
     chosen = sorted(hosts.interfaces().get(interface, []), key=lambda each: ":" in each)  # IPv4 first
     return chosen[0] if chosen else hosts.own_address(towards) or "127.0.0.1"  # a laptop without a network
 
 
 def network(address: str, *, is_chosen: bool, others: bool) -> Iterator[Finding]:
-    """Yield what this host's interface, which somebody may have chosen, and its name are.
+    """Yield what this host's interface and name are.
 
-    `others` says whether there are other hosts, which have to find this one.
+    `is_chosen` says whether somebody has named the interface, `others` whether other hosts have to find this one.
     """
     interface = next((name for name, each in hosts.interfaces().items() if address in each), "no interface")
     yield found("network", "interface", f"{interface} {address}")
@@ -150,7 +150,10 @@ def network(address: str, *, is_chosen: bool, others: bool) -> Iterator[Finding]
 
 
 def output(folder: Path, left: list[Path]) -> Iterator[Finding]:
-    """Yield what writing into `folder`, or where it would be made, is like; the path of the file is added to `left`."""
+    """Yield what writing into `folder`, or where it would be made, is like.
+
+    The path of the file that was written is added to `left`.
+    """
     base = next(each for each in (folder, *folder.parents) if each.exists())
     left.append(base / f".lockstep-doctor-{secrets.token_hex(8)}")
     try:
@@ -164,7 +167,7 @@ def output(folder: Path, left: list[Path]) -> Iterator[Finding]:
 
 
 def _written(path: Path, most_bytes: int) -> float:
-    """Return the bytes/s at which a new file could be written; it is then empty."""
+    """Return the bytes/s at which a new file was written."""
     chunk = secrets.token_bytes(_CHUNK_BYTES)  # not zeros: some disks store those as nothing
     since_s, count = time.perf_counter(), 0
     with open(path, "xb", buffering=0, opener=ours) as file:
@@ -191,7 +194,7 @@ def judge_output(base: Path, free_bytes: int, bytes_per_s: float) -> Iterator[Fi
 
 
 def shared(path: Path, wait_s: float = _APPEARS_S) -> Iterator[Finding]:
-    """Yield whether a file of rank 0's is seen here, within a moment."""
+    """Yield whether a file of rank 0's is soon seen here."""
     words, fix = f"all ranks see the same {path.parent}", ""
     deadline = time.monotonic() + wait_s
     while not (is_seen := path.exists()) and time.monotonic() < deadline:

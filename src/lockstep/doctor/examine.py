@@ -31,7 +31,7 @@ _PROBE_PART = 1 / 3
 
 @dataclass(frozen=True)
 class Report:
-    """What came out, as rank 0 has it; `hosts` are those of the ranks."""
+    """What came out, whole on rank 0; `hosts` are the ranks'."""
 
     findings: tuple[Finding, ...]
     hosts: tuple[str, ...]
@@ -40,7 +40,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Examination:
-    """What every rank runs: it forms the world itself, and says so where none can be formed."""
+    """What every rank runs; it forms the world itself, if it can."""
 
     output: Path
     """Absolute, as `data`."""
@@ -54,7 +54,7 @@ class Examination:
         raise AssertionError("the launchers let this entry form its own world")
 
     def before_world(self, config: RunConfig, topology: Topology, device: torch.device, store: Store) -> Report:
-        """Look at everything; return the report, which is whole on rank 0 (*collective*)."""
+        """Look at everything, and return the report (*collective*)."""
         # Here, since they import torch, and the process that starts ranks does not.
         from .._torch import PrefixStore
         from . import alone, together

@@ -1,4 +1,4 @@
-"""A finding: what was looked at, what was found, and what to do about it. All of it fits into JSON."""
+"""A finding: what was looked at, what was found, what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNITS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; `value` is in `unit`, bytes, s or bytes/s.
+    """One thing that was looked at; `value` is in `unit`.
 
     `ranks` are those that found it, one for each host where it is about hosts; none where it is about all together.
     """
@@ -48,7 +48,7 @@ def found(
 
 
 def look(group: str, name: str, probe: Probe, limit_s: float, hung: str = YELLOW) -> list[Finding]:
-    """Return what `probe` finds; a finding too where it raises, or takes more than `limit_s` seconds.
+    """Return what `probe` finds, and a finding if it raises or hangs.
 
     What hangs, such as a network disk whose server has gone, stays behind in a thread; its finding's state is `hung`.
     """
@@ -65,7 +65,7 @@ def look(group: str, name: str, probe: Probe, limit_s: float, hung: str = YELLOW
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings by group and name, those of several ranks that are alike as one."""
+    """Return the findings by group and name, like ones of ranks together."""
     ranks: dict[Finding, set[int]] = {}
     for finding in findings:
         ranks.setdefault(replace(finding, ranks=()), set()).update(finding.ranks)
@@ -75,7 +75,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def shown(number: float, unit: str) -> str:
-    """Return a number of bytes, bytes/s or s in words: 64 MiB, 1.25 GB/s, 0.15 ms."""
+    """Return bytes, bytes/s or s in words: 64 MiB, 1.25 GB/s, 0.15 ms."""
     units = _UNITS[unit]
     name = next((name for name, factor in units.items() if number >= factor), [*units][-1])
     scaled = number / units[name]

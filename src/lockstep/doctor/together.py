@@ -1,4 +1,4 @@
-"""What ranks find together: who comes, who reaches whom, whether a group forms, what its sums are, and how fast.
+"""What ranks find together: absent ranks, closed ports, wrong or slow sums.
 
 Ranks tell one another of it through torch's store: after one rank has stayed away from a collective, a process group is
 of no use any more. Bandwidth is that of the bus, 2 (N − 1) / N × bytes ÷ time: what each link of a ring has to carry,
@@ -56,7 +56,7 @@ class Board:
     """What ranks post, topic by topic, in the same order on each."""
 
     def __init__(self, store: Store, rank: int, size: int, patience_s: float) -> None:
-        """`patience_s` is how long a rank is waited for before the others go on without it."""
+        """After `patience_s` the others go on without a rank."""
         self.rank, self.size, self.patience_s = rank, size, patience_s
         self.absent: dict[int, Finding] = {}
         """Ranks that fell silent, and what there is to say of each."""
@@ -64,7 +64,7 @@ class Board:
         self._keys = Keys(store, "board", limit_s=self._hears_s)
 
     def all(self, topic: str, mine: Any) -> dict[int, Any]:
-        """Return what every rank posts under `topic` (JSON-able), without those that are absent (*collective*).
+        """Return what all ranks but absent ones post under `topic` (*collective*).
 
         Raises `RunError` on a rank that the others have given up, or that rank 0 has left alone.
         """
@@ -105,7 +105,7 @@ class Board:
 
 
 def reach(topology: Topology, address: str, board: Board, names: Sequence[str]) -> Finding:
-    """Return whether ranks reach one another: this one listens at `address`; `names` are all hosts (*collective*)."""
+    """Return whether ranks reach one another; this one is at `address` (*collective*)."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     # The kernel answers whoever connects, as long as there is room in the backlog.
     with socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN) as server:
@@ -119,7 +119,7 @@ def reach(topology: Topology, address: str, board: Board, names: Sequence[str]) 
 
 
 def visit(address: str, port: int, limit_s: float = _CONNECT_S) -> str:
-    """Connect to another rank as gloo and NCCL do; return what keeps this one from it, "" for nothing."""
+    """Connect to another rank; return what is in the way, or ""."""
     try:
         socket.create_connection((address, port), timeout=limit_s).close()
     except TimeoutError:
@@ -199,7 +199,7 @@ def _measure(world: World) -> list[tuple[int, float, int]]:
 
 
 def _beside(world: World) -> float | None:
-    """Return the seconds that a second of computation and of an all-reduce at once cost beyond that one (*collective*).
+    """Return what a second of computation costs beside an all-reduce (*collective*).
 
     0 where each goes on as if it were alone; 1 where nothing is gained, as where both need the same processor. None
     where ranks share memory, and do not compute meanwhile.
@@ -254,7 +254,7 @@ def _slowest_s(world: World, work: Callable[[], object], runs: int) -> float:
 
 
 def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Finding]:
-    """Yield what it means that `compute` returned `told`; `names` are the ranks' hosts."""
+    """Yield what `told`, of `compute`, means; `names` are the ranks' hosts."""
     failures = {at: each for at, each in told.items() if "error" in each}
     causes = {at: each for at, each in failures.items() if not each["is_echo"]} or failures
     for at, each in causes.items():
@@ -286,7 +286,7 @@ def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterat
 
 
 def folder(path: Path, board: Board, limit_s: float) -> list[Finding]:
-    """Return what rank 0 finds in the output folder, and whether the others see it (*collective*)."""
+    """Return what rank 0 finds in the output folder, and others see (*collective*)."""
     left: list[Path] = []
     try:
         findings = look("disk", "output", lambda: alone.output(path, left), limit_s, RED) if board.rank == 0 else []

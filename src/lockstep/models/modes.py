@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Keep `model` in evaluation mode within the block; afterwards each module is in its own mode again."""
+    """Keep `model` in evaluation mode; afterwards each module is as before."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -26,9 +26,9 @@ STAGES, STEM_WIDTH = 3, 16
 
 
 def widths(depth: int, alpha: int, *, reference: bool = False) -> list[int]:
-    """Return the channels after the stem and after each block; rounding takes halves to the even number.
+    """Return the channels after the stem and after each block.
 
-    `reference` leaves out the last block of each stage and keeps the pace of widening.
+    Rounding takes halves to the even number. `reference` leaves out the last block of each stage, at the same pace.
     """
     blocks = (depth - 2) // (2 * STAGES)
     # Exact, so that no width hangs on how a sum of floats was rounded.
@@ -73,8 +73,9 @@ class Block(nn.Module):
 
 
 class PyramidNet(nn.Module):
-    """The net of `depth` and widening α: (N, in_channels, H, W) → logits (N, classes).
+    """The net of `depth` and widening α.
 
+    (N, in_channels, H, W) → logits (N, classes).
     Depth 110 and α 270 have 28,485,477 parameters for 10 classes. `reference` is a variant that is widely trained
     under the same name, without the last block of each stage: 24,253,410. Channels are a multiple of `multiple`.
     """
@@ -105,7 +106,7 @@ class PyramidNet(nn.Module):
 def pyramidnet(
     depth: int, alpha: int, *, classes: int, in_channels: int = 3, reference: bool = False, padded: bool = False
 ) -> PyramidNet:
-    """Return a `PyramidNet`; with `padded` the same function of the same weights, in channels by the 8."""
+    """Return a `PyramidNet`, with `padded` the same in channels by the 8."""
     make = partial(PyramidNet, depth, alpha, classes=classes, in_channels=in_channels, reference=reference)
     plain = make()
     if not padded:
@@ -119,7 +120,7 @@ def pyramidnet(
 
 @torch.no_grad()
 def carry(source: PyramidNet, target: PyramidNet) -> None:
-    """Copy the state of a plain net into its padded one, zeros beyond, or that of a padded net into its plain one."""
+    """Copy a plain net's state into its padded one, or the reverse."""
     given = source.state_dict()
     for key, tensor in target.state_dict().items():
         both = tuple(slice(min(sides)) for sides in zip(tensor.shape, given[key].shape, strict=True))

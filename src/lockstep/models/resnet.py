@@ -17,7 +17,7 @@ _EXPANSION = 4
 
 
 class Block(nn.Module):
-    """A residual function, two 3×3 convolutions or a bottleneck of three, and its shortcut.
+    """Two 3×3 convolutions, or a bottleneck of three, and a shortcut.
 
     (N, inputs, H, W) → (N, width or, of a bottleneck, 4 × width, ⌈H/stride⌉, ⌈W/stride⌉).
     """
@@ -48,7 +48,7 @@ def _normalised(inputs: int, outputs: int, side: int, stride: int) -> tuple[nn.M
 
 
 class ResNet(nn.Module):
-    """`blocks[i]` blocks of `widths[i]` in stage i: (N, in_channels, H, W) → logits (N, classes)."""
+    """`blocks[i]` blocks of `widths[i]` in stage i; gives logits (N, classes)."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ResNet(nn.Module):
 
 
 def initialise(model: nn.Module) -> None:
-    """Draw the convolutions' weights by He's rule (arXiv 1502.01852), as in both papers."""
+    """Draw the convolutions' weights by He's rule (arXiv 1502.01852)."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -34,7 +34,7 @@ def _stage(inputs: int, outputs: int, *pool: nn.Module) -> nn.Sequential:
 
 
 def mlp(*, classes: int, shape: tuple[int, ...], hidden: int = 128) -> nn.Sequential:
-    """Return a perceptron with one hidden layer: so little arithmetic that a step shows what the loop costs.
+    """Return a perceptron that costs so little that a step shows the loop.
 
     (N, *shape) → logits (N, classes); the samples may be of any shape.
     """

@@ -46,7 +46,7 @@ def names() -> tuple[str, ...]:
 
 
 def preflight(name: str) -> None:
-    """Raise `RequestError` where no network has that name, or the module of a `module:attribute` cannot be found."""
+    """Raise `RequestError` where no network has that name."""
     if ":" in name:
         user_code.check("--model", name)
     elif not _is_ours(name):
@@ -59,9 +59,9 @@ def build(name: str, *, classes: int, in_channels: int, image_size: int) -> nn.M
 
 
 def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return the network `name`, float32 on the CPU, with weights drawn from torch's global generator.
+    """Return the network `name`, which takes (N, *shape) to logits (N, classes).
 
-    It takes samples (N, *shape) to logits (N, classes). Raises `RequestError` where there is none such.
+    It is float32 on the CPU, its weights from torch's global generator. Raises `RequestError` where there is none such.
     """
     # What is no image has features where an image has channels.
     sides = {"in_channels": shape[0] if shape else 1, "image_size": shape[-1] if shape else 1}
@@ -82,7 +82,7 @@ def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
-    """Return torchvision's weights of the network `name`: what they are called, and the tensors by name.
+    """Return the name of torchvision's weights of `name`, and the tensors by name.
 
     Raises `RequestError` where there are none, or they can neither be found nor downloaded.
     """
@@ -115,7 +115,7 @@ def _pyramidnet_arguments(name: str) -> dict[str, int] | None:
 
 
 def _torchvision_name(name: str) -> str:
-    """Return torchvision's own name for `name`; raise with the nearest names if it has none."""
+    """Return torchvision's own name for `name`; raise if it has none."""
     plain, theirs = name.removeprefix(_PREFIX), torchvision.names()
     if plain in theirs:
         return plain
@@ -150,7 +150,7 @@ def _build_own(name: str, given: dict[str, Any]) -> nn.Module:
 
 
 def _accepted(builder: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the arguments `given` that `builder` names; if it takes any, all that other libraries know."""
+    """Return the arguments `given` that `builder` names, or may hand on."""
     parameters = inspect.signature(builder).parameters.values()
     named = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

@@ -1,4 +1,4 @@
-"""Torchvision's classifiers, built for the classes and the size of image that a data set has."""
+"""Torchvision's classifiers, built for a data set's classes and images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN_LOGITS = {name: {"aux_logits": False, "init_weights": True} for name in (
 
 
 def names() -> list[str]:
-    """Return the names of torchvision's classifiers: not its detectors, segmenters, or quantised and video nets."""
+    """Return the names of torchvision's classifiers."""
     try:  # here, not above: some builds of torch cannot load it, and our own nets need none
         from torchvision import models
     except (ImportError, RuntimeError) as error:
@@ -26,7 +26,7 @@ def names() -> list[str]:
 
 
 def build(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return the classifier of that name for images (channels, height, width); it may find them too small later."""
+    """Return a classifier for images (channels, height, width)."""
     from torchvision import models
 
     in_channels, height, width = shape
@@ -51,7 +51,7 @@ def build(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
-    """Return torchvision's best weights of that classifier: what it calls them, and the tensors by name.
+    """Return the name of a classifier's best weights, and the tensors by name.
 
     They come from its cache, or are downloaded there. Raises `RequestError` where neither is possible.
     """

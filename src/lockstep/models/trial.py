@@ -1,4 +1,4 @@
-"""One pass before training, to see that what a network returns can be scored against the labels.
+"""One pass before training: can what a network returns be scored?
 
 A user's own model may return what its last project needed: auxiliary logits, a dictionary, ten outputs for a hundred
 classes. The loss would raise in the midst of torch, and on a GPU only tell of a device-side assertion.
@@ -24,7 +24,7 @@ _UNFIT = (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError, Asse
 def check(
     name: str, model: nn.Module, *, classes: int, shape: tuple[int, ...], dtype: torch.dtype, empty: bool = False
 ) -> None:
-    """Raise `RequestError` where `model`, called `name`, does not give (N, at least `classes`) scores.
+    """Raise `RequestError` where `model` gives no (N, at least `classes`) scores.
 
     Its samples have this shape and dtype; `empty` says that it will get batches of none too. Statistics stay as they
     are, and dropout draws nothing. To be called where autocast is on if it will be.
@@ -52,7 +52,7 @@ def check(
 
 
 def check_parts(name: str, model: nn.Module) -> None:
-    """Raise `RequestError` where `model`, called `name`, has a state that no checkpoint can hold."""
+    """Raise `RequestError` where `model` has a state that no checkpoint holds."""
     if extra := [key for key in model.state_dict() if key.endswith("_extra_state")]:
         raise RequestError(
             f"--model {name} keeps more than tensors in its state ({', '.join(extra[:3])}), and a checkpoint holds "

@@ -1,4 +1,4 @@
-"""What BatchNorm computes on a CPU, with torch's own kernels, at full speed for any number of channels.
+"""BatchNorm on a CPU by torch's kernels, fast for any number of channels.
 
 Where channels lie innermost (channels_last), torch's kernels take one pixel's channels at a time, and each thread adds
 up in its own row of one small table. Channels that fill no vector, such as PyramidNet's 21, 26 and 31, are then slow,
@@ -25,14 +25,14 @@ FOLD = 16
 
 
 def exchange(world: World, *parts: Tensor) -> Any:
-    """Return every rank's `parts` (n_i,) as one row of float64: an array (ranks, Σn_i) (*collective*)."""
+    """Return every rank's `parts` as a row of float64 (*collective*)."""
     # Arrays, since what follows is a dozen operations on few numbers.
     own = np.concatenate([each.numpy() for each in parts], dtype=np.float64)
     return world.stack(torch.from_numpy(own)).numpy()
 
 
 def summed(world: World, dot: Tensor, total: Tensor) -> Any:
-    """Return the sums over all ranks, in rank order: an array (2·C,) of float64 (*collective*)."""
+    """Return the sums over all ranks: float64, (2·C,) (*collective*)."""
     return exchange(world, dot, total).sum(0)
 
 
@@ -73,7 +73,7 @@ def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor
 def input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, means: Any
 ) -> Tensor:
-    """Return w/s · (dy - total - x̂ · dot), s the standard deviation; `means` (2·C,) are all ranks' of dot and total."""
+    """Return w/s · (dy - total - x̂ · dot); `means` are all ranks' of both."""
     scale, invstd = _scale(var, weight, eps)
     dot, total = torch.as_tensor(-means, dtype=var.dtype).view(2, -1).unbind()
     slope = dot.mul_(scale).mul_(invstd)
@@ -95,7 +95,7 @@ def _scale(var: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tens
 
 
 def _affine(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Return scale · x + offset, in x's type and order of memory."""
+    """Return scale · x + offset in x's type and memory order."""
     folded, parts = _fold(x)
     # Not unfolded from a tensor of the folded shape: autograd lets nobody change a view that a Function returns in
     # place, as the ReLU after it does.
@@ -114,7 +114,7 @@ def _affine(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
 
 
 def _fold(x: Tensor) -> tuple[Tensor, int]:
-    """Return x seen with k pixels as one, (1, k·C, pixels/k, 1), and k; x itself and 1 where its channels lie apart."""
+    """Return x seen with k pixels as one, and k; else x, 1."""
     pixels = x.numel() // x.shape[1]
     parts = math.gcd(pixels, FOLD)
     innermost = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
@@ -124,7 +124,7 @@ def _fold(x: Tensor) -> tuple[Tensor, int]:
 
 
 def _like(other: Tensor, folded: Tensor) -> Tensor:
-    """Return another tensor of x's shape in that of the folded x; a view of it where it lies in memory like x."""
+    """Return another tensor of x's shape in that of the folded x."""
     if other.shape == folded.shape:
         return other
     return other.permute(0, 2, 3, 1).reshape(folded.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
@@ -135,5 +135,5 @@ def _repeated(each: Tensor, parts: int) -> Tensor:
 
 
 def _spread(each: Tensor, x: Tensor, parts: int) -> Tensor:
-    """Return values per channel in the shape that meets those of the folded x."""
+    """Return values per channel in a shape that meets the folded x."""
     return _repeated(each, parts).view(-1, *[1] * (x.dim() - 2))

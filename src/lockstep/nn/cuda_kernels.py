@@ -1,4 +1,4 @@
-"""What BatchNorm computes on a GPU, with torch's own kernels: none of them makes the host wait.
+"""BatchNorm on a GPU by torch's kernels that no host waits for.
 
 Per channel tensors are (C,), images (N, C) or (N, C, …), x and dy in the same dense order of memory.
 """
@@ -13,7 +13,7 @@ from ..world.world import World
 
 
 def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return x without gaps in memory, in the order of `like` (by default its own): else the kernels misread it."""
+    """Return x without gaps in memory, which the kernels misread, ordered like `like`."""
     like = x if like is None else like
     orders = torch.channels_last, torch.channels_last_3d
     order = next((each for each in orders if like.is_contiguous(memory_format=each)), torch.contiguous_format)
@@ -21,7 +21,7 @@ def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def exchange(world: World, *parts: Tensor) -> Tensor:
-    """Return every rank's `parts` (n_i,) as one row of float64: (ranks, Σn_i) (*collective*)."""
+    """Return every rank's `parts` as a row of float64 (*collective*)."""
     return world.stack(torch.cat([each.double() for each in parts]))
 
 
@@ -53,7 +53,7 @@ def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor
 def input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, means: Tensor
 ) -> Tensor:
-    """Return w/s · (dy - total - x̂ · dot), s the standard deviation; `means` (2·C,) are all ranks' of dot and total."""
+    """Return w/s · (dy - total - x̂ · dot); `means` are all ranks' of both."""
     if x.numel() == 0:
         return torch.empty_like(x)
     invstd = _invstd(var, eps)

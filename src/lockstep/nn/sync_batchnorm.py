@@ -1,4 +1,4 @@
-"""BatchNorm over all ranks: each global micro-batch is normalised as one process would normalise it.
+"""BatchNorm over all ranks, as one process would compute it.
 
 Ordinary BatchNorm takes mean and variance of the samples that its own rank holds, so that the model changes with
 the number of ranks. Here each rank hears the others' count, mean and variance of each channel, in float64: one
@@ -45,13 +45,13 @@ class SyncBatchNorm(BatchNorm):
 
     @classmethod
     def of(cls, norm: BatchNorm, world: World) -> SyncBatchNorm:
-        """Make `norm`, which stays the same object, synchronous over `world`, and return it."""
+        """Make `norm`, the same object, synchronous over `world`, and return it."""
         norm.__class__ = cls
         norm.world = world  # type: ignore[assignment]
         return norm  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` normalised with the statistics of the global micro-batch (*collective* in training)."""
+        """Return `x` normalised as the global micro-batch is (*collective* in training)."""
         # torch's kernels do not check it, and would read beyond the weights.
         if x.dim() < 2 or x.shape[1] != self.num_features:
             asked = f"(N, {self.num_features}) or (N, {self.num_features}, …)"
@@ -82,7 +82,7 @@ class SyncBatchNorm(BatchNorm):
         return y
 
     def _track(self, mean: Tensor, var: Tensor) -> None:
-        """Move the running statistics towards those of this global micro-batch, of which `var` is the unbiased one."""
+        """Move the running statistics towards those of a batch; `var` is unbiased."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         batches, dtype = self.num_batches_tracked.add_(1), self.running_mean.dtype
@@ -93,8 +93,9 @@ class SyncBatchNorm(BatchNorm):
 
 
 def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
-    """Return all ranks' mean, biased and unbiased variance (C,), and number of values per channel (*collective*).
+    """Return all ranks' statistics (*collective*).
 
+    They are mean, biased and unbiased variance (C,), and the number of values per channel.
     A single value raises `ValueError`, but on GPUs, where the host would have to wait: running variances become NaN.
     """
     kernels, channels = _kernels(x), x.shape[1]
@@ -122,7 +123,7 @@ def _kernels(x: Tensor) -> ModuleType:
 
 
 class _Normalise(torch.autograd.Function):
-    """y = (x - mean) / √(var + eps) · weight + bias, with the gradient through the global mean and variance."""
+    """Normalises, with the gradient through the global mean and variance."""
 
     @staticmethod
     def forward(
@@ -163,8 +164,9 @@ _SYNCHRONOUS: dict[type[BatchNorm], type[SyncBatchNorm]] = {nn.SyncBatchNorm: Sy
 
 
 def convert(model: nn.Module, world: World) -> nn.Module:
-    """Return `model` with every BatchNorm made synchronous over `world`; unchanged where the world has one rank.
+    """Return `model` with every BatchNorm made synchronous over `world`.
 
+    A world of one rank changes nothing.
     Layers stay the objects that they are, and of their kinds. torch's `SyncBatchNorm` changes too, unless it has a
     process group of its own. Raises `RequestError` for a kind of BatchNorm whose own behaviour would be dropped.
     """
@@ -183,7 +185,7 @@ def convert(model: nn.Module, world: World) -> nn.Module:
 
 
 def fold(model: nn.Module) -> nn.Module:
-    """Return `model` with each BatchNorm2d whose channels fill no cache line made a folded one (see `cpu_kernels`)."""
+    """Return `model` with BatchNorm2ds that `cpu_kernels` speeds up made folded ones."""
     for _, norm in _norms(model):
         if type(norm) is nn.BatchNorm2d and norm.num_features % cpu_kernels.FOLD:
             FoldedBatchNorm2d.of(norm, World.alone())
@@ -196,17 +198,17 @@ def is_folded(model: nn.Module) -> bool:
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Return whether `model` has a layer whose output depends on the whole batch in training."""
+    """Return whether `model` has a BatchNorm."""
     return any(_norms(model))
 
 
 def untracked(model: nn.Module) -> list[str]:
-    """Return the names of BatchNorm layers that keep no running statistics, and so take an evaluation batch's own."""
+    """Return the names of BatchNorm layers that keep no running statistics."""
     return [name for name, norm in _norms(model) if norm.running_mean is None]
 
 
 def statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Return the running statistics of the BatchNorm layers by their names in `model`."""
+    """Return the BatchNorm layers' running statistics by name."""
     norms = ((f"{name}." if name else "", norm) for name, norm in _norms(model))
     return {f"{prefix}{key}": held for prefix, norm in norms for key, held in norm.named_buffers(recurse=False)}
 

@@ -1,4 +1,4 @@
-"""The global random generators of torch, Python and NumPy: seeded, kept, saved and continued exactly.
+"""Random generators of torch, Python and NumPy: seeded, kept, saved, continued.
 
 Order and augmentation do not use them (they are functions of seed, epoch and index); weights at the start and a
 model's own randomness, such as dropout, do. A process has one of each kind for its CPU, and one of torch's for each
@@ -38,7 +38,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def now(cls, devices: Devices, since: Generators | None = None) -> Generators:
-        """Return the states as they are; NumPy's is taken from `since` where it has not changed."""
+        """Return the states as they are, NumPy's from `since` if unchanged."""
         memory = _numpy_memory()
         numpy = since.numpy if since is not None and memory == since.memory else np.random.get_state()
         gpus = [torch.cuda.get_rng_state(gpu) for gpu in _gpus(devices)]
@@ -50,7 +50,7 @@ class Generators(NamedTuple):
         return is_same and torch.equal(self.cpu, torch.get_rng_state())
 
     def put_back(self, devices: Devices) -> None:
-        """Make the process's generators continue from these states; `devices` are as many as there were."""
+        """Make the generators of the process and `devices` continue from here."""
         torch.set_rng_state(self.cpu)
         for gpu, state in zip(_gpus(devices), self.gpus, strict=True):
             torch.cuda.set_rng_state(state, gpu)
@@ -70,7 +70,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Generators:
-        """Return the states that `as_json` wrote. Raises `ValueError` and its like for what it cannot have written."""
+        """Return the states that `as_json` wrote; raise `ValueError` for others."""
         cpu, *gpus = (torch.from_numpy(_array(text, np.uint8)) for text in (saved["torch"], *saved["gpus"]))
         if len(cpu) != len(torch.get_rng_state()):
             raise ValueError(f"a generator's state of {len(cpu)} bytes")
@@ -106,7 +106,7 @@ def save_generators(world: World, devices: Devices) -> list[dict[str, Any]]:
 
 
 def load_generators(world: World, saved: list[dict[str, Any]], *fallback: int, devices: Devices) -> None:
-    """Continue this rank's generators; where ranks or devices are others than before, seed them from `fallback`."""
+    """Continue this rank's generators; seed them from `fallback` in another world."""
     own = Generators.from_json(saved[world.rank]) if len(saved) == world.size else None
     if own is None or len(own.gpus) != len(_gpus(devices)):
         seed_all(*fallback, world.rank, devices=devices)
@@ -115,7 +115,7 @@ def load_generators(world: World, saved: list[dict[str, Any]], *fallback: int, d
 
 
 def _numpy_memory() -> bytes:
-    """Return the 624 words and the position of NumPy's generator; as text, the state of one that a user has put in."""
+    """Return the 624 words and the position of NumPy's generator."""
     bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, and in no stub
     if not isinstance(bits, np.random.MT19937):
         return repr(bits.state).encode()

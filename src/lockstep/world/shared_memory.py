@@ -1,4 +1,4 @@
-"""Collectives of CPU tensors between the ranks of one host, through memory that they share.
+"""Collectives of CPU tensors between the ranks of one host, through shared memory.
 
 A collective over loopback takes a millisecond however small it is, and a net with BatchNorm has two for each layer and
 step. Here each rank copies its numbers into a slot of its own, publishes a sequence number, waits for those of the
@@ -42,16 +42,16 @@ _NAP, _LONGEST_NAP_S = 0.05, 1e-3  # of the time that it has waited
 
 
 class PeerLostError(RuntimeError):
-    """A rank that others wait for has ended, has left, or does not come."""
+    """A rank that others wait for does not come."""
 
 
 class SharedMemory:
-    """One rank's side of the memory that a host's ranks share. Calls are *collective*, by one thread at a time."""
+    """One rank's side of the memory. Calls are *collective*, by one thread."""
 
     def __init__(self, fd: int, rank: int, processes: Sequence[int], timeout_s: float) -> None:
-        """Map `fd`; `processes` are the ranks' process ids, in their order. Raises `OSError` where one is not seen.
+        """Map `fd`, shared with the ranks of these process ids.
 
-        A collective that waits longer than `timeout_s` for a rank raises `PeerLostError`.
+        Raises `OSError` for one that is not seen. Collectives that wait longer than `timeout_s` raise `PeerLostError`.
         """
         self._rank, self._timeout_s, self._sequence = rank, timeout_s, 0
         self._peers = {peer: os.pidfd_open(pid) for peer, pid in enumerate(processes) if peer != rank}
@@ -67,25 +67,26 @@ class SharedMemory:
         self._views = views
 
     def sum_(self, tensor: Tensor) -> None:
-        """Add up `tensor` (contiguous, alike on each rank) in rank order, in place."""
+        """Add up `tensor` (contiguous) in rank order, in place."""
         for part, (first, second, *more) in self._exchanged("sum", tensor):
             torch.add(first, second, out=part)
             for each in more:
                 part.add_(each)
 
     def stack(self, tensor: Tensor) -> Tensor:
-        """Return every rank's `tensor` (contiguous, alike on each rank), in rank order: (ranks, elements)."""
+        """Return every rank's `tensor` (contiguous): (ranks, elements)."""
         return torch.cat([torch.stack(slots) for _, slots in self._exchanged("stack", tensor)], 1)
 
     def close(self) -> None:
-        """Tell the ranks that still wait for this one that it does not come any more."""
+        """Tell ranks that wait for this one that it has left."""
         self._words[self._rank, _LEFT] = 1
         while self._peers:
             os.close(self._peers.popitem()[1])
 
     def _exchanged(self, operation: str, tensor: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-        """Yield each part of `tensor` that fits a slot with every rank's, valid until the next exchange.
+        """Yield each part of `tensor` that fits a slot with every rank's.
 
+        They are valid until the next exchange.
         Raises `UnmatchedError` where another rank exchanges something else: it would be taken for this.
         """
         flat, words = tensor.detach().view(-1), self._words  # nothing is written to a view that a gradient passes
@@ -109,7 +110,7 @@ class SharedMemory:
             yield part, slots
 
     def _wait(self, peer: int) -> None:
-        """Return once `peer` has published; raise `PeerLostError` where it will not, or not in time."""
+        """Return once `peer` has published; raise `PeerLostError` if it does not."""
         words, ended, began_s = self._words, select.poll(), time.monotonic()
         ended.register(self._peers[peer], select.POLLIN)
         while words[peer, 0] < self._sequence:
@@ -131,7 +132,7 @@ class SharedMemory:
 def join(
     topology: Topology, is_unwanted: bool, gather: Callable[[Any], list[Any]], timeout_s: float
 ) -> tuple[SharedMemory | None, str]:
-    """Return the memory that all ranks share, or None and why there is none: alike on all ranks (*collective*).
+    """Return the memory, or None and why there is none (*collective*).
 
     `gather` returns what each rank gives to it, by another way.
     """

@@ -1,4 +1,4 @@
-"""One rank's place among the ranks: known before any process group exists, and without torch."""
+"""One rank's place among the ranks, known before any process group exists."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Rank `rank` of `size`: local rank `local_rank` of `local_size` on node `node` of `nodes`.
+    """One rank's place.
 
+    It is `rank` of `size`, and `local_rank` of `local_size` on its `node` of `nodes`.
     Rank 0 listens at `address` and `port` where these are known: not with a file, or a store that was handed over.
     """
 
@@ -23,7 +24,7 @@ class Topology:
 
     @classmethod
     def of_node(cls, here: int, *, first: int = 0, size: int = 0, node: int = 0, nodes: int = 1) -> list[Topology]:
-        """Return the places of a node's `here` ranks, from rank `first` on; by default they are all ranks."""
+        """Return the places of a node's `here` ranks, from `first` on."""
         places = enumerate(range(first, first + here))
         whole = {"size": size or here, "local_size": here, "node": node, "nodes": nodes}
         return [cls(rank=rank, local_rank=local_rank, **whole) for local_rank, rank in places]

@@ -1,4 +1,4 @@
-"""The ranks that train together, as a value that is passed to whatever communicates.
+"""The ranks that train together, as a value.
 
 With one rank every method is the identity, so that no caller asks how many ranks there are. Methods marked
 *collective* must be called by every rank, in the same order.
@@ -33,8 +33,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that train together: this one is at `topology`, and computes on `device`.
+    """The ranks that train together.
 
+    This one is at `topology`, and computes on `device`.
     CPU tensors go through `memory`, which the ranks of one host share, else by gloo; `apart` says why there is none.
     `pulse` tells the watchdog what this rank is doing; `notes` are what earlier starts of the ranks have left.
     """
@@ -65,7 +66,7 @@ class World:
         notes: Notes | None = None,
         collectives: str = "auto",
     ) -> World:
-        """Form the process group of all ranks over `store` and return it (*collective*).
+        """Form the process group of all ranks over `store` (*collective*).
 
         NCCL moves CUDA tensors; `collectives` says what moves those of CPUs: auto, gloo or shared-memory. A collective
         that waits `timeout_s` for a rank raises in the others; forming the group waits `form_s`, by default as long.
@@ -107,11 +108,11 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0: the one that prints and writes. Never guard a collective with it."""
+        """Whether this is rank 0. Never guard a collective with it."""
         return self.topology.is_main
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the element-wise sum of `tensor` over all ranks; any shape, same on each rank (*collective*).
+        """Return the element-wise sum of `tensor` over all ranks (*collective*).
 
         Over three ranks or more, an element's last bits depend on its place where gloo or NCCL add up. What has to be
         the same bits wherever it stands goes through `stack`.
@@ -119,7 +120,7 @@ class World:
         return self.sum_(tensor.clone(memory_format=torch.contiguous_format))
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Make `tensor` (contiguous) its element-wise sum over all ranks, in place, and return it (*collective*)."""
+        """As `sum`, in place of `tensor` (contiguous), which is returned (*collective*)."""
         if self.group is not None:
             with self.pulse.during("all-reduce"):
                 if self.memory is not None and not tensor.is_cuda:
@@ -133,7 +134,7 @@ class World:
         return self.stack(tensor).amax(0)
 
     def stack(self, tensor: Tensor) -> Tensor:
-        """Return every rank's `tensor`, in the order of the ranks: (ranks, *its shape) (*collective*)."""
+        """Return every rank's `tensor` in rank order: (ranks, *shape) (*collective*)."""
         if self.group is None:
             return tensor[None]
         tensor = tensor.contiguous()
@@ -146,7 +147,7 @@ class World:
         return found.view(self.size, *tensor.shape)
 
     def gather(self, item: Any) -> list[Any]:
-        """Return every rank's `item` (small and JSON-able), in the order of the ranks, on all ranks (*collective*)."""
+        """Return every rank's `item`, small and JSON-able, in rank order (*collective*)."""
         if self.group is None:
             return [item]
         # JSON, not all_gather_object: that one unpickles whatever a peer sends.
@@ -158,9 +159,10 @@ class World:
         return [json.loads(each[:length].tobytes()) for each, length in zip(texts, lengths, strict=True)]
 
     def unlike(self, facts: dict[str, Any]) -> tuple[int, str] | None:
-        """Return the first rank whose `facts` are not rank 0's, and how they differ, in words (*collective*).
+        """Return the first rank that has other `facts` than rank 0 (*collective*).
 
-        `facts` is {name: number or text}, the same names on each rank. None where all are alike.
+        `facts` is {name: number or text}, the same names on each rank. With the rank comes how they differ, in words;
+        None where all are alike.
         """
         first, *others = self.gather(facts)
         for rank, theirs in enumerate(others, start=1):
