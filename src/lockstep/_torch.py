@@ -100,7 +100,8 @@ def step(optimizer: Optimizer) -> None:
     That is a profiler's mark, hooks, and marks for the compiler, which take time in each step, and import the compiler
     too. Of an optimizer that is wrapped in another way, as much is left out as `inspect.unwrap` takes off.
     """
-    _unwrapped_step(type(optimizer))(optimizer)
+    kind: Any = type(optimizer)
+    _unwrapped_step(kind)(optimizer)
 
 
 @functools.cache

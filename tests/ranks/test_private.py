@@ -35,10 +35,11 @@ class _Counted(_torch.TorchDispatchMode):
 
 def test_many_tensors_take_one_operation() -> None:
     ours, theirs = [torch.ones(each) for each in range(9)], [torch.full((each,), 3.0) for each in range(9)]
+    three, two = torch.tensor(3.0), torch.tensor(2.0)
     with _Counted() as counted:
         _torch.foreach_lerp_(ours, theirs, 0.5)
-        _torch.foreach_mul_(ours, torch.tensor(3.0))
-        _torch.foreach_div_(ours, torch.tensor(2.0))
+        _torch.foreach_mul_(ours, three)
+        _torch.foreach_div_(ours, two)
         _torch.foreach_copy_(theirs, ours)
         norms = _torch.foreach_norm(theirs)
     assert counted.count == 5, "else one a tensor"

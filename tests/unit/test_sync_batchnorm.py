@@ -52,7 +52,7 @@ def test_every_kind_of_torchs_is_converted_and_others_are_refused() -> None:
             return super().forward(x).relu()
 
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm3d(3), nn.SyncBatchNorm(3))
-    assert not any(isinstance(each, SyncBatchNorm) for each in convert(model, World.alone()))
+    assert not any(isinstance(each, SyncBatchNorm) for each in convert(model, World.alone()).children())
     assert all(isinstance(each, SyncBatchNorm) for each in convert(model, PAIR).children())
     for layer in (WithActivation(3), nn.SyncBatchNorm(3, process_group=object())):
         with pytest.raises(RequestError, match=rf"Layer '0' is a {type(layer).__name__}.*--batchnorm local"):

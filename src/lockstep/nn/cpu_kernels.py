@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,9 +25,7 @@ FOLD = 16
 
 def exchange(world: World, *parts: Tensor) -> Any:
     """Return every rank's `parts` as a row of float64 (*collective*)."""
-    # Arrays, since what follows is a dozen operations on few numbers.
-    own = np.concatenate([each.numpy() for each in parts], dtype=np.float64)
-    return world.stack(torch.from_numpy(own)).numpy()
+    return world.numbers(*(each.numpy() for each in parts))  # arrays: what follows is many operations on few numbers
 
 
 def summed(world: World, dot: Tensor, total: Tensor) -> Any:

@@ -25,9 +25,10 @@ class Topology:
     @classmethod
     def of_node(cls, here: int, *, first: int = 0, size: int = 0, node: int = 0, nodes: int = 1) -> list[Topology]:
         """Return the places of a node's `here` ranks, from `first` on."""
-        places = enumerate(range(first, first + here))
-        whole = {"size": size or here, "local_size": here, "node": node, "nodes": nodes}
-        return [cls(rank=rank, local_rank=local_rank, **whole) for local_rank, rank in places]
+        return [
+            cls(rank=first + at, size=size or here, local_rank=at, local_size=here, node=node, nodes=nodes)
+            for at in range(here)
+        ]
 
     @property
     def is_main(self) -> bool:

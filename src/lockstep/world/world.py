@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -145,6 +146,11 @@ class World:
                 found = tensor.new_empty(self.size * tensor.numel())
                 dist.all_gather_into_tensor(found, tensor.view(-1), group=self.group)
         return found.view(self.size, *tensor.shape)
+
+    def numbers(self, *parts: np.ndarray) -> np.ndarray:
+        """Return every rank's `parts` as a row of float64: (ranks, Σn_i) (*collective*)."""
+        found: np.ndarray = self.stack(torch.from_numpy(np.concatenate(parts, dtype=np.float64))).numpy()
+        return found
 
     def gather(self, item: Any) -> list[Any]:
         """Return every rank's `item`, small and JSON-able, in rank order (*collective*)."""
