@@ -1,4 +1,7 @@
-"""What lockstep uses of torch that it does not promise: each with its reason."""
+"""What lockstep uses of torch that it does not promise.
+
+`tests/ranks/test_private.py` says what breaks without each.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,19 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as _stores  # torch.distributed has them in public, unseen by type checkers
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the base of all of torch's, which has no public name
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the base of all of torch's, and of users' own
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, in a module that is not
+
+if TYPE_CHECKING:  # torch.distributed has them in public, unseen by type checkers
+    from torch._C import _distributed_c10d as _stores
+else:
+    import torch.distributed as _stores
 
 __all__ = ["BatchNorm", "TorchDispatchMode"]
 
@@ -37,17 +44,18 @@ foreach_copy_, foreach_div_, foreach_lerp_, foreach_mul_, foreach_norm = (
     torch._foreach_norm,
 )
 """One operation on a list of tensors, in a few kernels, as torch's optimizers use it; else there is one a tensor."""
+
 _COMPILER = "torch._dynamo"
 _KEPT = "__dynamo_disable"
 """Where `torch._compile._disable_dynamo` keeps what it calls in place of a function."""
 
 
 def spare_compiler() -> None:
-    """Have optimizers and DDP not import torch's compiler, which takes nearly as long as importing torch itself.
+    """Have optimizers and DDP not import torch's compiler.
 
-    They do so to tell it that some of their methods are none of its business. As long as nobody else has imported it,
-    nothing is compiled, and the methods are called as they are; from then on all is as torch has it. Where torch keeps
-    this in another way, a start takes a second longer.
+    That takes nearly as long as importing torch itself. They do so to tell it that some of their methods are none of
+    its business. As long as nobody else has imported it, nothing is compiled, and the methods are called as they are;
+    from then on all is as torch has it. Where torch keeps this in another way, a start takes a second longer.
     """
     for owner in (Optimizer, DistributedDataParallel):
         for method in vars(owner).values():
@@ -57,11 +65,21 @@ def spare_compiler() -> None:
                     setattr(each.__wrapped__, _KEPT, _plain(each.__wrapped__, each))
 
 
+def _plain(within: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any, **named: Any) -> Any:
+        if _COMPILER not in sys.modules:
+            return within(*given, **named)
+        vars(within).pop(_KEPT, None)
+        return method(*given, **named)
+
+    return call
+
+
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Within the block DDP, which asks the compiler's options as it is made, finds their defaults and imports none.
+    """Have DDP, which asks for them as it is made, find the compiler's default options.
 
-    Where somebody has imported the compiler, it is asked.
+    It imports none then. Where somebody has imported the compiler, it is asked.
     """
     if _COMPILER in sys.modules:
         yield
@@ -77,21 +95,25 @@ def without_compiler() -> Iterator[None]:
 
 @torch.no_grad()
 def step(optimizer: Optimizer) -> None:
-    """Make the optimizer's step without what torch wraps it in: a profiler's mark, hooks, and marks for the compiler.
+    """Make the optimizer's step without what torch wraps it in.
 
-    They take time in each step, and import the compiler too. Of an optimizer that is wrapped in another way, as much is
-    left out as `inspect.unwrap` takes off.
+    That is a profiler's mark, hooks, and marks for the compiler, which take time in each step, and import the compiler
+    too. Of an optimizer that is wrapped in another way, as much is left out as `inspect.unwrap` takes off.
     """
     kind: Any = type(optimizer)
-    _own_step(kind)(optimizer)
+    _unwrapped_step(kind)(optimizer)
+
+
+@functools.cache
+def _unwrapped_step(kind: Any) -> Callable[[Optimizer], Any]:
+    found: Callable[[Optimizer], Any] = inspect.unwrap(kind.step)
+    return found
 
 
 def step_with_hooks(optimizer: Optimizer) -> Any:
-    """Make the step as `optimizer.step()` does: of torch's own optimizers as `step`, unless something hangs on it."""
-    kind = type(optimizer)
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    hooked = any(getattr(optimizer, name, True) for name in hooks)
-    module = sys.modules[Optimizer.__module__]
+    """As `optimizer.step()`; as `step` for torch's own without hooks."""
+    kind, module = type(optimizer), sys.modules[Optimizer.__module__]
+    hooked = any(getattr(optimizer, f"_optimizer_step_{when}_hooks", True) for when in ("pre", "post"))
     hooked |= any(getattr(module, f"_global_optimizer_{when}_hooks", True) for when in ("pre", "post"))
     if hooked or optimizer.defaults.get("differentiable") or not kind.__module__.startswith("torch.optim."):
         return kind.step(optimizer)
@@ -100,10 +122,9 @@ def step_with_hooks(optimizer: Optimizer) -> Any:
 
 @contextlib.contextmanager
 def as_default_group(group: Any) -> Iterator[None]:
-    """Within the block the process group `group` is the only one that code which asks torch knows of.
+    """Make `group` the only process group that torch knows of.
 
-    Code of the user's own may ask for the world's size, or exchange something, where one process computes alone.
-    Without it, `verify gradients --step` would hang for such a step.
+    A step of the user's own may ask for the world's size, or exchange something, where one process computes alone.
     """
     whole = dist.group.WORLD
     dist.distributed_c10d._update_default_pg(group)
@@ -114,28 +135,12 @@ def as_default_group(group: Any) -> Iterator[None]:
 
 
 def set_timeout(limit: timedelta) -> None:
-    """Set the time limit of the default group's collectives: public from torch 2.15 on, before by a private name."""
+    """Set the time limit of collectives: in public from torch 2.15 on."""
     (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(limit)
 
 
-@functools.cache
-def _own_step(kind: Any) -> Callable[[Optimizer], Any]:
-    found: Callable[[Optimizer], Any] = inspect.unwrap(kind.step)
-    return found
-
-
-def _plain(within: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*given: Any, **named: Any) -> Any:
-        if _COMPILER not in sys.modules:
-            return within(*given, **named)
-        vars(within).pop(_KEPT, None)
-        return method(*given, **named)
-
-    return call
-
-
 def plain_rendezvous(state: bytes) -> Any:
-    """Return the state of torch's dynamic rendezvous (round, participants, closed) out of its pickle.
+    """Return a dynamic rendezvous (round, participants, closed) out of its pickle.
 
     torch itself unpickles whatever lies in the agents' store: whoever reaches that port could have every agent run code
     of theirs. Here the bytes may name the few types that such a state is made of, and nothing else. Raises

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep import hardware
-from lockstep.doctor import devices
+from lockstep.doctor import alone
 
 from ..command import ROOT, command, end, start
 from .conftest import several
@@ -26,7 +26,7 @@ def test_the_driver_tells_of_every_gpu() -> None:
     assert len(gpus) == torch.cuda.device_count()
     for index, gpu in enumerate(gpus):
         assert f"GPU-{torch.cuda.get_device_properties(index).uuid}" == gpu.uuid
-        assert all(0 < (each.value or 0) <= gpu.memory_bytes for each in devices.judge(index, gpu))
+        assert 0 < (alone.judge_gpu(index, gpu).value or 0) <= gpu.memory_bytes
 
 
 @pytest.mark.parametrize("gpus", ["0", pytest.param("0,1", marks=several)])

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 
+from lockstep._torch import FileStore
 from lockstep.cli.main import main
 from lockstep.doctor.examine import Examination, Report
 from lockstep.doctor.finding import Finding

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import RequestError
 from lockstep.models import table, trial
-from lockstep.models.pyramidnet import Block, PyramidNet, carry, pyramidnet
+from lockstep.models.pyramidnet import PyramidNet, carry, pyramidnet
 from lockstep.models.weights import seed_weights
 
 # Parameters for 10 classes and 32×32 images of 3 channels, and a digest of the state's keys in their order, which
@@ -50,7 +50,6 @@ def test_sizes_and_state_keys_are_frozen(name: str) -> None:
         model = _build(name)
     keys = "\n".join(f"{key} {tuple(value.shape)}" for key, value in model.state_dict().items())
     assert (_parameters(model), hashlib.sha256(keys.encode()).hexdigest()[:16]) == FROZEN[name]
-    assert name != "resnet18" or _parameters(_build(name, classes=100)) == 11_220_132
 
 
 @pytest.mark.parametrize("name", LIGHT)
@@ -63,23 +62,12 @@ def test_the_seed_gives_the_bits_and_samples_of_each_shape_and_number_are_taken(
     assert all(map(torch.equal, first, second))
     assert not all(map(torch.equal, first, other))
     for model, side in ((models[0], 8), (_build(name, classes=7, in_channels=1, image_size=33), 33)):
-        logits = model(torch.randn(3, 1, side, side))
-        assert (logits.shape, logits.dtype) == ((3, 7), torch.float32)
+        assert model(torch.randn(3, 1, side, side)).shape == (3, 7)
     # A share without a sample gives gradients of zero, and leaves the statistics.
     kept = {key: buffer.clone() for key, buffer in model.named_buffers() if "num_batches" not in key}
     model(torch.zeros(0, 1, 33, 33)).sum().backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
     assert all(torch.equal(held, model.get_buffer(key)) for key, held in kept.items())
-
-
-def test_a_block_is_the_sum_of_residual_and_shortcut() -> None:
-    torch.manual_seed(0)
-    for stride in (1, 2):
-        block = Block(3, 5, stride).eval()
-        x = torch.randn(2, 3, 6, 6)
-        expected = block.residual(x)
-        expected[:, :3] += x if stride == 1 else x.unfold(2, 2, 2).unfold(3, 2, 2).mean((4, 5))
-        torch.testing.assert_close(block(x), expected)
 
 
 def test_padding_leaves_the_mathematics_as_it_is() -> None:
@@ -98,29 +86,26 @@ def test_padding_leaves_the_mathematics_as_it_is() -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(each, torch.arange(6) % 3).backward()
             optimizer.step()
-    # All of the state lies in the real channels: nothing is lost on the way back and forth.
-    back, again = twin(padded=False), twin(padded=True)
+    # All of the state lies in the real channels: nothing is lost on the way back.
+    back = twin(padded=False)
     carry(padded, back)
     close(back.state_dict(), plain.state_dict())
-    carry(back, again)
-    assert all(map(torch.equal, again.state_dict().values(), padded.state_dict().values()))
-    close(padded.eval()(x), plain.eval()(x))
 
 
 def test_torchvision_by_plain_name_and_by_prefix() -> None:
     assert _parameters(_build("torchvision.resnet18")) == 11_181_642
     assert _parameters(_build("mobilenet_v3_small")) == _parameters(_build("torchvision.mobilenet_v3_small"))
-    for name, side in (("vit_b_32", 33), ("alexnet", 32)):
-        with pytest.raises(RequestError, match=f"cannot take {side}×{side} images .*--image-size 224"):
-            _build(name, image_size=side)
-
-
-ASKED: list[dict[str, object]] = []
+    with pytest.raises(RequestError, match=r"cannot take 33×33 images .*--image-size 224"):
+        _build("vit_b_32", image_size=33)
+    with pytest.raises(RequestError, match=r"--model alexnet cannot take .*\(3, 32, 32\).*--image-size 224"):
+        trial.check("alexnet", _build("alexnet"), classes=10, shape=(3, 32, 32), dtype=torch.float32)
 
 
 def everything(**asked: object) -> nn.Module:
-    ASKED.append(asked)
-    return nn.Identity()
+    net = nn.Module()
+    for name, given in asked.items():
+        net.register_buffer(name, torch.tensor(given))
+    return net
 
 
 def some(classes: int, in_channels: int = 3) -> nn.Module:
@@ -131,14 +116,17 @@ def shaped(classes: int, shape: tuple[int, ...]) -> nn.Module:
     return everything(classes=classes, shape=shape)
 
 
-def test_the_users_own_gets_what_it_asks_for() -> None:
-    for name in ("everything", "some", "shaped"):
-        table.build_for(f"{__name__}:{name}", classes=3, shape=(2, 4, 6))
-    assert ASKED == [
-        {"classes": 3, "in_channels": 2, "image_size": 6},  # it may hand them on to what knows no shape
-        {"classes": 3, "in_channels": 2},
-        {"classes": 3, "shape": (2, 4, 6)},
-    ]
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("everything", {"classes": 3, "in_channels": 2, "image_size": 6}),  # other libraries' builders know no shape
+        ("some", {"classes": 3, "in_channels": 2}),
+        ("shaped", {"classes": 3, "shape": [2, 4, 6]}),
+    ],
+)
+def test_the_users_own_gets_what_it_asks_for(name: str, asked: dict[str, object]) -> None:
+    model = table.build_for(f"{__name__}:{name}", classes=3, shape=(2, 4, 6))
+    assert {key: value.tolist() for key, value in model.state_dict().items()} == asked
 
 
 def test_weights_are_drawn_from_the_seed_by_whatever_library() -> None:
@@ -155,16 +143,16 @@ def test_weights_are_drawn_from_the_seed_by_whatever_library() -> None:
 
 
 class _Returns(nn.Module):
-    """A net with dropout, BatchNorm and a frozen part, whose scores are made into something else."""
+    """A net with dropout and BatchNorm, a part of it frozen, whose scores are made into something else."""
 
     def __init__(self, made: Callable[[Tensor], object], outputs: int = 10) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, outputs), nn.BatchNorm1d(outputs), nn.Dropout(0.5))
-        self.frozen = nn.BatchNorm1d(4).eval()
+        norms = nn.BatchNorm1d(4).eval(), nn.BatchNorm1d(outputs)
+        self.body = nn.Sequential(norms[0], nn.Linear(4, outputs), norms[1], nn.Dropout(0.5))
         self.made = made
 
     def forward(self, x: Tensor) -> object:
-        return self.made(self.body(self.frozen(x)))
+        return self.made(self.body(x))
 
 
 def _tried(model: nn.Module, dtype: torch.dtype = torch.float32, name: str = "my:Net", *, empty: bool = False) -> None:
@@ -174,16 +162,14 @@ def _tried(model: nn.Module, dtype: torch.dtype = torch.float32, name: str = "my
 @pytest.mark.parametrize(
     ("made", "told"),
     [
-        (lambda x: (x, x), "--model my:Net returns 2 things at once, .* the scores alone"),
-        (lambda x: {"logits": x, "aux": x}, r"several things by name \(logits, aux\)"),
-        (lambda x: None, "returns nothing"),
+        (lambda x: (x, x), "a tuple for 2 samples, .* the scores alone"),
         (lambda x: x.mean(0, keepdim=True), r"of shape \(1, 10\) .* of shape \(2, 10\)"),
         (lambda x: x.argmax(1, keepdim=True).expand(2, 10), "torch.int64"),
-        (lambda x: x[:, :5], "returns 5 scores a sample, .* 10 classes; give its last layer 10"),
+        (lambda x: x[:, :5], r"of shape \(2, 5\) .* a last layer of 10 outputs"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(made: Callable[[Tensor], object], told: str) -> None:
-    with pytest.raises(RequestError, match=told):
+    with pytest.raises(RequestError, match=f"--model my:Net returns .*{told}"):
         _tried(_Returns(made))
 
 
@@ -192,20 +178,16 @@ def test_a_first_pass_changes_nothing() -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     generator, modes = torch.get_rng_state(), [module.training for module in model.modules()]
     _tried(model, empty=True)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), generator)
     assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_model_that_takes_no_empty_batch_is_refused_where_one_will_come() -> None:
+def test_batches_of_none_and_of_whole_numbers_are_for_models_that_take_them() -> None:
     model = _Returns(lambda x: x.view(x.size(0), -1))
     _tried(model)
     with pytest.raises(RequestError, match=r"a batch of no samples \(cannot reshape.*flatten\(1\).*--drop-last"):
         _tried(model, empty=True)
-
-
-def test_whole_numbers_are_for_models_that_take_them() -> None:
     _tried(nn.Sequential(nn.Embedding(7, 10), nn.AvgPool2d((4, 1)), nn.Flatten()), torch.int64)
     with pytest.raises(RequestError, match=r"--model mlp computes with floating-point numbers.*torch\.int64"):
         _tried(table.build_for("mlp", classes=10, shape=(4,)), torch.int64, "mlp")

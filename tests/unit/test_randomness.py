@@ -36,11 +36,9 @@ def test_generators_continue_where_they_were() -> None:
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, np.random.rand, np.random.randn])
 def test_a_single_draw_is_seen(draw: Callable[[], Any]) -> None:
-    seed_all(3, 0)
     for _ in range(700):  # past the end of a Mersenne twister's 624 words
         before = Generators.now(())
         assert before.is_now()
-        assert Generators.now((), before).as_json() == before.as_json()
         draw()
         draw()  # the second Gaussian of a pair is drawn from nothing
         assert not before.is_now()

@@ -1,1 +1,1 @@
-"""What `lockstep doctor` looks at: one file a group of findings. `examine.py` goes through them on every rank."""
+"""Whether a job can run here: `examine.py` looks, on every rank."""

@@ -6,21 +6,17 @@ After each part the ranks tell one another over the board what came out. Rank 0 
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import hardware
 from ..config.schema import RunConfig
-from ..hardware import Gpu
 from ..launchers import hosts, rank, table
 from ..launchers.devices import drives_all
 from ..world.topology import Topology
-from . import collectives, devices, disk, host, network
 from .finding import RED, UNCHECKED, Finding, Probe, look, merged
 
 if TYPE_CHECKING:
@@ -28,7 +24,6 @@ if TYPE_CHECKING:
 
     from .._torch import Store
     from ..world.world import World
-    from .board import Board
 
 _PROBE_PART = 1 / 3
 """Of --stall-timeout, for one thing that may hang."""
@@ -36,7 +31,7 @@ _PROBE_PART = 1 / 3
 
 @dataclass(frozen=True)
 class Report:
-    """What came out, as rank 0 has it; `hosts` are those of the ranks."""
+    """What came out, whole on rank 0; `hosts` are the ranks'."""
 
     findings: tuple[Finding, ...]
     hosts: tuple[str, ...]
@@ -45,7 +40,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Examination:
-    """What every rank runs: it forms the world itself, and says so where none can be formed."""
+    """What every rank runs; it forms the world itself, if it can."""
 
     output: Path
     """Absolute, as `data`."""
@@ -59,61 +54,45 @@ class Examination:
         raise AssertionError("the launchers let this entry form its own world")
 
     def before_world(self, config: RunConfig, topology: Topology, device: torch.device, store: Store) -> Report:
-        """Look at everything; return the report, which is whole on rank 0 (*collective*)."""
+        """Look at everything, and return the report (*collective*)."""
+        # Here, since they import torch, and the process that starts ranks does not.
         from .._torch import PrefixStore
-        from .board import Board
+        from . import alone, together
 
+        parallel, is_cpu = config.parallel, device.type == "cpu"
         seen = hardware.survey(table.visible_gpus())
-        wire = network.wire(rank.bound(), topology.address or hosts.ANYWHERE)
-        board = Board(PrefixStore("doctor", store), topology.rank, topology.size, config.parallel.stall_timeout)
+        interface = rank.bound()
+        address = alone.address_of(interface, topology.address or hosts.ANYWHERE)
+        board = together.Board(PrefixStore("doctor", store), topology.rank, topology.size, parallel.stall_timeout)
         limit_s = _PROBE_PART * board.patience_s
-        probes = self._probes(config, topology, device, seen.gpus, wire)
-        alone = [each for group, name, probe in probes for each in look(group, name, probe, limit_s)]
-        told = board.all("host", [socket.gethostname(), host.versions(seen.driver)])
+        probes: list[tuple[str, str, Probe]] = []
+        if not is_cpu:
+            chosen = list(parallel.gpu_indices or range(len(seen.gpus)))[: parallel.devices]
+            own = chosen if drives_all(parallel) else [device.index]
+            probes.append(("devices", "GPUs", lambda: [alone.judge_gpu(at, seen.gpus[at]) for at in own]))
+        if topology.local_rank == 0:
+            gpus, several = len(seen.gpus), topology.nodes > 1
+            probes += [
+                ("host", "host", lambda: alone.host(topology, is_cpu)),
+                ("devices", "GPUs", lambda: alone.usable_gpus(gpus, chosen_cpu=self.chosen_cpu)),
+                ("network", "interface", lambda: alone.network(address, is_chosen=bool(interface), others=several)),
+                ("disk", "data", lambda: alone.data(self.data) if self.data else ()),
+            ]
+        looked = [each for group, name, probe in probes for each in look(group, name, probe, limit_s)]
+        told = board.all("host", [socket.gethostname(), alone.versions(seen.driver)])
         names = [told[at][0] if at in told else "?" for at in range(topology.size)]
-        findings = [*host.judge_versions({at: versions for at, (_, versions) in told.items()})]
-        findings += board.findings("what each found", alone)
-        findings.append(reached := network.reach(topology, wire.address or "127.0.0.1", board, names))
+        findings = [*alone.judge_versions({at: versions for at, (_, versions) in told.items()})]
+        findings += board.findings("what each found", looked)
+        findings.append(reached := together.reach(topology, address, board, names))
         if topology.size > 1 and not board.absent and reached.state != RED:
-            computed = collectives.compute(topology, device, store, board, config.parallel.collectives)
-            findings += collectives.judge(computed, names) if not board.absent else []
+            computed = together.compute(topology, device, store, board, parallel.collectives)
+            findings += together.judge(computed, names) if not board.absent else []
         else:
-            why = (
-                "not all ranks are reached" if topology.size > 1 else "one rank; lockstep doctor --devices 2 starts two"
-            )
+            single = "one rank; lockstep doctor --devices 2 starts two"
+            why = "not all ranks are reached" if topology.size > 1 else single
             findings.append(Finding("collectives", "all-reduce", UNCHECKED, f"not tried: {why}"))
-        findings += [*_disk(board, self.output, limit_s), *board.absent.values()]
+        findings += [*together.folder(self.output, board, limit_s), *board.absent.values()]
         report = Report(tuple(merged(findings)), tuple(names), device.type)
         if topology.is_main and board.absent:
             self.tell(report)
         return report
-
-    def _probes(
-        self, config: RunConfig, topology: Topology, device: torch.device, gpus: Sequence[Gpu], wire: network.Wire
-    ) -> Iterator[tuple[str, str, Probe]]:
-        """Yield what this rank looks at: its GPUs and, as first of its host, the host."""
-        if device.type == "cuda":
-            chosen = list(config.parallel.gpu_indices or range(len(gpus)))[: config.parallel.devices]
-            own = chosen if drives_all(config.parallel) else [device.index]
-            yield "devices", "GPUs", lambda: itertools.chain(*(devices.judge(at, gpus[at]) for at in own))
-        if topology.local_rank == 0:
-            yield "host", "host", lambda: host.look_at(topology, device.type == "cpu")
-            yield "devices", "GPUs", lambda: devices.usable(len(gpus), chosen_cpu=self.chosen_cpu)
-            yield "network", "interface", lambda: network.look_at(wire, others=topology.nodes > 1)
-            yield "disk", "data", lambda: disk.data(self.data) if self.data else ()
-
-
-def _disk(board: Board, folder: Path, limit_s: float) -> list[Finding]:
-    """Return what rank 0 finds in the output folder, and whether the others see it."""
-    left: list[Path] = []
-    try:
-        findings = look("disk", "output", lambda: disk.output(folder, left), limit_s, RED) if board.rank == 0 else []
-        is_red = any(each.state == RED for each in findings)
-        written = board.all("output", None if is_red or not left else str(left[0]))[0]
-        if written is None or board.size == 1:
-            return findings
-        return findings + board.findings("shared", look("disk", "shared", lambda: disk.shared(Path(written)), limit_s))
-    finally:
-        with contextlib.suppress(OSError):
-            for path in left:
-                path.unlink()

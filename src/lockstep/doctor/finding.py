@@ -1,4 +1,4 @@
-"""A finding: what was looked at, what was found, and what to do about it. All of it fits into JSON."""
+"""A finding: what was looked at, what was found, what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _UNITS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """One thing that was looked at; `value` is in `unit`.
+
+    `ranks` are those that found it, one for each host where it is about hosts; none where it is about all together.
+    """
 
     group: str
     name: str
@@ -31,9 +34,7 @@ class Finding:
     fix: str = ""
     value: float | None = None
     unit: str = ""
-    """Of the value: bytes, s, bytes/s."""
     ranks: tuple[int, ...] = ()
-    """Ranks that found it, one for each host where it is about hosts; empty where it is about all ranks together."""
 
 
 Probe = Callable[[], Iterable[Finding]]
@@ -47,36 +48,34 @@ def found(
 
 
 def look(group: str, name: str, probe: Probe, limit_s: float, hung: str = YELLOW) -> list[Finding]:
-    """Return what `probe` finds; a finding too where it raises, or takes more than `limit_s` seconds.
+    """Return what `probe` finds, and a finding if it raises or hangs.
 
-    What hangs, such as a network disk whose server has gone, is left behind in a thread; `hung` is the state that this
-    means.
+    What hangs, such as a network disk whose server has gone, stays behind in a thread; its finding's state is `hung`.
     """
     findings: list[Finding] = []
     try:
         within(limit_s, lambda: findings.extend(probe()), f"doctor {name}")
     except Late:
-        words = f"the system gave no answer within {limit_s:g} s"
         fix = "find out what hangs: a network disk, a name server, a driver, an import"
-        return [found(group, name, words, fix, bad=hung)]
-    except BaseException as error:
-        words = f"it could not be looked at: {one_line(error)}"
-        findings.append(found(group, name, words, "look by hand: whether it keeps a job from running is not known"))
+        return [found(group, name, f"the system gave no answer within {limit_s:g} s", fix, bad=hung)]
+    except Exception as error:
+        fix = "look by hand: whether it keeps a job from running is not known"
+        findings.append(found(group, name, f"it could not be looked at: {one_line(error)}", fix))
     return findings
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings by group and name, those of several ranks that are alike as one."""
+    """Return the findings by group and name, like ones of ranks together."""
     ranks: dict[Finding, set[int]] = {}
     for finding in findings:
         ranks.setdefault(replace(finding, ranks=()), set()).update(finding.ranks)
     names = list(dict.fromkeys(each.name for each in ranks))
-    alike = [replace(each, ranks=tuple(sorted(who))) for each, who in ranks.items()]
+    alike = [replace(each, ranks=tuple(sorted(found_by))) for each, found_by in ranks.items()]
     return sorted(alike, key=lambda each: (GROUPS.index(each.group), names.index(each.name), each.ranks))
 
 
 def shown(number: float, unit: str) -> str:
-    """Return a number of bytes, bytes/s or s in words: 64 MiB, 1.25 GB/s, 0.15 ms."""
+    """Return bytes, bytes/s or s in words: 64 MiB, 1.25 GB/s, 0.15 ms."""
     units = _UNITS[unit]
     name = next((name for name, factor in units.items() if number >= factor), [*units][-1])
     scaled = number / units[name]

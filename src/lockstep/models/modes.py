@@ -10,10 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Keep `model` in evaluation mode within the block: statistics stay as they are, and dropout draws nothing.
-
-    Afterwards each module trains or not as it did before: a part that its user has frozen stays so.
-    """
+    """Keep `model` in evaluation mode; afterwards each module is as before."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

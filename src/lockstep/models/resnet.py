@@ -8,29 +8,31 @@ later stage halves the sides, rounding up, so that images of any size from 1 pix
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
-
-def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
-
-
-def _conv1x1(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+_EXPANSION = 4
+"""Outputs of a bottleneck for each channel within."""
 
 
-class _Residual(nn.Module):
-    """A residual function and its shortcut: (N, inputs, H, W) → (N, width × expansion, ⌈H/stride⌉, ⌈W/stride⌉)."""
+class Block(nn.Module):
+    """Two 3×3 convolutions, or a bottleneck of three, and a shortcut.
 
-    expansion: int
+    (N, inputs, H, W) → (N, width or, of a bottleneck, 4 × width, ⌈H/stride⌉, ⌈W/stride⌉).
+    """
 
-    def __init__(self, residual: nn.Sequential, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
-        self.residual = residual
+        outputs = _EXPANSION * width if bottleneck else width
+        shapes = [(inputs, width, 3, stride), (width, width, 3, 1)]
+        if bottleneck:
+            shapes = [(inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)]
+        layers = [layer for shape in shapes for layer in (*_normalised(*shape), nn.ReLU(inplace=True))]
+        self.residual = nn.Sequential(*layers[:-1])
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(_conv1x1(inputs, outputs, stride), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(*_normalised(inputs, outputs, 1, stride))
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,104 +42,53 @@ class _Residual(nn.Module):
         return self.relu(out)  # type: ignore[no-any-return]
 
 
-class BasicBlock(_Residual):
-    """Two 3×3 convolutions."""
-
-    expansion = 1
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        residual = nn.Sequential(
-            _conv3x3(inputs, width, stride),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            _conv3x3(width, width),
-            nn.BatchNorm2d(width),
-        )
-        super().__init__(residual, inputs, width, stride)
-
-
-class Bottleneck(_Residual):
-    """1×1, 3×3 (which carries the stride) and 1×1 convolutions."""
-
-    expansion = 4
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        outputs = width * self.expansion
-        residual = nn.Sequential(
-            _conv1x1(inputs, width),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            _conv3x3(width, width, stride),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            _conv1x1(width, outputs),
-            nn.BatchNorm2d(outputs),
-        )
-        super().__init__(residual, inputs, outputs, stride)
+def _normalised(inputs: int, outputs: int, side: int, stride: int) -> tuple[nn.Module, nn.Module]:
+    convolution = nn.Conv2d(inputs, outputs, side, stride=stride, padding=side // 2, bias=False)
+    return convolution, nn.BatchNorm2d(outputs)
 
 
 class ResNet(nn.Module):
-    """`blocks[i]` blocks of `widths[i]` in stage i, each stage but the first halving the sides.
-
-    (N, in_channels, H, W) → logits (N, classes).
-    """
+    """`blocks[i]` blocks of `widths[i]` in stage i; gives logits (N, classes)."""
 
     def __init__(
         self,
-        block: type[BasicBlock] | type[Bottleneck],
         blocks: Sequence[int],
         widths: Sequence[int],
         *,
+        bottleneck: bool = False,
         classes: int,
-        in_channels: int,
+        in_channels: int = 3,
     ) -> None:
         super().__init__()
-        self.stem = nn.Sequential(_conv3x3(in_channels, widths[0]), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(*_normalised(in_channels, widths[0], 3, 1), nn.ReLU(inplace=True))
         channels = widths[0]
-        stages = []
+        self.stages = nn.Sequential()
         for stage, (count, width) in enumerate(zip(blocks, widths, strict=True)):
-            made = []
+            made = nn.Sequential()
             for position in range(count):
-                made.append(block(channels, width, stride=2 if stage > 0 and position == 0 else 1))
-                channels = width * block.expansion
-            stages.append(nn.Sequential(*made))
-        self.stages = nn.Sequential(*stages)
+                stride = 2 if stage > 0 and position == 0 else 1
+                made.append(Block(channels, width, stride, bottleneck=bottleneck))
+                channels = _EXPANSION * width if bottleneck else width
+            self.stages.append(made)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.classifier = nn.Linear(channels, classes)
-        _initialise(self)
+        initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.pool(self.stages(self.stem(x))).flatten(1)
         return self.classifier(features)  # type: ignore[no-any-return]
 
 
-def _initialise(model: nn.Module) -> None:
-    """Draw the convolutions' weights by He's rule (arXiv 1502.01852), as in the paper."""
+def initialise(model: nn.Module) -> None:
+    """Draw the convolutions' weights by He's rule (arXiv 1502.01852)."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-def resnet18(*, classes: int, in_channels: int = 3) -> ResNet:
-    """Return ResNet-18: 11,220,132 parameters for 100 classes."""
-    return ResNet(BasicBlock, (2, 2, 2, 2), (64, 128, 256, 512), classes=classes, in_channels=in_channels)
-
-
-def resnet34(*, classes: int, in_channels: int = 3) -> ResNet:
-    """Return ResNet-34."""
-    return ResNet(BasicBlock, (3, 4, 6, 3), (64, 128, 256, 512), classes=classes, in_channels=in_channels)
-
-
-def resnet50(*, classes: int, in_channels: int = 3) -> ResNet:
-    """Return ResNet-50."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), (64, 128, 256, 512), classes=classes, in_channels=in_channels)
-
-
-def resnet8(*, classes: int, in_channels: int = 3) -> ResNet:
-    """Return ResNet-8, the smallest of the paper's CIFAR family, shortcuts by projection: right for 8×8 digits too."""
-    return ResNet(BasicBlock, (1, 1, 1), (16, 32, 64), classes=classes, in_channels=in_channels)
-
-
-def resnet20(*, classes: int, in_channels: int = 3) -> ResNet:
-    """Return ResNet-20 of the paper's CIFAR family, shortcuts by projection."""
-    return ResNet(BasicBlock, (3, 3, 3), (16, 32, 64), classes=classes, in_channels=in_channels)
+_IMAGENET, _CIFAR = (64, 128, 256, 512), (16, 32, 64)
+resnet8 = partial(ResNet, (1, 1, 1), _CIFAR)  # the smallest of the paper's CIFAR family: right for 8×8 digits too
+resnet18 = partial(ResNet, (2, 2, 2, 2), _IMAGENET)
+resnet20 = partial(ResNet, (3, 3, 3), _CIFAR)
+resnet34 = partial(ResNet, (3, 4, 6, 3), _IMAGENET)
+resnet50 = partial(ResNet, (3, 4, 6, 3), _IMAGENET, bottleneck=True)

@@ -9,30 +9,17 @@ from torch import Tensor, nn
 
 
 class ConvNet(nn.Module):
-    """A narrow VGG: convolution, max-pool, BatchNorm and ReLU per stage, each stage halving the sides.
+    """A narrow VGG: (N, in_channels, H, W) → logits (N, classes).
 
-    (N, in_channels, H, W) → logits (N, classes). Sides are halved rounding up, so images of any size pass through.
+    Each stage (convolution, max-pool, BatchNorm, ReLU) halves the sides, rounding up: images of any size pass through.
     """
 
     def __init__(self, widths: tuple[int, ...] = (32, 64, 128, 128), *, classes: int, in_channels: int = 3) -> None:
         super().__init__()
         # The first convolution keeps the sides; pooling before BatchNorm leaves it a quarter of the work.
-        self.stem = nn.Sequential(
-            nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False),
-            nn.BatchNorm2d(widths[0]),
-            nn.ReLU(inplace=True),
-        )
-        self.stages = nn.Sequential(
-            *(
-                nn.Sequential(
-                    nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-                    nn.MaxPool2d(2, ceil_mode=True),
-                    nn.BatchNorm2d(outputs),
-                    nn.ReLU(inplace=True),
-                )
-                for inputs, outputs in pairwise(widths)
-            )
-        )
+        self.stem = _stage(in_channels, widths[0])
+        pairs = pairwise(widths)
+        self.stages = nn.Sequential(*(_stage(*pair, nn.MaxPool2d(2, ceil_mode=True)) for pair in pairs))
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.classifier = nn.Linear(widths[-1], classes)
 
@@ -41,11 +28,15 @@ class ConvNet(nn.Module):
         return self.classifier(features)  # type: ignore[no-any-return]
 
 
+def _stage(inputs: int, outputs: int, *pool: nn.Module) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    return nn.Sequential(convolution, *pool, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+
+
 def mlp(*, classes: int, shape: tuple[int, ...], hidden: int = 128) -> nn.Sequential:
-    """Return a perceptron with one hidden layer: so little arithmetic that a step shows what the loop costs.
+    """Return a perceptron that costs so little that a step shows the loop.
 
     (N, *shape) → logits (N, classes); the samples may be of any shape.
     """
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(math.prod(shape), hidden), nn.ReLU(inplace=True), nn.Linear(hidden, classes)
-    )
+    layers = nn.Linear(math.prod(shape), hidden), nn.ReLU(inplace=True), nn.Linear(hidden, classes)
+    return nn.Sequential(nn.Flatten(), *layers)

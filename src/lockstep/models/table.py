@@ -8,13 +8,15 @@
 3. A torchvision classifier under torchvision's name, such as `mobilenet_v3_small`; with the prefix `torchvision.`
    also where the plain name is ours: `torchvision.resnet50` is the net with the stem for ImageNet.
 
-Torch is imported only by `build`, torchvision only for names that are not ours.
+Torch is imported only by `build_for`, torchvision only for names that are not ours: `--help` answers at once.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .. import user_code
@@ -28,21 +30,14 @@ _PREFIX = "torchvision."
 _HINT = "lockstep info lists models; your own goes with module:attribute."
 _PYRAMIDNET = re.compile(r"pyramidnet-(\d{1,4})-(\d{1,6})(-reference)?(-padded)?")
 
-# name → module of this package and the callable in it
+_PYRAMIDNETS = ("20-48", "110-48", "110-270", "110-270-padded", "110-270-reference")
 _OURS = {
-    "convnet-small": ("small", "ConvNet"),
-    "mlp": ("small", "mlp"),
-    "pyramidnet-20-48": ("pyramidnet", "pyramidnet"),
-    "pyramidnet-110-48": ("pyramidnet", "pyramidnet"),
-    "pyramidnet-110-270": ("pyramidnet", "pyramidnet"),
-    "pyramidnet-110-270-padded": ("pyramidnet", "pyramidnet"),
-    "pyramidnet-110-270-reference": ("pyramidnet", "pyramidnet"),
-    "resnet8": ("resnet", "resnet8"),
-    "resnet18": ("resnet", "resnet18"),
-    "resnet20": ("resnet", "resnet20"),
-    "resnet34": ("resnet", "resnet34"),
-    "resnet50": ("resnet", "resnet50"),
+    "convnet-small": "small:ConvNet",
+    "mlp": "small:mlp",
+    **{f"pyramidnet-{each}": "pyramidnet:pyramidnet" for each in _PYRAMIDNETS},
+    **{name: f"resnet:{name}" for name in ("resnet8", "resnet18", "resnet20", "resnet34", "resnet50")},
 }
+"""{name: file of this package:callable in it}"""
 
 
 def names() -> tuple[str, ...]:
@@ -51,12 +46,7 @@ def names() -> tuple[str, ...]:
 
 
 def preflight(name: str) -> None:
-    """Check that `name` names a network, without building it and without importing torch for one of ours.
-
-    Raises `RequestError` with the nearest names, or where the module of a `module:attribute` cannot be found.
-    """
-    if name.startswith("torchvision:"):
-        raise RequestError(f"--model {name}: torchvision's own go with a dot, {name.replace(':', '.')}.")
+    """Raise `RequestError` where no network has that name."""
     if ":" in name:
         user_code.check("--model", name)
     elif not _is_ours(name):
@@ -69,30 +59,32 @@ def build(name: str, *, classes: int, in_channels: int, image_size: int) -> nn.M
 
 
 def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return the network `name`, float32 on the CPU, with weights drawn from torch's global generator.
+    """Return the network `name`, which takes (N, *shape) to logits (N, classes).
 
-    It takes samples (N, *shape) to logits (N, classes).
-
-    Raises `RequestError` for an unknown name, and where the network cannot take such samples.
+    It is float32 on the CPU, its weights from torch's global generator. Raises `RequestError` where there is none such.
     """
     # What is no image has features where an image has channels.
-    given = {"classes": classes, "in_channels": shape[0] if shape else 1, "image_size": shape[-1] if shape else 1}
+    sides = {"in_channels": shape[0] if shape else 1, "image_size": shape[-1] if shape else 1}
+    given = {"classes": classes, **sides, "shape": shape}
     if ":" in name:
-        from . import users
-
-        return users.build(name, given | {"shape": shape})
-    if _is_ours(name):
-        return _build_ours(name, given | {"shape": shape})
-    plain = _torchvision_name(name)
-    _check_image(name, shape)
-    return torchvision.build(plain, classes, shape)
+        return _build_own(name, given)
+    if not _is_ours(name):
+        plain = _torchvision_name(name)
+        _check_image(name, shape)
+        return torchvision.build(plain, classes, shape)
+    file, _, attribute = _OURS.get(name, "pyramidnet:pyramidnet").partition(":")
+    builder = getattr(importlib.import_module(f".{file}", __package__), attribute)
+    arguments = _accepted(builder, given)
+    if "shape" not in arguments:
+        _check_image(name, shape)
+    model: nn.Module = builder(**_pyramidnet_arguments(name) or {}, **arguments)
+    return model
 
 
 def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
-    """Return torchvision's weights of the network `name`: what they are called, and the tensors by name.
+    """Return the name of torchvision's weights of `name`, and the tensors by name.
 
-    Raises `RequestError` where `name` is no network of torchvision's, or its weights can neither be found nor
-    downloaded.
+    Raises `RequestError` where there are none, or they can neither be found nor downloaded.
     """
     if ":" in name or _is_ours(name):
         raise RequestError(
@@ -122,16 +114,15 @@ def _pyramidnet_arguments(name: str) -> dict[str, int] | None:
     return {"depth": depth, "alpha": alpha, "reference": reference, "padded": bool(match[4])}
 
 
-def _build_ours(name: str, given: dict[str, Any]) -> nn.Module:
-    from .users import accepted as accepted_by
-
-    file, attribute = _OURS.get(name, ("pyramidnet", "pyramidnet"))
-    builder = getattr(importlib.import_module(f".{file}", __package__), attribute)
-    accepted = accepted_by(builder, given)
-    if "shape" not in accepted:
-        _check_image(name, given["shape"])
-    model: nn.Module = builder(**_pyramidnet_arguments(name) or {}, **accepted)
-    return model
+def _torchvision_name(name: str) -> str:
+    """Return torchvision's own name for `name`; raise if it has none."""
+    plain, theirs = name.removeprefix(_PREFIX), torchvision.names()
+    if plain in theirs:
+        return plain
+    if name.startswith(_PREFIX):
+        raise unknown("model", name, [_PREFIX + each for each in theirs], _HINT)
+    user_code.check_no_module("--model", name, "Net")
+    raise unknown("model", name, {*_OURS, *theirs}, _HINT)
 
 
 def _check_image(name: str, shape: tuple[int, ...]) -> None:
@@ -142,12 +133,26 @@ def _check_image(name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _torchvision_name(name: str) -> str:
-    """Return torchvision's own name for `name`; raise with the nearest names if it has none."""
-    plain, theirs = name.removeprefix(_PREFIX), torchvision.names()
-    if plain in theirs:
-        return plain
-    if name.startswith(_PREFIX):
-        raise unknown("model", name, [_PREFIX + each for each in theirs], _HINT)
-    user_code.check_no_module("--model", name, "Net")
-    raise unknown("model", name, {*_OURS, *theirs}, _HINT)
+def _build_own(name: str, given: dict[str, Any]) -> nn.Module:
+    from torch import nn
+
+    builder = user_code.load("--model", name)
+    arguments = _accepted(builder, given)
+    call = f"--model {name}, called with ({', '.join(f'{key}={value}' for key, value in arguments.items())}),"
+    try:
+        model = builder(**arguments)
+    except Exception as error:
+        raise RequestError(f"{call} {user_code.raised(error)}.") from error
+    if not isinstance(model, nn.Module):
+        found = "None" if model is None else f"a {type(model).__name__}"
+        raise RequestError(f"{call} returned {found}; it must return an nn.Module.")
+    return model
+
+
+def _accepted(builder: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments `given` that `builder` names, or may hand on."""
+    parameters = inspect.signature(builder).parameters.values()
+    named = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        named |= given.keys() - {"shape"}
+    return {key: value for key, value in given.items() if key in named}

@@ -1,13 +1,8 @@
-"""Torchvision's classifiers, built for the classes and the size of image that a data set has.
-
-Torchvision is imported only when a name is looked up: some builds of torch cannot load it, and our own nets need none.
-"""
+"""Torchvision's classifiers, built for a data set's classes and images."""
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
@@ -21,23 +16,17 @@ _PLAIN_LOGITS = {name: {"aux_logits": False, "init_weights": True} for name in (
 
 
 def names() -> list[str]:
-    """Return the names of torchvision's classifiers: not its detectors, segmenters, or quantised and video nets."""
-    try:
+    """Return the names of torchvision's classifiers."""
+    try:  # here, not above: some builds of torch cannot load it, and our own nets need none
         from torchvision import models
     except (ImportError, RuntimeError) as error:
-        raise RequestError(
-            f"torchvision cannot be imported ({error}); install the build that belongs to your torch, "
-            f"or take {_INSTEAD}."
-        ) from error
+        advice = f"install the build that belongs to your torch, or take {_INSTEAD}"
+        raise RequestError(f"torchvision cannot be imported ({error}); {advice}.") from error
     return list(models.list_models(module=models))
 
 
 def build(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return the classifier of that name for images (channels, height, width), with weights drawn at random.
-
-    Raises `RequestError` where it cannot take such images.
-    """
-    import torch
+    """Return a classifier for images (channels, height, width)."""
     from torchvision import models
 
     in_channels, height, width = shape
@@ -51,16 +40,18 @@ def build(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
         options["image_size"] = width
     if name.startswith("maxvit"):
         options["input_size"] = (height, width)
-    # Those that are built for a size refuse it when they are built.
-    with _refusal(name, shape) if options.keys() & {"image_size", "input_size"} else contextlib.nullcontext():
+    try:
         model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options)
-    with _refusal(name, shape), torch.no_grad():
-        model.eval()(torch.zeros(1, *shape))
-    return model.train()
+    except (ValueError, AssertionError) as error:
+        raise RequestError(
+            f"Model {name!r} of torchvision cannot take {height}×{width} images ({error}); use --image-size 224, "
+            f"for which it is made, or {_INSTEAD}, which take any size."
+        ) from error
+    return model
 
 
 def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
-    """Return torchvision's best weights of that classifier: what it calls them, and the tensors by name.
+    """Return the name of a classifier's best weights, and the tensors by name.
 
     They come from its cache, or are downloaded there. Raises `RequestError` where neither is possible.
     """
@@ -82,21 +73,3 @@ def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
             f"{torch.hub.get_dir()}/checkpoints by hand, or give a file of weights."
         ) from error
     return str(weights), tensors
-
-
-@contextlib.contextmanager
-def _refusal(name: str, shape: tuple[int, ...]) -> Iterator[None]:
-    """Turn what shapes that do not fit raise, in torch or in torchvision's own checks, into a `RequestError`."""
-    import torch
-
-    try:
-        yield
-    except (RuntimeError, ValueError, AssertionError) as error:
-        reason = str(error).split("\n")[0] or type(error).__name__
-        if isinstance(error, torch.OutOfMemoryError | NotImplementedError) or "can't allocate memory" in reason:
-            raise
-        _, height, width = shape
-        raise RequestError(
-            f"Model {name!r} of torchvision cannot take {height}×{width} images ({reason}); use --image-size "
-            f"224, for which it is made, or {_INSTEAD}, which take any size."
-        ) from error

@@ -1,4 +1,4 @@
-"""Where a new model's weights come from: a user's constructor may draw them by torch, NumPy or Python's `random`."""
+"""Seeds for a new model's weights, whatever library draws them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import torch
 
 
 def seed_weights(seed: int) -> None:
-    """Seed the three libraries' global generators, so that every rank and every run draws the same weights.
-
-    A generator that the model makes for itself, such as one from `np.random.default_rng`, is beyond reach.
-    """
+    """Seed torch's, NumPy's and Python's global generators: weights are then the same."""
     torch.manual_seed(seed)
     random.seed(seed)
     # Another number, since NumPy's legacy generator is of torch's kind and would draw alike; it takes 32 bits.

@@ -1,12 +1,10 @@
-"""What BatchNorm computes on a CPU, with torch's own kernels, at full speed for any number of channels.
+"""BatchNorm on a CPU by torch's kernels, fast for any number of channels.
 
-Where the channels lie innermost (channels_last), torch's kernels take one pixel's channels at a time, and each thread
-adds up in its own row of one small table. Channels that fill no vector, such as PyramidNet's 21, 26 and 31, then spend
-the time on remainders; and as the rows share cache lines, two threads are slower than one. Here k neighbouring pixels
-are shown to the kernels as one pixel with k·C channels ("folded", the same memory), and what comes out for the k parts
-of a channel is put together. Channels that do fill vectors are left as they lie, since the folding itself takes longer
-than a small layer. On 64 × 21 × 32 × 32 in bfloat16 with two threads, a whole layer was 2.1
-times as fast forward and 2.3 times backward as torch's (medians of 300 pairs; Intel Xeon with AVX-512, torch 2.15).
+Where channels lie innermost (channels_last), torch's kernels take one pixel's channels at a time, and each thread adds
+up in its own row of one small table. Channels that fill no vector, such as PyramidNet's 21, 26 and 31, are then slow,
+and as the rows share cache lines, two threads are slower than one. Here k neighbouring pixels are shown to the kernels
+as one pixel with k·C channels ("folded", the same memory): on 64 × 21 × 32 × 32 in bfloat16 with two threads, a layer
+was 2.1 times as fast forward and 2.3 times backward (medians of 300 pairs; Intel Xeon with AVX-512, torch 2.15).
 
 Per channel tensors are (C,), images (N, C) or (N, C, …).
 """
@@ -14,35 +12,25 @@ Per channel tensors are (C,), images (N, C) or (N, C, …).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..world.world import World
 
-_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 FOLD = 16
 """Pixels shown as one: with as many, any number of channels fills whole vectors and cache lines (16 float32)."""
 
 
-def exchanged(world: World, mean: Tensor, var: Tensor, count: int) -> np.ndarray:
-    """Return every rank's statistics as one row of float64: (ranks, 2·C + 1) (*collective*)."""
-    return world.numbers(mean.numpy(), var.numpy(), np.array([count]))
+def exchange(world: World, *parts: Tensor) -> Any:
+    """Return every rank's `parts` as a row of float64 (*collective*)."""
+    return world.numbers(*(each.numpy() for each in parts))  # arrays: what follows is many operations on few numbers
 
 
-def summed(world: World, dot: Tensor, total: Tensor) -> np.ndarray:
-    """Return the sums over all ranks, in the order of the ranks: (2, C), float64 (*collective*)."""
-    found: np.ndarray = world.numbers(dot.numpy(), total.numpy()).sum(0)
-    return found.reshape(2, -1)
-
-
-def tensors(dtype: torch.dtype, arrays: Sequence[np.ndarray] | np.ndarray) -> tuple[Tensor, ...]:
-    """Return arrays (C,), or the rows of one, as tensors of float64 where `dtype` is that, else of float32."""
-    table = np.array(arrays, np.float64 if dtype == torch.float64 else np.float32)
-    return torch.from_numpy(table).unbind()
+def summed(world: World, dot: Tensor, total: Tensor) -> Any:
+    """Return the sums over all ranks: float64, (2·C,) (*collective*)."""
+    return exchange(world, dot, total).sum(0)
 
 
 def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -72,17 +60,9 @@ def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor
         return torch.zeros_like(mean), torch.zeros_like(mean)
     x, parts = _fold(x)
     # The gradients of weight and bias, had the statistics been fixed, are these sums.
-    _, dot, total = _BACKWARD(
-        _like(dy, x),
-        x,
-        None,
-        _repeated(mean, parts),
-        _repeated(var, parts),
-        None,
-        None,
-        False,
-        eps,
-        [False, True, True],
+    fixed = _repeated(mean, parts), _repeated(var, parts)
+    _, dot, total = torch.ops.aten.native_batch_norm_backward.default(
+        _like(dy, x), x, None, *fixed, None, None, False, eps, [False, True, True]
     )
     return (dot, total) if parts == 1 else (dot.view(parts, -1).sum(0), total.view(parts, -1).sum(0))
 
@@ -90,9 +70,9 @@ def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor
 def input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, means: Any
 ) -> Tensor:
-    """Return w/s · (dy - total - x̂ · dot), s the standard deviation; `means` (2, C) are all ranks' of dot and total."""
+    """Return w/s · (dy - total - x̂ · dot); `means` are all ranks' of both."""
     scale, invstd = _scale(var, weight, eps)
-    dot, total = tensors(var.dtype, -means)
+    dot, total = torch.as_tensor(-means, dtype=var.dtype).view(2, -1).unbind()
     slope = dot.mul_(scale).mul_(invstd)
     total.mul_(scale)
     moved = slope * mean
@@ -112,7 +92,7 @@ def _scale(var: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tens
 
 
 def _affine(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Return scale · x + offset, in x's type and order of memory."""
+    """Return scale · x + offset in x's type and memory order."""
     folded, parts = _fold(x)
     # Not unfolded from a tensor of the folded shape: autograd lets nobody change a view that a Function returns in
     # place, as the ReLU after it does.
@@ -123,8 +103,7 @@ def _affine(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         return y
     # A product of bfloat16 and float32 is 4 to 20 times slower than the kernel that is made for the mixture.
     unused = torch.empty(2, 0, dtype=scale.dtype)
-    still = torch.zeros_like(scale), torch.ones_like(scale)
-    of_parts = [_repeated(each, parts) for each in (scale, offset, *still)]
+    of_parts = [_repeated(each, parts) for each in (scale, offset, torch.zeros_like(scale), torch.ones_like(scale))]
     torch.ops.aten.native_batch_norm.out(
         folded, *of_parts, False, 0.0, 0.0, out=_like(y, folded), save_mean=unused[0], save_invstd=unused[1]
     )
@@ -132,7 +111,7 @@ def _affine(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
 
 
 def _fold(x: Tensor) -> tuple[Tensor, int]:
-    """Return x seen with k pixels as one, (1, k·C, pixels/k, 1), and k; x itself and 1 where its channels lie apart."""
+    """Return x seen with k pixels as one, and k; else x, 1."""
     pixels = x.numel() // x.shape[1]
     parts = math.gcd(pixels, FOLD)
     innermost = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
@@ -141,17 +120,17 @@ def _fold(x: Tensor) -> tuple[Tensor, int]:
     return x.permute(0, 2, 3, 1).reshape(1, pixels // parts, 1, -1).permute(0, 3, 1, 2), parts
 
 
+def _like(other: Tensor, folded: Tensor) -> Tensor:
+    """Return another tensor of x's shape in that of the folded x."""
+    if other.shape == folded.shape:
+        return other
+    return other.permute(0, 2, 3, 1).reshape(folded.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
+
+
 def _repeated(each: Tensor, parts: int) -> Tensor:
     return each if parts == 1 else torch.cat([each] * parts)  # 2.8 times as fast as Tensor.repeat
 
 
 def _spread(each: Tensor, x: Tensor, parts: int) -> Tensor:
-    """Return values per channel in the shape that meets those of the folded x."""
+    """Return values per channel in a shape that meets the folded x."""
     return _repeated(each, parts).view(-1, *[1] * (x.dim() - 2))
-
-
-def _like(other: Tensor, folded: Tensor) -> Tensor:
-    """Return another tensor of x's shape in that of the folded x; a view of it where it lies in memory like x."""
-    if other.shape == folded.shape:
-        return other
-    return other.permute(0, 2, 3, 1).reshape(folded.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)

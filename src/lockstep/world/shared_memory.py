@@ -1,22 +1,18 @@
-"""All-reduce and all-gather of CPU tensors between the ranks of one host, through memory that they share.
+"""Collectives of CPU tensors between the ranks of one host, through shared memory.
 
-A collective over loopback costs a millisecond however small it is, and a net with BatchNorm has two for each layer in
-each step. Here each rank copies its numbers into a slot of its own, says so with a sequence number, waits for the
-others' numbers, and adds up all slots in the order of the ranks: an element's bits do not depend on its place. There
-are two rows of slots, used by turns: a rank that writes into one again has seen all the others begin the next
-collective, and so be done with it. What is larger than a slot goes in parts.
+A collective over loopback takes a millisecond however small it is, and a net with BatchNorm has two for each layer and
+step. Here each rank copies its numbers into a slot of its own, publishes a sequence number, waits for those of the
+others, and adds up all slots in rank order: an element's bits do not depend on its place. Two rows of slots are used by
+turns: a rank that writes into one again has seen all others begin the next exchange, and so be done with the last one.
+x86-64 keeps the order of stores, numbers before their sequence number; other processors need fences that Python lacks.
 
-Data has to be visible before the sequence number that announces it. An x86-64 processor keeps the order of its stores;
-others need fences that Python does not have, so that ranks there use gloo.
-
-The memory is a file without a name (memfd): no death of any process leaves it behind, and the size of /dev/shm, which
+The memory is a file without a name (memfd): no death of a process leaves it behind, and the size of /dev/shm, which
 containers keep small, does not limit it. Rank 0 makes it; the others open it through rank 0's /proc entry, which the
 kernel allows to processes of the same user alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
@@ -25,246 +21,160 @@ import secrets
 import select
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import UnmatchedError
+from .topology import Topology
 
 _SLOT_BYTES = 1 << 19
-_LINE = 8  # 64-bit words in a cache line, so that no two ranks write into one
-_LEFT = 1  # the word of a rank's line that says that it has left; word 0 is its sequence number
-_KIND = 2  # the words that say what it exchanges, by turns
-_NONCE_BYTES = 16
-_PAGE = mmap.PAGESIZE
-_PROCESSORS = ("x86_64", "AMD64")
-
-# While a rank waits: how often it looks before it yields, for how long it yields before it sleeps, and how long then.
-_LOOKS = 100
-_YIELD_S = 1e-3
-_NAP = 0.05  # of the time that it has waited
-_LONGEST_NAP_S = 1e-3
-_LIVES_S = 0.01  # between looks whether the rank that it waits for still lives
-
 _TURNS = 2
-_VIEWS = 1024  # kept, of which a model needs one for each size of tensor
+_WORDS = 8  # of 64 bits, for each rank: a cache line. Word 0 is its sequence number.
+_LEFT, _KIND = 1, 2  # the words that say whether it has left, and what it exchanges, by turns
+
+_YIELD_S = 1e-3  # before a rank that waits takes naps
+_NAP, _LONGEST_NAP_S = 0.05, 1e-3  # of the time that it has waited
 
 
 class PeerLostError(RuntimeError):
-    """A rank that others wait for has ended, has left, or does not come."""
-
-
-class _Views(NamedTuple):
-    """The ranks' slots as tensors."""
-
-    all: Tensor
-    """(ranks, elements)"""
-    rows: tuple[Tensor, ...]
+    """A rank that others wait for does not come."""
 
 
 class SharedMemory:
-    """One rank's side of the memory that all ranks of a host share. Calls are *collective*, by one thread at a time."""
+    """One rank's side of the memory. Calls are *collective*, by one thread."""
 
-    def __init__(self, fd: int, rank: int, processes: list[int], timeout_s: float) -> None:
-        """Map `fd`; `processes` are the ranks' process ids, in their order. Raises `OSError` where one is not seen.
+    def __init__(self, fd: int, rank: int, processes: Sequence[int], timeout_s: float) -> None:
+        """Map `fd`, shared with the ranks of these process ids.
 
-        A collective that waits longer than `timeout_s` for a rank raises `PeerLostError`.
+        Raises `OSError` for one that is not seen. Collectives that wait longer than `timeout_s` raise `PeerLostError`.
         """
-        self.rank, self.size = rank, len(processes)
-        self._timeout_s = timeout_s
+        self._rank, self._timeout_s, self._sequence = rank, timeout_s, 0
         self._peers = {peer: os.pidfd_open(pid) for peer, pid in enumerate(processes) if peer != rank}
-        mapped = mmap.mmap(fd, _total_bytes(self.size))
-        self._words = memoryview(mapped)[_PAGE : _PAGE + self.size * _LINE * 8].cast("q")
-        slots = torch.frombuffer(mapped, dtype=torch.uint8)[-_TURNS * self.size * _SLOT_BYTES :]
-        self._slots = slots.view(_TURNS, self.size, _SLOT_BYTES)
-        self._numbers = self._slots.view(torch.float64).numpy()
-        self._sequence = 0
-        self._views: dict[tuple[int, torch.dtype, int], _Views] = {}
+        size, slots_bytes = len(processes), len(processes) * _TURNS * _SLOT_BYTES
+        mapped = mmap.mmap(fd, _total_bytes(size))
+        self._words = memoryview(mapped)[slots_bytes:].cast("q", (size, _WORDS))
+        slots = torch.frombuffer(mapped, dtype=torch.uint8, count=slots_bytes).view(_TURNS, size, _SLOT_BYTES)
 
-    def reduce_(self, tensor: Tensor, op: Callable[..., Any]) -> None:
-        """Put `tensor` (contiguous, the same shape and type on each rank) together over all ranks, in place.
+        @lru_cache(1024)  # a model needs two for each size of tensor
+        def views(turn: int, dtype: torch.dtype, count: int) -> tuple[Tensor, ...]:
+            return slots[turn, :, : count * dtype.itemsize].view(dtype).unbind()
 
-        `op` is torch.add or torch.maximum, taken in the order of the ranks.
-        """
-        kind = _kind(op.__name__, tensor)
-        for part in self._parts(tensor):
-            first, second, *more = self._exchange(part, kind).rows
-            op(first, second, out=part)
+        self._views = views
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Add up `tensor` (contiguous) in rank order, in place."""
+        for part, (first, second, *more) in self._exchanged("sum", tensor):
+            torch.add(first, second, out=part)
             for each in more:
-                op(part, each, out=part)
+                part.add_(each)
 
     def stack(self, tensor: Tensor) -> Tensor:
-        """Return every rank's `tensor` (contiguous), in the order of the ranks: (ranks, elements)."""
-        kind = _kind("stack", tensor)
-        parts = [self._exchange(part, kind).all.clone() for part in self._parts(tensor)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-    def numbers(self, parts: Sequence[np.ndarray], count: int) -> np.ndarray | None:
-        """Return every rank's `count` numbers, all its `parts` in one row of float64, in the order of the ranks.
-
-        The array (ranks, count) is the memory itself: not to be written, and valid until the next collective. None
-        where the numbers fill more than a slot.
-        """
-        if count * 8 > _SLOT_BYTES:
-            return None
-        everyone = self._numbers[(self._sequence + 1) % _TURNS, :, :count]
-        np.concatenate(parts, out=everyone[self.rank])
-        self._meet(~count)  # negative, unlike a tensor's kind
-        return everyone
+        """Return every rank's `tensor` (contiguous): (ranks, elements)."""
+        return torch.cat([torch.stack(slots) for _, slots in self._exchanged("stack", tensor)], 1)
 
     def close(self) -> None:
-        """Tell the ranks that still wait for this one that it does not come any more."""
-        self._words[self.rank * _LINE + _LEFT] = 1
-        for peer in self._peers.values():
-            os.close(peer)
-        self._peers.clear()
+        """Tell ranks that wait for this one that it has left."""
+        self._words[self._rank, _LEFT] = 1
+        while self._peers:
+            os.close(self._peers.popitem()[1])
 
-    def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        flat = tensor.detach().view(-1)  # nothing is written to a view that a gradient passes through
-        return (flat,) if tensor.nbytes <= _SLOT_BYTES else torch.split(flat, _SLOT_BYTES // tensor.element_size())
+    def _exchanged(self, operation: str, tensor: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+        """Yield each part of `tensor` that fits a slot with every rank's.
 
-    def _exchange(self, part: Tensor, kind: int) -> _Views:
-        """Return every rank's `part` (flat, at most a slot), which is valid until the next exchange."""
-        views = self._next(part.dtype, part.numel())
-        views.rows[self.rank].copy_(part)
-        self._meet(kind)
-        return views
-
-    def _meet(self, kind: int) -> None:
-        """Say that this rank's slot is written, and return once all have written theirs.
-
-        Raises `UnmatchedError` where another rank exchanges something of another kind: it would be taken for this.
+        They are valid until the next exchange.
+        Raises `UnmatchedError` where another rank exchanges something else: it would be taken for this.
         """
-        self._sequence = sequence = self._sequence + 1
-        words, turn = self._words, _KIND + sequence % _TURNS
-        words[self.rank * _LINE + turn] = kind
-        words[self.rank * _LINE] = sequence
-        for peer in self._peers:
-            at = peer * _LINE
-            looks = 0
-            while words[at] < sequence:
-                looks += 1
-                if looks > _LOOKS:
+        flat, words = tensor.detach().view(-1), self._words  # nothing is written to a view that a gradient passes
+        parts = (flat,) if flat.nbytes <= _SLOT_BYTES else torch.split(flat, _SLOT_BYTES // flat.element_size())
+        kind = zlib.crc32(f"{operation} {flat.dtype} {flat.numel()}".encode())
+        for part in parts:
+            self._sequence += 1
+            turn = self._sequence % _TURNS
+            slots = self._views(turn, part.dtype, part.numel())
+            slots[self._rank].copy_(part)
+            words[self._rank, _KIND + turn] = kind
+            words[self._rank, 0] = self._sequence
+            for peer in self._peers:
+                if words[peer, 0] < self._sequence:
                     self._wait(peer)
-            if words[at + turn] != kind:
-                raise UnmatchedError(
-                    f"rank {self.rank} exchanges something else than rank {peer} at the same moment: every rank has to "
-                    "take the same path through the model and the loop"
-                )
-
-    def _next(self, dtype: torch.dtype, count: int) -> _Views:
-        """Return the slots of the next exchange, of `count` elements each."""
-        key = ((self._sequence + 1) % _TURNS, dtype, count)
-        if (views := self._views.get(key)) is None:
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            everyone = self._slots[key[0], :, : count * dtype.itemsize].view(dtype)
-            self._views[key] = views = _Views(everyone, everyone.unbind())
-        return views
+                if words[peer, _KIND + turn] != kind:
+                    raise UnmatchedError(
+                        f"rank {self._rank} exchanges something else than rank {peer} at the same moment: every rank "
+                        "has to take the same path through the model and the loop"
+                    )
+            yield part, slots
 
     def _wait(self, peer: int) -> None:
-        """Return once `peer` has written; meanwhile leave the processor to whoever needs it."""
-        at, began_s = peer * _LINE, time.monotonic()
-        looked_s = began_s
-        while self._words[at] < self._sequence:
-            now_s = time.monotonic()
-            if now_s - began_s < _YIELD_S:
+        """Return once `peer` has published; raise `PeerLostError` if it does not."""
+        words, ended, began_s = self._words, select.poll(), time.monotonic()
+        ended.register(self._peers[peer], select.POLLIN)
+        while words[peer, 0] < self._sequence:
+            waited_s = time.monotonic() - began_s
+            if waited_s < _YIELD_S:
                 os.sched_yield()
                 continue
             # A nap lets other threads of this process have Python's lock as well.
-            time.sleep(min(_NAP * (now_s - began_s), _LONGEST_NAP_S))
-            if now_s - looked_s > _LIVES_S:
-                looked_s = now_s
-                self._check(peer, now_s - began_s)
-
-    def _check(self, peer: int, waited_s: float) -> None:
-        """Raise `PeerLostError` where `peer` has ended or left without having written, or is waited for too long."""
-        poll = select.poll()
-        poll.register(self._peers[peer], select.POLLIN)
-        is_gone = bool(poll.poll(0)) or self._words[peer * _LINE + _LEFT]
-        if self._words[peer * _LINE] >= self._sequence:  # it wrote before it went
-            return
-        if is_gone:
-            raise PeerLostError(f"rank {peer}: remote process exited")
-        if waited_s > self._timeout_s:
-            raise PeerLostError(f"rank {peer}: timed out after {1000 * self._timeout_s:.0f} ms")
+            time.sleep(min(_NAP * waited_s, _LONGEST_NAP_S))
+            is_gone = ended.poll(0) or words[peer, _LEFT]
+            if words[peer, 0] >= self._sequence:  # it published before it went
+                return
+            if is_gone:
+                raise PeerLostError(f"rank {peer}: remote process exited")
+            if waited_s > self._timeout_s:
+                raise PeerLostError(f"rank {peer}: timed out after {1000 * self._timeout_s:.0f} ms")
 
 
 def join(
-    rank: int, size: int, nodes: int, gather: Callable[[Any], list[Any]], timeout_s: float
+    topology: Topology, is_unwanted: bool, gather: Callable[[Any], list[Any]], timeout_s: float
 ) -> tuple[SharedMemory | None, str]:
-    """Return the memory that all ranks share, or None and, in words, why there can be none (*collective*).
+    """Return the memory, or None and why there is none (*collective*).
 
-    `gather` returns what all ranks give to it, by another way. All ranks return the same.
+    `gather` returns what each rank gives to it, by another way.
     """
-    with contextlib.ExitStack() as opened:
-        made, why = (0, ""), ""
+    rank, memory, fd, name = topology.rank, None, -1, secrets.token_hex(16)
+    why = "a rank was started with --collectives gloo" if is_unwanted else _unfit(topology.nodes)
+    try:
+        if rank == 0 and not why:
+            fd = os.memfd_create(name)
+            os.posix_fallocate(
+                fd, 0, _total_bytes(topology.size)
+            )  # an error now; to write to what is not there would kill
+    except OSError as error:
+        why = f"no memory to share can be had ({error.strerror})"
+    whys, processes, fds, names = zip(*gather([why, os.getpid(), fd, name]), strict=True)
+    if not any(whys):
         try:
-            why = _unfit(nodes)
-            if rank == 0 and not why:
-                made = _make(size, opened)
-        except OSError as error:
-            why = f"no memory to share can be had ({error.strerror})"
-        found = gather({"pid": os.getpid(), "user": _user(), "made": made, "why": why})
-        users = {each["user"] for each in found}
-        if len(users) > 1:
-            why = f"the ranks are of different users ({', '.join(map(str, sorted(users)))})"
-        why = next((each["why"] for each in found if each["why"]), why)
-        if why:
-            return None, why
-        memory, processes = None, [each["pid"] for each in found]
-        try:
-            its_fd, nonce = found[0]["made"]
-            memory = SharedMemory(_open(processes[0], its_fd, nonce, opened), rank, processes, timeout_s)
+            fd = fd if rank == 0 else _open(Path(f"/proc/{processes[0]}/fd/{fds[0]}"), names[0])
+            memory = SharedMemory(fd, rank, processes, timeout_s)
         except OSError as error:
             why = f"rank {rank} cannot see the other ranks' processes ({error.strerror})"
-        why = next(filter(None, gather(why)), "")
-        if why and memory is not None:
-            memory.close()
-        return (None, why) if why else (memory, "")
-
-
-def _kind(operation: str, tensor: Tensor) -> int:
-    """Return a number that is another one where the operation, the type or the number of elements is."""
-    return zlib.crc32(f"{operation} {tensor.dtype} {tensor.numel()}".encode())
+        whys = tuple(gather(why))
+    if fd >= 0:
+        os.close(fd)
+    why = next(filter(None, whys), "")
+    if why and memory is not None:
+        memory.close()
+    return (None, why) if why else (memory, "")
 
 
 def _unfit(nodes: int) -> str:
     if nodes > 1:
         return f"the ranks are on {nodes} hosts"
-    if platform.machine() not in _PROCESSORS:
-        return f"a {platform.machine()} processor does not keep the order of its stores"
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        return "this system has no memory without a name (memfd), which is Linux's"
+    if platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
+        return f"{platform.system()} on {platform.machine()} is not Linux on x86-64"
     return ""
 
 
-def _make(size: int, opened: contextlib.ExitStack) -> tuple[int, str]:
-    """Return this process's descriptor of new memory, and the nonce that it begins with."""
-    fd = os.memfd_create("lockstep")
-    opened.callback(os.close, fd)
-    os.posix_fallocate(fd, 0, _total_bytes(size))  # an error now, where writing to memory that is not there would kill
-    nonce = secrets.token_hex(_NONCE_BYTES)
-    os.pwrite(fd, bytes.fromhex(nonce), 0)
-    return fd, nonce
-
-
-def _open(process: int, its_fd: int, nonce: str, opened: contextlib.ExitStack) -> int:
-    fd = os.open(f"/proc/{process}/fd/{its_fd}", os.O_RDWR | os.O_CLOEXEC)
-    opened.callback(os.close, fd)
-    if os.pread(fd, _NONCE_BYTES, 0) != bytes.fromhex(nonce):
-        raise FileNotFoundError(errno.ENOENT, "that number is another process's here")  # in a container of its own
-    return fd
-
-
-def _user() -> int:
-    return os.geteuid() if hasattr(os, "geteuid") else 0
+def _open(path: Path, name: str) -> int:
+    if name not in str(path.readlink()):  # in a container of its own, that number is another process's
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 def _total_bytes(size: int) -> int:
-    """Return a page for the nonce, a cache line for each rank, and the slots."""
-    lines = -(-size * _LINE * 8 // _PAGE) * _PAGE
-    return _PAGE + lines + _TURNS * size * _SLOT_BYTES
+    return size * (_TURNS * _SLOT_BYTES + _WORDS * 8)

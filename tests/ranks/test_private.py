@@ -1,0 +1,101 @@
+"""What breaks without the private names that `_torch` uses.
+
+Of the others: a start without torch's compiler is in unit/test_cli, hooks on a step in unit/test_session, BatchNorms of
+users' own in unit/test_sync_batchnorm, what draws within operators in ranks/test_gradients, a cluster of Ray's that
+listens on loopback alone in real/test_ray.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
+
+from lockstep import _torch
+from lockstep.world.world import World
+
+from ..pool import RankPool
+
+
+class _Counted(_torch.TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_tensors_take_one_operation() -> None:
+    ours, theirs = [torch.ones(each) for each in range(9)], [torch.full((each,), 3.0) for each in range(9)]
+    three, two = torch.tensor(3.0), torch.tensor(2.0)
+    with _Counted() as counted:
+        _torch.foreach_lerp_(ours, theirs, 0.5)
+        _torch.foreach_mul_(ours, three)
+        _torch.foreach_div_(ours, two)
+        _torch.foreach_copy_(theirs, ours)
+        norms = _torch.foreach_norm(theirs)
+    assert counted.count == 5, "else one a tensor"
+    assert float(norms[4]) == 6.0
+
+
+def test_a_step_needs_no_more_than_its_own_code() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    _torch.step(optimizer)
+    assert (parameter.tolist(), called) == ([0.5, 0.5], [])
+
+
+class _Hostile:
+    def __reduce__(self) -> Any:
+        return print, ("code of a stranger's",)
+
+
+def test_a_rendezvous_is_read_and_nothing_else_runs() -> None:
+    state = _RendezvousState()
+    state.round = 3
+    assert _torch.plain_rendezvous(pickle.dumps(state)).round == 3
+    with pytest.raises(pickle.UnpicklingError, match=r"builtins\.print"):
+        _torch.plain_rendezvous(pickle.dumps(_Hostile()))
+
+
+def _grouped(world: World) -> tuple[int, int]:
+    groups = [dist.new_group([rank]) for rank in range(world.size)]
+    with _torch.as_default_group(groups[world.rank]):
+        alone = dist.get_world_size()
+        dist.all_reduce(torch.ones(1))  # the other rank makes none
+    return alone, dist.get_world_size()
+
+
+def test_a_step_of_the_users_own_may_be_alone_for_a_while(pool: RankPool) -> None:
+    assert pool.run(2, _grouped) == [(1, 2)] * 2
+
+
+def _waited(world: World, folder: str) -> float:
+    """Return how long rank 0 waited for a rank that does not come, where forming the group may take longer."""
+    world.close()
+    store = _torch.FileStore(str(Path(folder) / "again"), 2)
+    world = World.join(world.topology, world.device, store, timeout_s=1.0, form_s=60.0, collectives="gloo")
+    begun_s = time.monotonic()
+    if world.rank:
+        time.sleep(4)
+    else:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            world.barrier()
+    waited_s = time.monotonic() - begun_s
+    world.close()
+    return waited_s
+
+
+def test_the_time_limit_of_collectives_is_not_that_of_forming_the_group(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, _waited, str(tmp_path))[0] < 3.5
