@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from ..batching import BatchPlan
-from ..monitor import tracebacks
 from ..monitor.signals import SIGNALS
 from ..world.random_state import Generators, kept
 from . import counter
@@ -144,7 +143,7 @@ def as_it_is(answer: Any) -> Any:
 
 
 def begin_worker(own: Callable[[int], None] | None, worker: int) -> None:
-    """Prepare a data worker: signals are its rank's to answer, its stacks can be asked for, and it ends with its rank.
+    """Prepare a data worker: signals are its rank's to answer, and it ends with its rank.
 
     `own` is the user's `worker_init_fn`.
     """
@@ -156,7 +155,6 @@ def begin_worker(own: Callable[[int], None] | None, worker: int) -> None:
             signal.signal(number, lambda *_: None)
             signal.siginterrupt(number, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    tracebacks.answer()
     # torch's workers look for their parent between two tasks; one that is stuck in a sample would outlive it.
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="rank watch").start()
     if own is not None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import _torch
 from .._torch import Store
 from ..errors import RequestError
-from ..monitor.notes import NoNotes, Notes
+from ..monitor.notes import Notes
 from ..monitor.progress import Pulse
 from . import shared_memory
 from .topology import Topology
@@ -47,7 +47,7 @@ class World:
     """The process group; None where there is one rank and nothing to exchange."""
     pulse: Pulse = field(default_factory=Pulse, compare=False)
     """What this rank is doing, for whoever watches it."""
-    notes: Notes = field(default_factory=NoNotes, compare=False)
+    notes: Notes = field(default_factory=Notes, compare=False)
     """What an earlier start of the same ranks has left, and this one leaves for the next."""
     memory: shared_memory.SharedMemory | None = field(default=None, compare=False)
     """What the ranks of one host exchange CPU tensors through; None where gloo does it."""
@@ -93,7 +93,7 @@ class World:
         sys.excepthook = hook  # torch's own drops what another one says, and stays
         if form_s is not None:
             _torch.set_timeout(timedelta(seconds=timeout_s))
-        world = cls(topology, device, dist.group.WORLD, pulse or Pulse(), notes or NoNotes())
+        world = cls(topology, device, dist.group.WORLD, pulse or Pulse(), notes or Notes())
         # Before the options are compared: what a rank does next depends on this one.
         asked = world.gather(collectives)
         if other := next((rank for rank, each in enumerate(asked) if each != asked[0]), 0):
