@@ -357,8 +357,8 @@ a checkpoint of before is taken for the last: verify/claims.py
 # law 9: a failure is told in bounded time, and leaves nobody
 = unit/test_watch.py::test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all
 a rank that stands still is never found: monitor/watchdog.py
-- else self._stall_s):
-+ else 100 * self._stall_s):
+- elif self._stalled_s > self._stall_s:
++ elif self._stalled_s > 100 * self._stall_s:
 = unit/test_watch.py::test_a_rank_whose_beats_no_longer_rise_is_silent
 a rank whose beats stay the same is taken to live: monitor/heartbeat.py
 - if beat.number != last.number:
@@ -383,16 +383,16 @@ a run that has failed exits with 0: cli/main.py
 +
 = unit/test_interrupts.py::test_the_second_signal_ends_the_process_at_once
 a second signal is one more first one: monitor/signals.py
-- return Heard.SECOND
-+ return Heard.ECHO
+- self.insisted = True
++ pass
 = unit/test_launchers.py::test_each_rank_takes_gpus_of_its_own
 two ranks share a GPU: launchers/rollcall.py
 - if other is not claim:
 + if False:
 = unit/test_watch.py::test_a_store_that_answers_while_the_process_ends_does_not_change_the_exit_code
 a store that answers late changes the exit code: __main__.py
-- if bounded.any_left() or code
-+ if code
+- bounded.leave(code)
++ raise SystemExit(code)
 = real/test_requeue.py::test_a_job_requeues_itself_unless_it_is_done_cancelled_or_never_reaches_a_checkpoint
 a job that never reaches a checkpoint requeues itself for ever: launchers/submit.py
 - _IDLE_STARTS = 3
@@ -461,11 +461,6 @@ a folder that is a link is written to: files.py
 -     check_own(path)
 -     path.mkdir(parents=True, exist_ok=True)
 +     path.mkdir(parents=True, exist_ok=True)
-= unit/test_links.py::test_what_is_opened_late_or_elsewhere_is_no_link_either[stacks of the others]
-what is behind a link is tidied away: monitor/tracebacks.py
--         check_own(folder / "output")
--         for path
-+         for path
 = unit/test_links.py::test_a_run_changes_nothing_outside_its_folder[before_link-False]
 a link in a run's folder is not refused: runs/folders.py
 - if any(fnmatch.fnmatch(each.name, name) for name in names):

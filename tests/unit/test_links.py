@@ -181,8 +181,6 @@ def _output(folder: Path) -> None:
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "the lock": (".lock", lambda folder: folders._locked(folder).close()),
     "output": ("output/rank_0.txt", _output),
-    "stacks": ("output/.rank_0.stacks", _switch),
-    "stacks of the others": ("output/.rank_0.stacks", lambda folder: tracebacks.remove("*", folder)),
     "a failure": (
         "failures/rank_0.txt",
         lambda folder: failures.write(Failure(0, "", "words", "trace"), folder / "failures"),
