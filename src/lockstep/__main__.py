@@ -4,9 +4,11 @@ import atexit
 import contextlib
 import os
 import signal
+import sys
 from typing import NoReturn
 
 from .cli.main import main as run
+from .errors import Stopped
 from .monitor import bounded, output
 from .monitor.signals import SIGNALS
 
@@ -20,8 +22,11 @@ def main() -> NoReturn:
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # too late to change how it ended, and soon enough to end it
             signal.signal(number, lambda *_: os._exit(code))
-    # Not by the interpreter: where a KeyboardInterrupt came while a library ran code from text, it ends by a signal.
-    bounded.leave(code)
+    # A call that is left may come back at any moment, and Python remembers a KeyboardInterrupt that came as it ran the
+    # text of a program, as libraries have it do, and ends by a signal.
+    if bounded.any_left() or code == Stopped.exit_code:
+        bounded.leave(code)
+    sys.exit(code)
 
 
 def _open_all() -> None:

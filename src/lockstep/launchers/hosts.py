@@ -1,4 +1,4 @@
-"""This host as other hosts see it: identity, addresses, interfaces, what names mean here; and its processes."""
+"""This host as other hosts see it: identity, addresses, interfaces, what names mean here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ANYWHERE = "192.0.2.1"
 """An address that belongs to nobody (RFC 5737): the route to it is the route to the world at large."""
 
 
-def namespace(kind: str) -> str:
-    """Return the identity of this process's network or process namespace; "" where there is no such thing."""
+def network() -> str:
+    """Return the identity of this process's network namespace; "" where there is no such thing."""
     try:
-        return str(Path(f"/proc/self/ns/{kind}").readlink())
+        return str(Path("/proc/self/ns/net").readlink())
     except OSError:
         return ""
 
@@ -40,14 +40,6 @@ def begun(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
     return str(psutil.Process(pid).create_time())
-
-
-def has_ended(pid: int, since: str) -> bool:
-    """Return whether the process with that number that began so is no more, or a zombie."""
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE) or begun(pid) != since
-    except psutil.NoSuchProcess:
-        return True
 
 
 def own_addresses(towards: str, interface: str = "") -> tuple[str, ...]:
@@ -105,8 +97,11 @@ def url(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def caution(host: str, *, serves: bool = False) -> str:
-    """Return, to end a sentence with, why other hosts may not meet at what `host` means here; "" for no reason."""
+def caution(host: str, *, has_met: bool = True) -> str:
+    """Return, to end a sentence with, why ranks of several hosts may not meet at what `host` means here; or "".
+
+    `has_met` says that this rank was right about the address.
+    """
     here, others, address = socket.gethostname(), own_addresses(ANYWHERE), ""
     with contextlib.suppress(OSError):
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -116,6 +111,6 @@ def caution(host: str, *, serves: bool = False) -> str:
             f"; {host}{means} is this host ({here}) to itself alone: where ranks run on other hosts, give one of its "
             f"addresses that they reach ({', '.join(others)}), or put that in /etc/hosts"
         )
-    if serves or not address or not means:
+    if has_met or not address or not means:
         return ""
     return f"; {host} means {address} on {here}, and rank 0 may know the name as another, such as 127.0.1.1"

@@ -2,14 +2,11 @@
 
     lockstep train digits --nodes 1:4 --devices 2 --max-restarts 3 --init-method tcp://HOST:PORT      the same on each
 
-The agents meet at a store that HOST's serves. Which nodes there are is torch's business (its dynamic rendezvous, by its
-public interface); each agent starts this node's ranks as on one host (see `supervisor`). After a loss the agents end
-those that are left, agree anew, and start them again; the new ranks find the run's folder in that store's notes and go
-on from its last checkpoint. For a node that comes later the ranks save, stop, and start again with it.
-
-Each agent says every two seconds that it lives. One that has not for six is counted out by torch's rendezvous, and the
-others end the ranks that wait for it. An agent that gets no answer from the store knows that its node is the lost one,
-and ends its ranks before the others, who wait for latecomers, begin anew.
+The agents meet at a store that HOST's serves, and agree through torch's dynamic rendezvous; each starts its node's ranks
+as on one host (see `supervisor`). After a loss they end the ranks that are left, agree anew, and start them again; these
+find the run's folder in that store's notes and go on from its last checkpoint. For a node that comes later the ranks
+save, stop, and start again with it. A node without a heartbeat for six seconds is dropped. An agent that gets no answer
+from the store knows that its own node is the lost one, and ends its ranks before the others begin anew.
 """
 
 from __future__ import annotations
@@ -239,10 +236,11 @@ class _Agent:
     def _told(self, error: Exception, cause: Failure | None) -> Exception:
         """Return what is raised where the nodes did not come together, or the store is gone."""
         where, nodes, again = self._meeting.where, self._config.parallel.nodes, failures.again(self._config)
-        if cause is None and isinstance(error, RendezvousTimeoutError):
+        is_late, patience_s = isinstance(error, RendezvousTimeoutError), self._patience_s
+        if is_late and cause is None:
             return RequestError(
-                f"{where}: fewer than --nodes {nodes} came within {self._patience_s:g} s; start the command on "
-                f"every node, or raise --timeout{self._meeting.caution}."
+                f"{where}: fewer than --nodes {nodes} came within {patience_s:g} s; start the command on every node, "
+                f"or raise --timeout{self._meeting.caution}."
             )
         if isinstance(error, Unanswered) or isinstance(error.__cause__, Unanswered):
             return RunError(
@@ -253,13 +251,9 @@ class _Agent:
             )
         if cause is not None and (cause.kind == Stopped.__name__ or isinstance(error, RendezvousClosedError)):
             return cause.error()  # where ranks had saved and stopped, another node was asked to, and does not come back
-        if isinstance(error, RendezvousTimeoutError):
-            return RunError(
-                f"{where}: fewer than --nodes {nodes} are left, and no others came within {self._patience_s:g} s; "
-                f"{again}."
-            )
         ended = "the agent of another node has ended the job, or cannot be reached any more: see its own message"
-        return RunError(f"{where}: {ended}; {again}.")
+        few = f"fewer than --nodes {nodes} are left, and no others came within {patience_s:g} s"
+        return RunError(f"{where}: {few if is_late else ended}; {again}.")
 
 
 @contextlib.contextmanager

@@ -1,11 +1,9 @@
-"""The roll call: each rank learns of all others before a process group is formed.
+"""The roll call: each rank learns of all others before a process group is formed, by a few requests.
 
 Rank 0 opens a *call*: its claim (host, process, world size, GPUs) with a nonce. Each other rank answers that call with
-its own claim, which can be made once. When all are there, rank 0 gives its *verdict*: all claims, or what is wrong with
-them. A rank that finds a fault, such as one that is claimed twice or absent, gives the verdict itself, so that all fail
-with one sentence. A rank makes three requests, which wait at the store for their answers.
-
-Where an agent keeps the store, an earlier start's call may lie there: its verdict is given, and a next call will come.
+its own claim, which can be made once. Rank 0 gives the *verdict*: all claims, or what is wrong with them; whoever finds
+a fault, such as a rank claimed twice or absent, gives it instead, so that all fail with one sentence. Where an agent
+keeps the store, an earlier start's call may lie there: its verdict is given, and another call will come.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class Claim:
     processors: tuple[int, ...] = field(default_factory=hardware.processors)
     """Those that the process may run on, by the host's numbers."""
     host: str = field(default_factory=socket.gethostname)
-    network: str = field(default_factory=lambda: hosts.namespace("net"))
+    network: str = field(default_factory=hosts.network)
     boot: str = field(default_factory=hosts.boot)
     pid: int = field(default_factory=os.getpid)
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))

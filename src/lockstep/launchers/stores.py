@@ -43,7 +43,6 @@ WAIT = timedelta(seconds=60)
 _SECRET_BYTES = 32
 _RETRY_S = 0.2
 _PROBE_S = 5.0
-_RESOLVE_S = 10.0
 _SILENCE_S = 30  # for whoever connects to say something
 _FILE_BYTES = 1 << 12
 _WHY_NOT = {
@@ -152,8 +151,8 @@ def serve(host: str, port: int, *, secret: bytes = b"") -> Meeting:
     address, port = listener.getsockname()[:2]
     taken = listener.detach()
     store = TCPStore(address, port, is_master=True, master_listen_fd=taken, wait_for_workers=False, timeout=WAIT)
-    caution = hosts.caution(host, serves=True)
-    return Meeting(Keys(store, PREFIX, secret), where, hosted=True, host=address, port=port, caution=caution)
+    keys, caution = Keys(store, PREFIX, secret), hosts.caution(host)
+    return Meeting(keys, where, hosted=True, host=address, port=port, caution=caution)
 
 
 def connect(
@@ -192,24 +191,20 @@ def connect(
 
 def _await_listener(host: str, port: int, timeout_s: float) -> None:
     """Return once somebody listens there."""
-    begun_s = time.monotonic()
+    deadline = time.monotonic() + timeout_s
     while True:
-        waits_s = timeout_s
         try:
-            socket.create_connection((host, port), max(_RETRY_S, begun_s + timeout_s - time.monotonic())).close()
+            socket.create_connection((host, port), max(_RETRY_S, deadline - time.monotonic())).close()
         except OSError as error:
-            why = error.strerror or str(error)
-            if isinstance(error, socket.gaierror):  # a name may appear late; for a wrong one, nobody waits to the end
-                waits_s = min(timeout_s, _RESOLVE_S)
+            if time.monotonic() >= deadline:
+                raise AbsentError(
+                    f"{hosts.url(host, port)}: nothing answers there within --timeout {timeout_s:g} s "
+                    f"({error.strerror or error}){hosts.caution(host, has_met=False)}; is rank 0 running, is the "
+                    "address its own, and does a firewall let the port through?"
+                ) from error
+            time.sleep(_RETRY_S)
         else:
             return
-        if time.monotonic() - begun_s >= waits_s:
-            raise AbsentError(
-                f"{hosts.url(host, port)}: nothing answers there within --timeout {timeout_s:g} s ({why})"
-                f"{hosts.caution(host)}; is rank 0 running, is the address its own, and does a firewall let the port "
-                "through?"
-            )
-        time.sleep(_RETRY_S)
 
 
 def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secret: bytes = b"") -> Meeting:

@@ -379,7 +379,8 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
         pipe.send(failures.account(error, place.rank, config))
         rank.vanish(error)
     pipe.send(report)
-    bounded.leave(0)
+    if bounded.any_left():
+        bounded.leave(0)
 
 
 def _settle() -> None:

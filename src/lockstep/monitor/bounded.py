@@ -1,10 +1,13 @@
-"""Calls that may never return, each in a thread that is left behind where it hangs."""
+"""Calls that may never return, each in a thread that is left behind where it hangs.
+
+Where such a thread returns while the interpreter ends, Python ends it inside C++ code, which then aborts the process
+with exit code −6. So whoever ends a process asks `any_left` first, and ends it by `leave`.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import sys
 import threading
@@ -19,6 +22,10 @@ class Late(RuntimeError):
     """A call did not return in time."""
 
 
+class _Call(threading.Thread):
+    """A thread in a call that nothing can cut short."""
+
+
 def within(limit_s: float, work: Callable[[], T], name: str) -> T:
     """Return what `work` returns, or raise what it raises; `Late` after `limit_s` seconds."""
     outcome: Future[T] = Future()
@@ -29,7 +36,7 @@ def within(limit_s: float, work: Callable[[], T], name: str) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    call = threading.Thread(target=attempt, name=name, daemon=True)
+    call = _Call(target=attempt, name=name, daemon=True)
     call.start()
     call.join(limit_s)
     if not outcome.done():
@@ -37,12 +44,13 @@ def within(limit_s: float, work: Callable[[], T], name: str) -> T:
     return outcome.result()
 
 
-def leave(code: int) -> NoReturn:
-    """End this process as the interpreter does, but for threads that hang.
+def any_left() -> bool:
+    """Return whether a call of this process has not returned."""
+    return any(isinstance(thread, _Call) for thread in threading.enumerate())
 
-    Where one of those returns while the interpreter ends, Python ends it inside C++ code, which then aborts the process
-    with exit code −6.
-    """
+
+def leave(code: int) -> NoReturn:
+    """End this process as the interpreter would, but for the calls that have not returned."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
@@ -50,6 +58,4 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).fflush(None)
     os._exit(code)

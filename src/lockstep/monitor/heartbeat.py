@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from .keys import Keys
 
-LEFT = "left"
-"""The phase in the last beat of a rank that needs the others no more."""
+_LEFT = "left"  # the phase in the last beat of a rank that needs the others no more
 _MET = "the roll call"  # the phase of a rank without a beat
 _SENTENCE = "sentence"
 _READ_ALWAYS = 16  # ranks: to read more costs O(ranks²), and is left until something is wrong
@@ -67,12 +66,13 @@ class Heartbeats:
         return sentence
 
     def seen(self, own: Beat) -> dict[int, Beat]:
-        """Return the last beat of each rank; of this one, `own`."""
+        """Return the last beat of each rank that has not left; of this one, `own`."""
         # While the store does not answer, nothing is known of others than its server.
         unanswered = {self._server: max(0.0, time.monotonic() - self._answered_s)}
         others = {
             rank: replace(beat, silent_s=max(0.0, self._read_s - since_s) + unanswered.get(rank, 0.0))
             for rank, (beat, since_s) in dict(self._heard).items()
+            if beat.phase != _LEFT
         }
         return {**others, self._rank: own}
 
@@ -86,10 +86,10 @@ class Heartbeats:
         """Send the last beat; the rank that serves the store waits for those of all others."""
         until_s = time.monotonic() + limit_s
         with contextlib.suppress(RuntimeError):
-            self._send(replace(own, phase=LEFT))
+            self._send(replace(own, phase=_LEFT))
             while self._rank == self._server and time.monotonic() < until_s:
                 self._read()
-                if all(beat.phase == LEFT for beat, _ in self._heard.values()):
+                if all(beat.phase == _LEFT for beat, _ in self._heard.values()):
                     break
                 time.sleep(_LOOK_S)
 

@@ -3,11 +3,10 @@
     Rank 3 (node b) stopped 41 s ago in data loading at folder.py:88 (step 512); ranks 0–2 wait in all-reduce at step
     512.
 
-It sends the rank's heartbeat and looks whether the rank moves. A rank that has entered no new phase for --stall-timeout
-looks at all heartbeats, finds the rank that the others wait for, and leaves a sentence in the store with which all end.
-All ranks enter the same phases in the same order: the one that hangs has entered the fewest. A process that has died,
-was stopped or is cut off is known by heartbeats that no longer rise. Nobody is judged while all live and one prepares
-or compiles; nor is a rank alone that computes. The rank that serves the store ends last.
+A rank that has entered no new phase for --stall-timeout leaves such a sentence in the store, with which all end. All
+ranks enter the same phases in the same order: the one that hangs has entered the fewest. A process that has died, was
+stopped or is cut off is known by heartbeats that no longer rise. Nobody is judged while all live and one prepares or
+compiles, nor is a rank alone that computes. The rank that serves the store ends last.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from types import FrameType
 from ..errors import RunError, ranks_in_short
 from . import tracebacks
 from .failures import Failure, is_machinery
-from .heartbeat import LEFT, Beat, Heartbeats
+from .heartbeat import Beat, Heartbeats
 from .keys import Keys
 from .progress import SETUP, Pulse
 
@@ -94,7 +93,7 @@ class Watch:
         while time.monotonic() < until_s:
             if told := self._heartbeats.exchange(self._own(), urgent=True):
                 return told
-            seen = {rank: beat for rank, beat in self.seen().items() if beat.phase != LEFT}
+            seen = self.seen()
             if any(beat.silent_s > self._late_s for beat in seen.values()):
                 return self._heartbeats.agree(explain(seen, self._nodes, self._late_s))
             time.sleep(_HURRY_S)
@@ -111,7 +110,7 @@ class Watch:
             time.sleep(2 * self._beat_s)
 
     def seen(self) -> dict[int, Beat]:
-        """Return the last heartbeat of each rank."""
+        """Return the last heartbeat of each rank that has not left."""
         return self._heartbeats.seen(self._own())
 
     def _run(self) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..config.options import override
 from ..config.schema import DataConfig, ModelConfig, RunConfig
-from ..errors import LockstepError, RequestError, RunError, UnmatchedError
+from ..errors import LockstepError, RequestError, RunError, Stopped, UnmatchedError
 from ..launchers import table
 from ..monitor import bounded, failures
 from ..monitor.progress import SETUP
@@ -284,7 +284,9 @@ class _OwnProcess:
         code = self._leave(error)
         if isinstance(error, KeyboardInterrupt):
             return  # Python ends the process by the signal
-        bounded.leave(code)
+        if bounded.any_left() or code == Stopped.exit_code:
+            bounded.leave(code)
+        raise SystemExit(code)
 
     def _end(self) -> None:
         """Leave at the end of the process."""
