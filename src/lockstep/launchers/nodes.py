@@ -2,11 +2,11 @@
 
     lockstep train digits --nodes 1:4 --devices 2 --max-restarts 3 --init-method tcp://HOST:PORT      the same on each
 
-The agents meet at a store that HOST's serves, and agree through torch's dynamic rendezvous; each starts its node's ranks
-as on one host (see `supervisor`). After a loss they end the ranks that are left, agree anew, and start them again; these
-find the run's folder in that store's notes and go on from its last checkpoint. For a node that comes later the ranks
-save, stop, and start again with it. A node without a heartbeat for six seconds is dropped. An agent that gets no answer
-from the store knows that its own node is the lost one, and ends its ranks before the others begin anew.
+The agents meet at a store that HOST's serves, and agree through torch's dynamic rendezvous; each starts this node's
+ranks as on one host (see `supervisor`). After a loss they end the ranks that are left, agree anew, and start others,
+which find the run's folder in that store's notes and go on from its last checkpoint. For a node that comes later the
+ranks save, stop, and start again with it. A node without a heartbeat for six seconds is dropped. An agent that gets no
+answer from the store knows that its own node is the lost one, and ends its ranks before the others begin anew.
 """
 
 from __future__ import annotations
