@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore, TCPStore
 
+from lockstep.monitor import watchdog
 from lockstep.monitor.failures import Failure
 from lockstep.monitor.heartbeat import Beat, Heartbeats
 from lockstep.monitor.keys import Keys
@@ -67,6 +68,12 @@ def _watched(store: Keys, *pulses: Pulse, stalls_s: tuple[float, ...], **options
     finally:
         for watch in watches:
             watch.close()
+
+
+@pytest.fixture(autouse=True)
+def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what another rank says end this one at once."""
+    monkeypatch.setattr(watchdog, "_UNWINDS_S", 0.1)
 
 
 def test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all() -> None:

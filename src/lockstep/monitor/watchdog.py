@@ -37,6 +37,7 @@ _WORDS = {"": "its own code", "data": "data loading", "step": "the optimizer ste
 _CLOSE_S = 2.0
 _LOOK_S = 0.5
 _LONGEST_PAUSE_S = 15.0  # between two looks of a process that runs: the store may take long to answer
+_UNWINDS_S = 10.0  # for a rank that has an error itself to close its records, whatever another one says
 _LOST_S = 5.0  # at most, for finding out which rank was lost
 _HURRY_S = 0.05
 
@@ -127,6 +128,8 @@ class Watch:
             if now_s - sent_s >= 0.9 * self._beat_s:
                 sent_s = now_s
                 heard = self._heartbeats.exchange(self._own(), urgent=may_be_stuck)
+            if self._idle_s <= min(_UNWINDS_S, self._stall_s / 2):
+                heard = ""
             told = heard or (self._judged() if may_be_stuck else "")
             if told and self._speaks.acquire(blocking=False):
                 self._ends(self, Failure(self._rank, RunError.__name__, told, tracebacks.of_all(), is_echo=bool(heard)))
