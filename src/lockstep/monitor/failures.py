@@ -26,7 +26,7 @@ _KINDS: dict[str, type[LockstepError]] = {
     kind.__name__: kind for kind in (AbsentError, ProofError, RequestError, Stopped)
 }
 _RESUME = "continue with --resume auto"
-_ECHO_MARK = "(an echo: another rank failed first)"
+_ECHO_MARK = "(told by another rank first)"
 _LONGEST_REASON = 400
 _LOCKSTEP = Path(__file__).parents[1]
 _RUNNERS = (f"{_LOCKSTEP}/", runpy.__file__, "<frozen runpy>")
