@@ -135,12 +135,12 @@ def start_watch(
     config: RunConfig, meeting: stores.Meeting, start: str, nodes: Sequence[str], rank: int, pulse: Pulse, tell: Tell
 ) -> Watch:
     """Return a watchdog over ranks that have met; `tell` passes on why this process is about to end."""
-    stall_s, keys = config.parallel.stall_timeout, meeting.keys.under(f"world/{start}/watch")
+    stall_s = config.parallel.stall_timeout
     # An interactive session that is alone is the user's, who sees that nothing moves; so is one of other threads.
     is_ours = not hasattr(sys, "ps1") and threading.current_thread() is threading.main_thread()
     return Watch(
         pulse,
-        lambda: keys.clone(min(max(stall_s / 4, _ANSWER_S[0]), _ANSWER_S[1])),
+        lambda: meeting.keys.clone(f"world/{start}/watch", min(max(stall_s / 4, _ANSWER_S[0]), _ANSWER_S[1])),
         rank=rank,
         nodes=nodes,
         server=None if meeting.outlives else 0,

@@ -48,13 +48,10 @@ class Keys:
         self._prefix, self._secret, self._limit_s = prefix, secret, limit_s
         self._answers, self._has_warned = True, False
 
-    def under(self, name: str) -> Keys:
-        """Return the texts whose keys begin with `name`."""
-        return Keys(self.store, f"{self._prefix}/{name}", self._secret, self._limit_s)
-
-    def clone(self, limit_s: float = _ANSWER_S) -> Keys:
-        """Return the same texts over a new connection."""
-        return Keys(self._ask(self.store.clone), self._prefix, self._secret, limit_s)
+    def clone(self, name: str = "", limit_s: float = _ANSWER_S) -> Keys:
+        """Return the texts whose keys begin with `name`, over a new connection."""
+        prefix = f"{self._prefix}/{name}" if name else self._prefix
+        return Keys(self._ask(self.store.clone), prefix, self._secret, limit_s)
 
     def read(self, key: str) -> str:
         """Return a text; "" where there is none, or a stranger's."""
