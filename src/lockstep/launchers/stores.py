@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import files
 from ..errors import AbsentError, RequestError
+from ..files import ours
 from ..monitor import bounded
 from ..monitor.keys import SECRET, Keys
 from ..monitor.notes import Notes
@@ -233,7 +234,7 @@ def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secr
     meeting.keys.write("place", nonce)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(part, "xb", opener=files.ours) as file:
+        with open(part, "xb", opener=ours) as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(json.dumps({PREFIX: nonce, "host": meeting.host, "port": meeting.port}).encode())
         part.replace(path)
