@@ -1,4 +1,4 @@
-"""This host as other hosts see it: identity, addresses, interfaces, what names mean here."""
+"""This host as others see it: identity, addresses, interfaces, names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANYWHERE = "192.0.2.1"
 
 
 def network() -> str:
-    """Return the identity of this process's network namespace; "" where there is no such thing."""
+    """Return the identity of this process's network namespace, or ""."""
     try:
         return str(Path("/proc/self/ns/net").readlink())
     except OSError:
@@ -33,9 +33,9 @@ def boot() -> str:
 
 
 def begun(pid: int) -> str:
-    """Return when a process began, the same text for whoever asks. Raises `psutil.NoSuchProcess`.
+    """Return when a process began. Raises `psutil.NoSuchProcess`.
 
-    On Linux, ticks since the boot: psutil's time of day moves where the clock is set.
+    The same text for whoever asks. On Linux, ticks since the boot: psutil's time of day moves where the clock is set.
     """
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
@@ -43,7 +43,7 @@ def begun(pid: int) -> str:
 
 
 def own_addresses(towards: str, interface: str = "") -> tuple[str, ...]:
-    """Return this host's addresses, or an interface's: not loopback, the one on the route to `towards` first."""
+    """Return this host's, or an interface's, addresses; the one towards a host first."""
     if interface:
         return tuple(interfaces()[interface])
     others = [address for addresses in interfaces().values() for address in addresses]
@@ -52,7 +52,7 @@ def own_addresses(towards: str, interface: str = "") -> tuple[str, ...]:
 
 
 def own_address(towards: str) -> str:
-    """Return this host's address on the route to another, "" if there is no route; nothing is sent."""
+    """Return this host's address on the route to another, or ""; nothing is sent."""
     with contextlib.suppress(OSError):
         family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -71,7 +71,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def is_loopback(addresses: Iterable[str]) -> bool:
-    """Return whether a host can be reached at these addresses by itself alone."""
+    """Return whether these addresses reach nobody but the host itself."""
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 
@@ -81,7 +81,7 @@ def listed() -> str:
 
 
 def check_interface(name: str, env: Mapping[str, str]) -> None:
-    """Raise `RequestError` where the interface that --interface names cannot carry the ranks' traffic."""
+    """Raise `RequestError` where --interface cannot carry the ranks' traffic."""
     here = socket.gethostname()
     if name and not interfaces().get(name):
         raise RequestError(f"--interface {name}: this host, {here}, has no such one with an address, but {listed()}.")
@@ -98,9 +98,9 @@ def url(host: str, port: int | str) -> str:
 
 
 def caution(host: str, *, has_met: bool = True) -> str:
-    """Return, to end a sentence with, why ranks of several hosts may not meet at what `host` means here; or "".
+    """Return why ranks of several hosts may not meet at what `host` means here, or "".
 
-    `has_met` says that this rank was right about the address.
+    To end a sentence with. `has_met` says that this rank was right about the address.
     """
     here, others, address = socket.gethostname(), own_addresses(ANYWHERE), ""
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""One way to join: whoever has started this process, it finds out which rank it is, and where the others meet.
+"""A rank that a person or another program has started joins the others.
 
     --init-method tcp://HOST:PORT --world-size 2 --rank 0      rank 0 listens at HOST, an address of its machine
     --init-method file:///PATH --world-size 2 --rank 0         a file on a disk that all ranks share
@@ -38,14 +38,14 @@ Opens = Callable[[], stores.Meeting]
 
 
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
-    """Run the entry as the rank that a resolved config makes of this process; return its value on rank 0."""
+    """Run the entry as the rank that a resolved config makes of this process."""
     with seat(config, env) as mine:
         return mine.run(entry, config)
 
 
 @contextlib.contextmanager
 def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
-    """Be the rank that a resolved config makes of this process while the block runs (*collective*)."""
+    """Be the rank that a resolved config makes of this process (*collective*)."""
     parallel = config.parallel
     hosts.check_interface(parallel.interface, env)
     place = environments.read(env) if parallel.launcher == "environment" else None
@@ -80,7 +80,7 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
 
 
 def _leave(failure: Failure, path: Path) -> None:
-    """Write the failure as torch's `record` decorator would, where torchrun looks for it.
+    """Write the failure where torchrun looks for it, as torch's `record` would.
 
     Without its trace, which this process shows itself: torchrun would show it once more.
     """
@@ -92,7 +92,7 @@ def _leave(failure: Failure, path: Path) -> None:
 
 
 def _by_hand(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[int, int]:
-    """Return this rank and the world size by flags, or else by the environment.
+    """Return this rank and the world size, by flags or the environment.
 
     Within an array job they are the job's place in its array, once --init-method says where to meet: by itself an
     array may as well be so many runs.
@@ -111,7 +111,7 @@ def _by_hand(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[int, int
 
 
 def _door(parallel: ParallelConfig, index: int, env: Mapping[str, str]) -> Opens:
-    """Return what opens the meeting place that --init-method names, for the rank of this index."""
+    """Return what opens the meeting place that --init-method names."""
     url, timeout_s, interface = parallel.init_method, parallel.timeout, parallel.interface
     if not url:
         raise RequestError(f"--rank and --world-size need --init-method, the place where ranks meet: {_EXAMPLES}.")
@@ -156,7 +156,6 @@ def _at(host: str, port: int, timeout_s: float, secret: bytes, *, serves: bool) 
 
 
 def _check_node(asked: ParallelConfig, place: Place, env: Mapping[str, str]) -> None:
-    """Raise where flags ask for another world than the environment's, or its node has fewer GPUs than ranks."""
     # What the environment does not say of its nodes, the roll call finds out.
     unknown = () if place.knows_node else ("--devices", "--nodes")
     rank.check_agrees(asked, place.topology, {flag: name for flag, name in place.names.items() if flag not in unknown})

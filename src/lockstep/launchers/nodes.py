@@ -1,12 +1,13 @@
-"""Ranks of several nodes that are started again when one of them is lost, or comes: one agent a node.
+"""Ranks of several nodes, started again when a node is lost or comes.
 
     lockstep train digits --nodes 1:4 --devices 2 --max-restarts 3 --init-method tcp://HOST:PORT      the same on each
 
-The agents meet at a store that HOST's serves, and agree through torch's dynamic rendezvous; each starts this node's
-ranks as on one host (see `supervisor`). After a loss they end the ranks that are left, agree anew, and start others,
-which find the run's folder in that store's notes and go on from its last checkpoint. For a node that comes later the
-ranks save, stop, and start again with it. A node without a heartbeat for six seconds is dropped. An agent that gets no
-answer from the store knows that its own node is the lost one, and ends its ranks before the others begin anew.
+There is one agent a node. The agents meet at a store that HOST's serves, and agree through torch's dynamic rendezvous;
+each starts its node's ranks as on one host (see `supervisor`). After a loss they end the ranks that are left, agree
+anew, and start others, which find the run's folder in that store's notes and go on from its last checkpoint. For a node
+that comes later the ranks save, stop, and start again with it. A node without a heartbeat for six seconds is dropped.
+An agent that gets no answer from the store knows that its own node is the lost one, and ends its ranks before the
+others begin anew.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _OTHERS_S = 30.0  # for other nodes to be done
 
 
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
-    """Keep this node's ranks running until they are done; return rank 0's value where that is one of them.
+    """Keep this node's ranks running until they are done; return rank 0's value, if here.
 
     Raises the error of the rank that failed first, once it is not to be started again.
     """
@@ -90,7 +91,7 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | Non
 
 
 class _State(RendezvousBackend):
-    """Where torch's rendezvous keeps its state, a pickle: read only where it is nothing but that (see `_torch`)."""
+    """The state of torch's rendezvous: a pickle, checked before torch reads it."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -108,7 +109,7 @@ class _State(RendezvousBackend):
             return self._seen(self._keys.read("nodes"))
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Put the state there in place of the one with this token; return (state, token, whether it was put)."""
+        """Replace the state with this token; return (state, token, whether it was put)."""
         with _connected():
             found = self._seen(self._keys.put("nodes", b64encode(state).decode(), token or ""))
         return None if found is None else (*found, found[0] == state)
@@ -156,7 +157,7 @@ class _Agent:
         self._has_asked = False
 
     def run(self, payload: bytes) -> Any | None:
-        """Return rank 0's value where it is one of this node's, once all are done."""
+        """Return rank 0's value, if here, once all ranks are done."""
         cause: Failure | None = None
         is_stopped = False
         try:
@@ -186,7 +187,7 @@ class _Agent:
                     self._handler.shutdown()
 
     def _agree(self) -> tuple[list[Topology], Door, Keys]:
-        """Agree with the other nodes on who takes part; return this node's ranks, and where all ranks meet."""
+        """Agree on the nodes that take part; return this node's ranks, and where they meet."""
         for left in reversed(range(_AGREEING)):
             sizes: list[str] = []
             try:
@@ -212,7 +213,7 @@ class _Agent:
         return places, Door(host=host, port=port, secret=self._secret, job=self._job, start=start, served=True), shared
 
     def _look(self, supervisor: Supervisor) -> Failure | None:
-        """Return why this node's ranks are to end: a node was lost. Have them save where one waits to be taken in."""
+        """Return the failure of a node that was lost; save where one waits to be taken in."""
         if time.monotonic() < self._looked_s + _LOOK_S:
             return None
         self._looked_s = time.monotonic()
@@ -234,7 +235,6 @@ class _Agent:
         return None
 
     def _told(self, error: Exception, cause: Failure | None) -> Exception:
-        """Return what is raised where the nodes did not come together, or the store is gone."""
         where, nodes, again = self._meeting.where, self._config.parallel.nodes, failures.again(self._config)
         is_late, patience_s = isinstance(error, RendezvousTimeoutError), self._patience_s
         if is_late and cause is None:
@@ -258,7 +258,7 @@ class _Agent:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from telling what is told in our words; this process logs nothing else meanwhile."""
+    """Keep torch from telling what is told in our words."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

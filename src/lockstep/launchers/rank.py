@@ -1,4 +1,4 @@
-"""What every rank does, however its process was started: meet the others, take its device, join the world, run, leave.
+"""What every rank does: meet the others, take a device, run, leave.
 
 torch is imported here and in `stores` alone among the launchers' first steps, so that a command which only looks up a
 name stays quick. These functions run in the rank's own process and may read and set its environment.
@@ -65,7 +65,7 @@ class Seat:
     """Forms the world, which is left at the end of the block (*collective*)."""
 
     def run(self, entry: Entry, config: RunConfig) -> Any | None:
-        """Run the entry as this rank; return its value on rank 0, None on the others (*collective*)."""
+        """Run the entry; return its value on rank 0, else None (*collective*)."""
         if forms_world := getattr(entry, "before_world", None):  # the doctor's, who says why there can be none
             value = forms_world(config, self.topology, self.device, self.store)
         else:
@@ -85,11 +85,11 @@ def met(
     known: Topology | None = None,
     tell: Tell,
 ) -> Iterator[Seat]:
-    """Meet the other ranks at the store that `opens()` gives, be one of them in the block, leave (*collective*).
+    """Meet the other ranks, be one of them in the block, leave (*collective*).
 
-    `index` is this process's rank of `size`; `known` is its topology where whoever started it has said; otherwise nodes
-    and local ranks follow from the ranks' hosts. Raises `RankLostError` for an error of the block that is an echo of a
-    lost rank, where that one is known.
+    They meet at the store that `opens()` gives. `index` is this process's rank of `size`; `known` is its topology where
+    whoever started it has said; otherwise nodes and local ranks follow from the ranks' hosts. Raises `RankLostError`
+    for an error of the block that is an echo of a lost rank, where that one is known.
     """
     parallel = config.parallel
     meeting = opens()
@@ -134,7 +134,7 @@ def met(
 def start_watch(
     config: RunConfig, meeting: stores.Meeting, start: str, nodes: Sequence[str], rank: int, pulse: Pulse, tell: Tell
 ) -> Watch:
-    """Return a watchdog over ranks that have met; `tell` passes on why this process is about to end."""
+    """Return a watchdog over ranks that have met."""
     stall_s = config.parallel.stall_timeout
     # An interactive session that is alone is the user's, who sees that nothing moves; so is one of other threads.
     is_ours = not hasattr(sys, "ps1") and threading.current_thread() is threading.main_thread()
@@ -174,7 +174,6 @@ def _end(config: RunConfig, pulse: Pulse, tell: Tell, watch: Watch, failure: Fai
 def _world(
     config: RunConfig, topology: Topology, device: torch.device, store: Store, pulse: Pulse, meeting: stores.Meeting
 ) -> Iterator[World]:
-    """Join the world over `store`, and leave it at the end of the block (*collective*)."""
     from ..world.world import World
 
     parallel = config.parallel
@@ -211,13 +210,13 @@ def _world(
 
 
 def close_soon(world: World) -> None:
-    """Leave the world after a failure, which tells the other ranks at once; give up where leaving itself hangs."""
+    """Leave the world after a failure, which the others notice; not for long."""
     with contextlib.suppress(Exception):
         bounded.within(_CLOSE_S, world.close, "leaving")
 
 
 def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *, sharing: int = 1) -> torch.device:
-    """Return the device of this rank, made the current one; take its share of the processors.
+    """Return the device of this rank; take its share of the processors.
 
     `sharing` is the number of ranks that may run on the same processors, this one included.
     """
@@ -243,7 +242,7 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
 
 
 def variables(config: RunConfig) -> dict[str, str]:
-    """Return the environment variables that torch is to find while this process is a rank."""
+    """Return the environment variables that torch is to find in a rank."""
     wanted: dict[str, str] = {}
     if config.precision.deterministic:
         # cuBLAS reads it at its first use, and without it some of its algorithms differ from run to run.
@@ -264,18 +263,17 @@ def variables(config: RunConfig) -> dict[str, str]:
 
 
 def _bound_to(interface: str | None) -> dict[str, str]:
-    """Return the variables that keep gloo's and NCCL's traffic on one interface, unless the user chose another."""
     # NCCL takes every interface whose name begins so, eth10 for eth1, unless told that the name is whole.
     return unset({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {})
 
 
 def bound() -> str:
-    """Return the network interface that gloo's traffic of this process is kept on; "" where none is chosen."""
+    """Return the network interface that gloo's traffic is kept on, or ""."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
 
 
 def check_agrees(asked: ParallelConfig, found: Topology, names: Mapping[str, str]) -> None:
-    """Raise where flags ask for another world than was found; `names` says what each flag is compared with."""
+    """Raise where flags, compared with what is in `names`, ask for another world."""
     for flag, wanted, has in (
         ("--world-size", asked.world_size, found.size),
         ("--rank", asked.rank, found.rank),
@@ -291,7 +289,7 @@ def check_agrees(asked: ParallelConfig, found: Topology, names: Mapping[str, str
 
 @contextlib.contextmanager
 def teller() -> Iterator[Tell]:
-    """Give what writes a failure to the stderr of this moment: later it may be the rank's output file."""
+    """Give what tells a failure on today's stderr, later perhaps a file."""
     with contextlib.ExitStack() as kept:
         console = -1
         with contextlib.suppress(OSError):  # the command was started with `2>&-`

@@ -1,4 +1,4 @@
-"""The roll call: each rank learns of all others before a process group is formed, by a few requests.
+"""The roll call: each rank learns of all others, by a few requests.
 
 Rank 0 opens a *call*: its claim (host, process, world size, GPUs) with a nonce. Each other rank answers that call with
 its own claim, which can be made once. Rank 0 gives the *verdict*: all claims, or what is wrong with them; whoever finds
@@ -69,14 +69,14 @@ class Claim:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Claim:
-        """Return the claim that `asdict` was taken of, perhaps by a version with other fields."""
+        """Return the claim of a dict, perhaps by a version with other fields."""
         known = {each.name for each in fields(cls)}
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**{name: value for name, value in {**values, **lists}.items() if name in known})
 
 
 def take(meeting: Meeting, mine: Claim, timeout_s: float) -> tuple[Claim, ...]:
-    """Return the claims of all ranks, in their order, once all have come (*collective*).
+    """Return the claims of all ranks once they have come (*collective*).
 
     Raises `RequestError`, on every rank that can know, if a rank is missing after `timeout_s` seconds or claimed twice,
     or if ranks were started with different versions, world sizes, accelerators, or the same GPU.
@@ -188,14 +188,14 @@ class _Call:
         )
 
     def _fault(self, sentence: str, *, absent: bool = False) -> RequestError:
-        """Give the verdict, unless one is given; return its error. `absent` says that another start may go better."""
+        """Give the verdict, unless one is given; return its error."""
         if self._nonce:
             self._read(self._keys.put(self._verdict, json.dumps({"absent": absent, "fault": sentence})))
         # The others have gone on, and this rank was none of them.
         return (AbsentError if absent else RequestError)(sentence)
 
     def _read(self, told: str) -> tuple[Claim, ...]:
-        """Return the claims of a verdict, () where this rank is none of them; raise what is wrong."""
+        """Return a verdict's claims, () without this rank; raise its fault."""
         found = json.loads(told) if told else {"claims": []}
         if "fault" in found:
             raise (AbsentError if found["absent"] else RequestError)(found["fault"])
@@ -204,7 +204,7 @@ class _Call:
 
 
 def place(claims: Sequence[Claim], mine: Claim) -> Topology:
-    """Return this rank's topology, with nodes and local ranks from the hosts that the claims name."""
+    """Return this rank's topology, by the hosts of the claims."""
     nodes = list(dict.fromkeys(claim.node for claim in claims))
     here = [claim.rank for claim in claims if claim.node == mine.node]
     return Topology(
@@ -218,16 +218,16 @@ def place(claims: Sequence[Claim], mine: Claim) -> Topology:
 
 
 def sharing(claims: Sequence[Claim], mine: Claim) -> int:
-    """Return how many ranks may run on processors of this one's: all of a machine, unless they are bound apart."""
+    """Return how many ranks may run on processors of this one's."""
     here = [set(claim.processors) for claim in claims if claim.boot == mine.boot]
     return max(1, sum(not each.isdisjoint(mine.processors) for each in here))
 
 
 def interface(claims: Sequence[Claim], mine: Claim) -> str | None:
-    """Return the network interface for this rank's traffic: the one it was told, or loopback if all are on this host.
+    """Return the network interface for this rank's traffic; None for no route.
 
-    Otherwise the one on the route to another host, since gloo by itself takes what the host's name resolves to, often
-    loopback; a host that was told an interface is followed first. None where there is no such route.
+    The one it was told, or loopback if all are on this host. Otherwise the one on the route to another host, since gloo
+    by itself takes what the host's name resolves to, often loopback; a host that was told an interface is followed.
     """
     if mine.interface:
         return mine.interface
@@ -241,7 +241,7 @@ def interface(claims: Sequence[Claim], mine: Claim) -> str | None:
 
 
 def check_together(claims: Sequence[Claim]) -> None:
-    """Raise `RequestError` if ranks that are each right by themselves cannot be one world."""
+    """Raise `RequestError` if the ranks cannot be one world."""
     for what, facts, remedy in (
         ("are of different versions of lockstep", [each.version for each in claims], "install one on every node"),
         ("compute on different accelerators", [each.accelerator for each in claims], "give --accelerator on each rank"),

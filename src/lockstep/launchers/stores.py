@@ -1,4 +1,4 @@
-"""Where ranks meet: torch's key-value store, opened so that what goes wrong is one sentence in bounded time.
+"""Where ranks meet: torch's store, opened in bounded time.
 
     memory     a file without a name, of the process that has started all ranks of its host: nobody else can open it
     tcp://     rank 0 serves the store at that address alone; or an agent does, and then it outlives the ranks
@@ -76,15 +76,16 @@ class Meeting:
 
 
 def import_torch() -> None:
-    """Import torch with the warnings of its C++ code off; a program that has imported it keeps them."""
+    """Import torch with its C++ warnings off, unless it is imported already."""
     with having(unset(QUIET_TORCH)):
         import torch  # noqa: F401
 
 
 def of_job(env: Mapping[str, str], *, on_one_host: bool) -> bytes:
-    """Return the secret by which a job's ranks know one another: LOCKSTEP_SECRET, or one of this user on this host.
+    """Return the secret by which a job's ranks know one another.
 
-    Empty where nobody has given one and the ranks are on several hosts, or have no home: they trust the network.
+    LOCKSTEP_SECRET, or one of this user on this host; empty where nobody has given one and the ranks are on several
+    hosts, or have no home: they trust the network.
     """
     if given := env.get(SECRET, ""):
         return given.encode(errors="surrogateescape")
@@ -105,7 +106,7 @@ def of_job(env: Mapping[str, str], *, on_one_host: bool) -> bytes:
 
 @contextlib.contextmanager
 def memory() -> Iterator[Path]:
-    """Hold a new, empty file in memory within the block; give the path at which this user's processes open it."""
+    """Hold an empty file in memory; give the path for this user's processes."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("lockstep-meeting")
         try:
@@ -136,7 +137,7 @@ def in_memory(path: Path, notes: Notes) -> Meeting:
 
 
 def serve(host: str, port: int, *, secret: bytes = b"") -> Meeting:
-    """Open the store that the other ranks connect to; it listens on `host`'s address alone. Raises `RequestError`."""
+    """Open the store that others connect to, on `host`'s address alone."""
     where = hosts.url(host, port)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -159,7 +160,7 @@ def serve(host: str, port: int, *, secret: bytes = b"") -> Meeting:
 def connect(
     host: str, port: int, timeout_s: float, *, secret: bytes = b"", job: str = "", start: str = "", served: bool = False
 ) -> Meeting:
-    """Open the store that rank 0 serves at the address, or, where it is `served`, an agent: it outlives the ranks.
+    """Open the store that rank 0 serves at the address, or, if `served`, an agent.
 
     `job` and `start` part the keys of these ranks from other jobs' at that agent's, and from those of earlier starts.
     Raises `AbsentError` where nobody answers within `timeout_s`, or something else than such a store does.
@@ -209,10 +210,10 @@ def _await_listener(host: str, port: int, timeout_s: float) -> None:
 
 
 def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secret: bytes = b"") -> Meeting:
-    """Open the store whose address rank 0 (`is_main`), which serves it, writes to the file at `path`.
+    """Open the store whose address rank 0 writes to the file at `path`.
 
-    It listens at `host`, by default this host's first address. Raises `RequestError` where the file is another's,
-    cannot be written, or is in use by a run.
+    Rank 0 (`is_main`) serves it and listens at `host`, by default this host's first address. Raises `RequestError`
+    where the file is another's, cannot be written, or is in use by a run.
     """
     where, deadline = f"file://{path}", time.monotonic() + timeout_s
     if not is_main:
@@ -245,7 +246,7 @@ def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secr
 
 
 def _opened(path: Path, secret: bytes, limit_s: float) -> Meeting | None:
-    """Return the store that the file names; None where there is none, or it does not answer, as a dead run's."""
+    """Return the store that the file names; None where it does not answer."""
     if (place := _read_place(path)) is None:
         return None
     with contextlib.suppress(RequestError, RuntimeError):
@@ -257,7 +258,7 @@ def _opened(path: Path, secret: bytes, limit_s: float) -> Meeting | None:
 
 
 def _read_place(path: Path) -> dict[str, Any] | None:
-    """Return what the file holds; None where it is not there. Raises `RequestError` where it is something else."""
+    """Return what the file holds; None where it is not there."""
     try:
         if path.lstat().st_uid not in (os.geteuid(), path.parent.stat().st_uid):
             raise OSError(errno.EPERM, "the file is another user's")

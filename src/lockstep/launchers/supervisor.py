@@ -1,4 +1,4 @@
-"""One host's ranks, started, watched and ended by a parent that never imports torch; started again where asked.
+"""One host's ranks, started, watched and ended by a parent without torch.
 
 A rank tells its parent its value or its failure; one that dies without a word is known by its exit code. After the
 first failure the others are heard a moment longer, since the loudest is not always the first; then all are ended, and
@@ -65,7 +65,7 @@ _SAFE_PATH, _OURS = "PYTHONSAFEPATH", "lockstep"
 
 @dataclass(frozen=True)
 class Door:
-    """Where a rank meets the others: in memory of its parent's, or at the address where rank 0 or an agent serves."""
+    """Where a rank meets the others: in its parent's memory, or at an address."""
 
     memory: Path | None = None
     host: str = ""
@@ -77,7 +77,7 @@ class Door:
     """Whether an agent serves the store."""
 
     def open(self, rank: int, timeout_s: float, notes: Notes) -> stores.Meeting:
-        """Open the store for a rank; on one host `notes` outlive the ranks."""
+        """Open the store for a rank."""
         if self.memory is not None:
             return stores.in_memory(self.memory, notes)
         if rank == 0 and not self.served:
@@ -109,7 +109,7 @@ class _Worker:
 
 
 def launch(entry: Entry, config: RunConfig, env: Any) -> Any | None:
-    """Start this host's ranks, again after a loss where --max-restarts says so; return rank 0's value.
+    """Start this host's ranks, again where --max-restarts says so; return rank 0's value.
 
     Raises the error of the rank that failed first; by then the others have been ended.
     """
@@ -125,10 +125,10 @@ def launch(entry: Entry, config: RunConfig, env: Any) -> Any | None:
 
 
 class Supervisor:
-    """Owns the ranks' processes: after each `run` none of them is left, nor anything they started."""
+    """Owns the ranks' processes, of which none is left after a `run`."""
 
     def __init__(self, config: RunConfig, where: str = "") -> None:
-        """`where` is added to what is told of ranks that die, such as " on node 10.0.0.2"."""
+        """`where` says where ranks die, such as " on node 10.0.0.2"."""
         parallel = config.parallel
         self._again, self._where = failures.again(config), where
         # Ranks of other nodes tell of stopped ones better, and first.
@@ -152,9 +152,10 @@ class Supervisor:
     def run(
         self, places: Sequence[Topology], payload: bytes, door: Door, look: Callable[[], Failure | None] = lambda: None
     ) -> bytes | Failure:
-        """Start ranks at these places; return the first one's pickled value once all are done, or the first cause.
+        """Start ranks at these places; return the first one's value, or the first cause.
 
-        `look` is asked again and again for what else may end them. Raises `RunError` when a second signal came.
+        The value is pickled. `look` is asked again and again for what else may end the ranks. Raises `RunError` when a
+        second signal came.
         """
         self._reports = {}
         with heeded(self._on_signal):
@@ -168,7 +169,7 @@ class Supervisor:
                 self._end()
 
     def starts_again(self, cause: Failure) -> bool:
-        """Return whether the ranks are to be started again after they have ended so; tell the user, if so."""
+        """Return whether the ranks are to be started again, and say so."""
         is_stop = cause.kind == Stopped.__name__
         if cause.kind in _FINAL or not self._is_elastic or (is_stop and self._interrupts.asked):
             return False
@@ -233,7 +234,7 @@ class Supervisor:
             self._reports.setdefault(worker.rank, self._obituary(worker))
 
     def _overdue(self) -> Failure | None:
-        """Return the failure of ranks of which nobody tells: all are stopped, or the others were done long ago."""
+        """Return the failure of ranks that all are stopped, or hang after the others."""
         now_s, silent = time.monotonic(), self._silent()
         if now_s < self._looked_s + _STATUS_S or not silent:
             return None
@@ -266,7 +267,6 @@ class Supervisor:
         return Failure(number, "", f"Rank {number}{self._where} {how}; {self._again}.", "", is_echo=is_echo)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Pass the first signal on as SIGTERM, so that ranks save and stop; at the second, kill."""
         if not self._interrupts.hear():
             return
         for worker in self._workers:
@@ -281,7 +281,7 @@ class Supervisor:
             time.sleep(_LOOK_S / 5)
 
     def _end(self) -> None:
-        """End every rank that is left, with all that it started, after a moment in which it may end by itself.
+        """End every rank that is left, after a moment in which it may end by itself.
 
         It gets no SIGTERM, which asks a rank to go on until it has saved: without the others it cannot.
         """
@@ -321,7 +321,7 @@ def packed(entry: Entry, config: RunConfig) -> bytes:
 
 
 def value_of(value: bytes) -> Any:
-    """Return what rank 0 came to, from its pickle, which has to be that of a rank of our own."""
+    """Return what a rank of our own came to, from its pickle."""
     return pickle.loads(value)
 
 
@@ -352,7 +352,7 @@ def _start(place: Topology, payload: bytes, door: Door, notes: dict[str, str]) -
 
 
 def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: dict[str, str]) -> None:
-    """Be one rank: run the pickled (entry, config), tell the parent its value or its failure."""
+    """Be one rank."""
     _settle()
     threading.Thread(target=end_with, args=(pipe,), daemon=True, name="lifeline").start()
     config = RunConfig()
@@ -384,7 +384,7 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
 
 
 def _settle() -> None:
-    """Make a process that multiprocessing has spawned one like any other, before it does a rank's work."""
+    """Undo what multiprocessing changes in a process that it has spawned."""
     with contextlib.suppress(PermissionError):  # a leader already
         os.setsid()  # out of the terminal's foreground group: Ctrl-C reaches only the parent, which passes it on
     # Without this, what the user's code starts, such as data workers, would be spawned because the rank itself was:
@@ -397,7 +397,7 @@ def _settle() -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, on Linux; end it where it has already."""
+    """Have the kernel kill this process with its parent thread (Linux alone)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -407,7 +407,7 @@ def end_with_parent() -> None:
 
 
 def end_with(pipe: Connection) -> None:
-    """End this process, with its group, when the other end of the pipe closes."""
+    """End this process's group when the other end of the pipe closes."""
     with contextlib.suppress(EOFError, OSError):
         pipe.recv_bytes()
     os.killpg(os.getpgrp(), signal.SIGKILL)

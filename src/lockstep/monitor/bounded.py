@@ -1,4 +1,4 @@
-"""Calls that may never return, each in a thread that is left behind where it hangs.
+"""Calls that may never return, each in a thread of its own.
 
 Where such a thread returns while the interpreter ends, Python ends it inside C++ code, which then aborts the process
 with exit code −6. So whoever ends a process asks `any_left` first, and ends it by `leave`.
@@ -27,7 +27,7 @@ class _Call(threading.Thread):
 
 
 def within(limit_s: float, work: Callable[[], T], name: str) -> T:
-    """Return what `work` returns, or raise what it raises; `Late` after `limit_s` seconds."""
+    """Return what `work` does, or raise; `Late` after `limit_s` seconds."""
     outcome: Future[T] = Future()
 
     def attempt() -> None:
@@ -50,7 +50,7 @@ def any_left() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as the interpreter would, but for the calls that have not returned."""
+    """End this process as the interpreter would, but for calls that hang."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()

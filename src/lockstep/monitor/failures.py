@@ -1,7 +1,7 @@
-"""A failure as one sentence: which rank, where, why; its trace goes to a file.
+"""A failure as one sentence: which rank, where, why.
 
-When one rank fails, the others fail a moment later because they have lost it. Such an *echo* is known by what torch
-raises for a lost peer: the first cause is told, and the trace of an echo is kept in the file alone.
+Its trace goes to a file. When one rank fails, the others fail a moment later because they have lost it. Such an *echo*
+is known by what torch raises for a lost peer: the first cause is told, and an echo's trace is kept in the file alone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Failure:
     """Whether the rank ends only because another one failed."""
 
     def error(self) -> LockstepError:
-        """Return the error to raise for it in the process that speaks to the user."""
+        """Return the error to raise for it before the user."""
         known = _KINDS.get(self.kind)
         # What lockstep raises on purpose is told by its sentence alone.
         is_told = self.is_echo or self.kind == RunError.__name__
@@ -77,9 +77,10 @@ class RankLostError(RunError):
 
 
 def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
-    """Return the failure of `rank` that `error` is; `again` says how to go on after an echo.
+    """Return the failure that `error` is on `rank`.
 
     lockstep's own errors keep their sentence; that of any other names the deepest frame of the user's code or ours.
+    `again` says how to go on after an echo.
     """
     entered = below_runners(error.__traceback__)
     is_own = entered is not None and not is_library(entered.tb_frame.f_code.co_filename)
@@ -108,12 +109,12 @@ def again(config: RunConfig) -> str:
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that the others follow from: the earliest that is not an echo, else the earliest."""
+    """Return the earliest failure that is not an echo, else the earliest."""
     return min(failures, key=lambda failure: (failure.is_echo, failure.time))
 
 
 def account(error: BaseException, rank: int, config: RunConfig) -> Failure:
-    """Return the failure that `error` is on this rank; write it to the run's folder, if there is one."""
+    """Return the failure that `error` is; write it to the run's folder."""
     failure, output = describe(error, rank, again(config)), config.record.output
     if output is None or isinstance(error, Stopped | RequestError):
         return failure
@@ -134,9 +135,10 @@ def write(failure: Failure, folder: Path) -> Path:
 
 
 def cause_in(folder: Path, *, since_s: float) -> str:
-    """Return the sentence of the first failure in `folder` since then (s since the epoch) that is no echo, or "".
+    """Return the sentence of the first failure in `folder` that is no echo.
 
-    A rank writes its failure before it lets go of the others, so that they find it where they share a disk.
+    "" where none was written since `since_s` (seconds since the epoch). A rank writes its failure before it lets go of
+    the others, so that they find it where they share a disk.
     """
     with contextlib.suppress(OSError):
         for time_s, path in sorted((path.stat().st_mtime, path) for path in folder.glob("rank_*.txt")):
@@ -147,7 +149,7 @@ def cause_in(folder: Path, *, since_s: float) -> str:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Return whether `error` is what torch raises on a rank that has lost another one.
+    """Return whether torch raises `error` on a rank that has lost another.
 
     Other errors of the network's libraries, such as collectives that do not match, are causes.
     """
@@ -157,7 +159,7 @@ def is_echo(error: BaseException) -> bool:
 
 
 def place(error: BaseException) -> str:
-    """Return " at FILE:LINE" of the deepest frame that `error` came through which says most, "" for none."""
+    """Return " at FILE:LINE" of the most telling frame of `error`, or ""."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     # A DataLoader's worker sends its traceback as text within the message.
     frames += [(found["file"], int(found["line"])) for found in _WORKER_FRAME.finditer(_words(error))]
@@ -166,25 +168,25 @@ def place(error: BaseException) -> str:
 
 
 def below_runners(trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` from the first frame that is neither ours nor runpy's; None where there is no such frame."""
+    """Return `trace` from the first frame that is neither ours nor runpy's."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_RUNNERS):
         trace = trace.tb_next
     return trace
 
 
 def is_library(file: str) -> bool:
-    """Return whether a frame of `file` is Python's or an installed package's, neither ours nor the user's."""
+    """Return whether `file` is neither ours nor the user's."""
     is_foreign = file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file
     return is_foreign and not file.startswith(f"{_LOCKSTEP}/")
 
 
 def is_machinery(file: str) -> bool:
-    """Return whether a frame of `file` says less than its caller's: a library's, or one that exchanges for another."""
+    """Return whether a frame of `file` says less than its caller's."""
     return is_library(file) or file.startswith(_EXCHANGES)
 
 
 def one_line(error: BaseException) -> str:
-    """Return the class and the words of `error` in one line, without another process's trace in them."""
+    """Return the class and the words of `error` in one line."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r}) before it was done"
     text = _words(error)

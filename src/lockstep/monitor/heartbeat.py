@@ -1,4 +1,4 @@
-"""Heartbeats: each rank writes its own into the store where the ranks have met, and reads the others'."""
+"""Heartbeats: each rank writes its own into the store, and reads the others'."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Heartbeats:
         self._heard = {other: (Beat(0, 0, _MET), self._read_s) for other in range(size) if other != rank}
 
     def exchange(self, own: Beat, *, urgent: bool) -> str:
-        """Send this rank's beat, read the others'; return the sentence with which all end, "" for none.
+        """Send this rank's beat, read the others'; return the sentence that ends all.
 
-        Many ranks are read only where it is `urgent`.
+        "" for none. Many ranks are read only where it is `urgent`.
         """
         try:
             self._send(own)
@@ -66,7 +66,7 @@ class Heartbeats:
         return sentence
 
     def seen(self, own: Beat) -> dict[int, Beat]:
-        """Return the last beat of each rank that has not left; of this one, `own`."""
+        """Return the last beat of each rank that has not left."""
         # While the store does not answer, nothing is known of others than its server.
         unanswered = {self._server: max(0.0, time.monotonic() - self._answered_s)}
         others = {
@@ -77,13 +77,13 @@ class Heartbeats:
         return {**others, self._rank: own}
 
     def agree(self, sentence: str) -> str:
-        """Return the sentence of the rank that was first to give one; this one where the store does not answer."""
+        """Return the sentence of the rank that was first to give one."""
         with contextlib.suppress(RuntimeError):
             return self._store().put(_SENTENCE, sentence) or sentence
         return sentence
 
     def leave(self, own: Beat, limit_s: float) -> None:
-        """Send the last beat; the rank that serves the store waits for those of all others."""
+        """Send the last beat; the store's server waits for those of all others."""
         until_s = time.monotonic() + limit_s
         with contextlib.suppress(RuntimeError):
             self._send(replace(own, phase=_LEFT))

@@ -1,4 +1,4 @@
-"""Texts in torch's store that only processes with the job's secret can write.
+"""Texts in torch's store that take the job's secret to write.
 
 torch's stores know no passwords: whoever reaches the port reads and writes there. So each text bears a seal, an
 HMAC-SHA-256 over its key and itself; one without ours counts as not written.
@@ -69,7 +69,7 @@ class Keys:
         return list(map(self._unsealed, places, self._ask(request)))
 
     def await_all(self, keys: Sequence[str], limit_s: float) -> list[str]:
-        """Return texts once all are there, [] where they are not after `limit_s` seconds."""
+        """Return texts once all are there, [] after `limit_s` seconds."""
         places, began_s, limit = [self._place(key) for key in keys], time.monotonic(), timedelta(seconds=limit_s)
         self.store.set_timeout(limit)
 
@@ -91,7 +91,7 @@ class Keys:
         self._ask(lambda: self.store.set(place, self._sealed(place, text)))  # type: ignore[arg-type]  # bytes as well
 
     def put(self, key: str, text: str, expected: str = "") -> str:
-        """Set a text where the expected one is; return the one that is there then."""
+        """Set a text in place of the expected one; return what is there then."""
         place = self._place(key)
         there, desired = self._sealed(place, expected), self._sealed(place, text)
         for _ in range(_TRIES):
@@ -126,7 +126,6 @@ class Keys:
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:_SEAL].encode()
 
     def _unsealed(self, place: str, found: bytes) -> str:
-        """Return the text without its seal; "" for a stranger's, of whom is told once."""
         data = found[_SEAL:]
         if not found or hmac.compare_digest(found[:_SEAL], self._seal(place, data)):
             return data.decode(errors="replace")

@@ -9,7 +9,7 @@ FOLDER = "folder"
 
 @dataclass(frozen=True)
 class Notes:
-    """How a note is read ("" where there is none) and written; by default none is kept."""
+    """How notes are read ("" for none) and written; by default none is kept."""
 
     read: Callable[[str], str] = lambda name: ""
     write: Callable[[str, str], None] = lambda name, text: None

@@ -30,7 +30,7 @@ _BAR = "━"  # of rich's bars, the first of which moves no cursor
 
 @contextlib.contextmanager
 def kept(path: Path, *, shown: bool) -> Iterator[None]:
-    """Append this process's output to the file at `path`; on the console too where it is `shown`.
+    """Append this process's output to a file; `shown` keeps it on the console too.
 
     Progress bars are left out where they are shown. Stacks are in it where C code crashes, and where `ASKED` comes.
     Where the file cannot be written, the console has everything.
@@ -56,7 +56,7 @@ def kept(path: Path, *, shown: bool) -> Iterator[None]:
 
 
 def say(sentence: str, descriptor: int | None = None, *, begin: str = "") -> None:
-    """Write a sentence of lockstep's to stderr, or to a descriptor; nothing where that is closed."""
+    """Write a sentence of lockstep's to stderr, or to a descriptor."""
     number = 2 if descriptor is None else descriptor
     with contextlib.suppress(OSError, ValueError, AttributeError):
         number = sys.stderr.fileno() if descriptor is None else descriptor
@@ -97,7 +97,7 @@ def _diverted(file: IO[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _streams(file: IO[str] | None) -> Iterator[None]:
-    """Have Python's streams write to `file` too, if there is one; neither a full disk nor a closed pipe ends a rank."""
+    """Have Python's streams write to `file` too, and survive full disks and closed pipes."""
     before = sys.stdout, sys.stderr
     flush()
     replaced = [None if stream is None else _Stream(stream, file) for stream in before]
@@ -134,7 +134,7 @@ class _Stream:
 
 
 def _lasting(text: str) -> str:
-    """Return what of a terminal's text is to stay: no colours, no progress bars."""
+    """Return text without colours and progress bars."""
     plain = _COLOURS.sub("", text)
     if not _REDRAWS.search(plain) and _BAR not in plain:
         return plain

@@ -27,7 +27,7 @@ class Listener(Protocol):
 
 
 class Pulse:
-    """The phase that a rank is in, and how many it has entered.
+    """A rank's phase, and how many it has entered.
 
     All ranks enter the same phases in the same order, so the others wait for the one that has entered the fewest.
     Entering one sets two attributes, a tenth of a microsecond, and sends nothing.
@@ -55,7 +55,7 @@ class Pulse:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Be in `phase` within the block, then again in the one before; after an error, stay in it."""
+        """Be in `phase` within the block; after an error, stay in it."""
         before = self.phase
         self.enter(phase)
         try:

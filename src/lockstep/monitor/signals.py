@@ -1,4 +1,4 @@
-"""Signals to a run: the first one has it save and stop, the second ends it at once."""
+"""Signals to a run: the first saves and stops, the second ends it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Interrupts:
         self._since_s = 0.0
 
     def hear(self) -> bool:
-        """Count a signal; return False where it repeats the first one within half a second."""
+        """Count a signal; return False for an echo of the first one."""
         now_s = time.monotonic()
         if not self.asked:
             self.asked, self._since_s = True, now_s
@@ -49,9 +49,9 @@ class Interrupts:
 
 @contextlib.contextmanager
 def heeded(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have `SIGNALS` call `handler` within the block, except those that are ignored, as SIGHUP is under nohup.
+    """Have `SIGNALS` call `handler` within the block.
 
-    Python delivers signals to the main thread; in any other, nothing changes.
+    Not those that are ignored, as SIGHUP is under nohup, nor in another thread than the main one.
     """
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -65,7 +65,7 @@ def heeded(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 
 class StopRequest(Interrupts):
-    """A context in which a first signal sets `asked` and a second one ends the process.
+    """A context in which a signal sets `asked`, and a second ends the process.
 
     The first one is answered on stderr, unless `quiet` leaves that to another rank.
     """

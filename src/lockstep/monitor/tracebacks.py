@@ -1,6 +1,6 @@
-"""Stacks: of this process by Python, of others of this host by faulthandler, which they write when asked by a signal.
+"""Stacks of this process, and of others of this host.
 
-A process that hangs in C code which holds Python's lock runs no Python; faulthandler's handler needs no lock.
+Others write theirs by faulthandler when a signal asks for it, even while they hang in C code that holds Python's lock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WRITES_S = 0.2
 
 
 def of_all() -> str:
-    """Return the stacks of all threads of this process, the main thread's first."""
+    """Return the stacks of all threads, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames, main = sys._current_frames(), threading.main_thread().ident
     return "".join(
@@ -32,7 +32,7 @@ def of_all() -> str:
 
 
 def ask(processes: Iterable[int | None]) -> None:
-    """Have those of the processes that catch the signal write their stacks, and wait a moment; Linux alone."""
+    """Have the processes that catch `ASKED` write their stacks (Linux alone)."""
     if asked := [each for each in processes if each is not None and _catches(each)]:
         for each in asked:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The watchdog: a thread in each rank that tells a hang from a loss, and says in one sentence who stopped where.
+"""The watchdog: a thread in each rank that says which rank stopped where.
 
     Rank 3 (node b) stopped 41 s ago in data loading at folder.py:88 (step 512); ranks 0–2 wait in all-reduce at step
     512.
@@ -43,7 +43,7 @@ _HURRY_S = 0.05
 
 
 class Watch:
-    """Watches this rank and, by their heartbeats, the others, until it is closed."""
+    """Watches this rank and, by their heartbeats, the others."""
 
     def __init__(
         self,
@@ -79,17 +79,17 @@ class Watch:
         self._thread.join(limit_s)
 
     def leave(self, limit_s: float) -> None:
-        """Close, and need the others no more; the rank that serves the store waits for them."""
+        """Close; the rank that serves the store waits for the others."""
         self.close(limit_s)
         self._heartbeats.leave(self._own(), limit_s)
 
     def give_way(self) -> None:
-        """Close, and leave it to the caller to say why this process ends; where it is ending already, never return."""
+        """Close: the caller says why this process ends. Never return where that has been said."""
         self._speaks.acquire()
         self.close()
 
     def lost(self) -> str:
-        """Return the sentence about the rank of whose loss an error here is an echo, "" for none; after `give_way`."""
+        """Return the sentence about a lost rank, "" for none; after `give_way`."""
         until_s = time.monotonic() + min(self._late_s + 2 * self._beat_s, _LOST_S)
         while time.monotonic() < until_s:
             if told := self._heartbeats.exchange(self._own(), urgent=True):
@@ -101,12 +101,12 @@ class Watch:
         return ""
 
     def tell(self, sentence: str) -> None:
-        """Have the others end with a sentence of this rank's; after `give_way`."""
+        """End the others with a sentence of this rank's; after `give_way`."""
         self._heartbeats.agree(sentence)
         self.let_others_hear()
 
     def let_others_hear(self) -> None:
-        """Wait until the others have read the sentence, where they would lose the store with this rank."""
+        """Where this rank serves the store, wait until the others have read the sentence."""
         if self._rank == self._server and len(self._nodes) > 1:
             time.sleep(2 * self._beat_s)
 
@@ -145,7 +145,6 @@ class Watch:
         return ""
 
     def _may_last(self, seen: dict[int, Beat]) -> bool:
-        """Whether the phase of this rank may last: of an idle one, nobody waits in vain."""
         phase = seen[self._rank].phase
         if not phase:
             return True
@@ -170,7 +169,7 @@ class Watch:
 
 
 def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> str:
-    """Return one sentence that says which ranks stopped where, and which wait for them.
+    """Return the sentence that names the ranks that stopped, and those that wait.
 
     A rank whose last beat is older than `silence_s` does not live or cannot be reached.
     """
