@@ -144,6 +144,7 @@ def start_watch(
         rank=rank,
         nodes=nodes,
         server=None if meeting.outlives else 0,
+        is_served=meeting.is_served,
         stall_timeout_s=stall_s,
         beat_s=min(max(stall_s / 10, _LEAST_BEAT_S), _BEAT_S if meeting.port else _BEAT_IN_MEMORY_S),
         ends=functools.partial(_end, config, pulse, tell) if len(nodes) > 1 or is_ours else lambda *_: None,

@@ -74,6 +74,15 @@ class Meeting:
     caution: str = ""
     """What may keep other ranks from coming, to end a sentence with."""
 
+    def is_served(self) -> bool:
+        """Return whether the store still has a server; torch shows stacks where it has none."""
+        try:
+            if self.port and not self.hosted:
+                socket.create_connection((self.host, self.port), _PROBE_S).close()
+        except OSError:
+            return False
+        return True
+
 
 def import_torch() -> None:
     """Import torch with its C++ warnings off, unless it is imported already."""

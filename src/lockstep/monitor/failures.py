@@ -93,8 +93,8 @@ def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
         return Failure(rank, kind, str(error), trace, is_echo=isinstance(error, RankLostError))
     if is_echo(error):
         text = _first_words(error)
-        found, where = _LOST.search(text), _ADDRESS.search(text)
-        how = (found[0] if found else "") + (f" at {where['host']}" if where else "")
+        found, peer = _LOST.search(text), _ADDRESS.search(text)
+        how = (found[0] if found else "") + (f" at {peer['host']}" if peer else "")
         told = f"lost another rank while it waited for it in a collective ({how}): see that rank's own message"
         return Failure(rank, kind, f"Rank {rank} {told}; {again}.", trace, is_echo=True)
     notes = "".join(f" ({_short(note)})" for note in getattr(error, "__notes__", ()))

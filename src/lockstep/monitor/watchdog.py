@@ -56,14 +56,15 @@ class Watch:
         stall_timeout_s: float,
         beat_s: float,
         ends: Callable[[Watch, Failure], None],
+        is_served: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start the thread.
 
         `opens` and `server` are those of `Heartbeats`; `nodes` names each rank's host. `ends` is called from the
-        thread with what is to be told, and has to end this process.
+        thread with what is to be told, and has to end this process. `is_served()` says whether the store is there.
         """
         self._pulse, self._rank, self._nodes, self._server = pulse, rank, tuple(nodes), server
-        self._stall_s, self._beat_s, self._ends = stall_timeout_s, beat_s, ends
+        self._stall_s, self._beat_s, self._ends, self._is_served = stall_timeout_s, beat_s, ends, is_served
         self._late_s = MISSED_BEATS * beat_s
         self._idle_s = self._stalled_s = 0.0
         self._main = threading.main_thread().ident
@@ -92,11 +93,13 @@ class Watch:
         """Return the sentence about a lost rank, "" for none; after `give_way`."""
         until_s = time.monotonic() + min(self._late_s + 2 * self._beat_s, _LOST_S)
         while time.monotonic() < until_s:
-            if told := self._heartbeats.exchange(self._own(), urgent=True):
+            is_served = self._is_served()
+            if is_served and (told := self._heartbeats.exchange(self._own(), urgent=True)):
                 return told
             seen = self.seen()
             if any(beat.silent_s > self._late_s for beat in seen.values()):
-                return self._heartbeats.agree(explain(seen, self._nodes, self._late_s))
+                told = explain(seen, self._nodes, self._late_s)
+                return self._heartbeats.agree(told) if is_served else told
             time.sleep(_HURRY_S)
         return ""
 
