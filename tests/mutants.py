@@ -381,7 +381,7 @@ a run that has failed exits with 0: cli/main.py
 -
 +     return 0
 +
-= faults/test_signals.py::test_a_second_signal_ends_all_at_once[single]
+= unit/test_interrupts.py::test_the_second_signal_ends_the_process_at_once
 a second signal is one more first one: monitor/signals.py
 - self.insisted = True
 + pass

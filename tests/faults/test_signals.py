@@ -81,7 +81,7 @@ def test_the_first_signal_saves_and_stops(way: str, number: signal.Signals, grou
     until(lambda: gone(family), 5)
 
 
-@pytest.mark.parametrize("way", ["single", "spawn", "elastic"])
+@pytest.mark.parametrize("way", ["spawn", "elastic"])
 def test_a_second_signal_ends_all_at_once(way: str, tmp_path: Path) -> None:
     run, family = _held(tmp_path, way)
     with run:

@@ -1,15 +1,21 @@
-"""The first signal asks, and afterwards the handlers are what they were."""
+"""The first signal asks, the second ends, and afterwards the handlers are what they were."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from lockstep.monitor import signals
-from lockstep.monitor.signals import INSIST, SIGNALS, STOPPING, StopRequest
+from lockstep.monitor.signals import _ECHO_S, INSIST, SIGNALS, STOPPING, StopRequest
+
+from ..command import Running, end, until
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -41,3 +47,26 @@ def test_under_nohup_a_terminal_that_goes_changes_nothing_and_any_thread_may_ask
             assert not threads.submit(asked).result()
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+_STUBBORN = """
+import pathlib, time
+from lockstep.monitor.signals import StopRequest
+with StopRequest():
+    pathlib.Path("ready").touch()
+    while True:
+        try: time.sleep(60)
+        except Exception: pass
+"""
+
+
+def test_the_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
+    with Running([sys.executable, "-c", _STUBBORN], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        until((tmp_path / "ready").exists)
+        process.send_signal(signal.SIGINT)
+        process.says(STOPPING)
+        time.sleep(2 * _ECHO_S)
+        process.send_signal(signal.SIGINT)
+        ended = end(process, 10)
+    assert ended.code == 1
+    assert "Killed by a second signal, without saving" in ended.err

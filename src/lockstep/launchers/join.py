@@ -33,7 +33,7 @@ from .environments import Place
 
 _EXAMPLES = "give tcp://HOST:PORT, file:///PATH, or env://"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_ECHO_WAITS_S = 1.5
+_ECHO_WAITS_S = 5.0
 Opens = Callable[[], stores.Meeting]
 
 
@@ -84,8 +84,9 @@ def _leave(failure: Failure, path: Path) -> None:
 
     Without its trace, which this process shows itself: torchrun would show it once more.
     """
-    if failure.is_echo:  # torchrun takes the earliest report, in whole seconds, for the root cause, and ends the others
+    if failure.is_echo:  # torchrun takes the first rank that ends, or the earliest report, for the root cause
         time.sleep(_ECHO_WAITS_S)
+        return
     about = {"timestamp": str(int(failure.time)), "lockstep": asdict(dataclasses.replace(failure, trace=""))}
     with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
         write_whole(path, json.dumps({"message": {"message": failure.sentence, "extraInfo": about}}).encode())
