@@ -19,7 +19,7 @@ import torch
 
 from lockstep import RunConfig, World, launchers
 from lockstep.checkpoint import write as saving
-from lockstep.launchers import guard
+from lockstep.launchers import rank
 from lockstep.monitor.watchdog import Watch
 from lockstep.steps.job import assemble
 from lockstep.steps.saving import Saver
@@ -209,7 +209,7 @@ class _Spent:
 
 def _watching_s() -> float:
     """Return the processor time, in seconds, that the watch's threads have had."""
-    ids = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("watch-")]
+    ids = [thread.native_id for thread in threading.enumerate() if thread.name == "watch"]
     return sum(int(Path(f"/proc/self/task/{each}/schedstat").read_text().split()[0]) for each in ids) / 1e9
 
 
@@ -245,8 +245,15 @@ class _Unwatched:
     def give_way(self) -> None:
         """Do nothing."""
 
-    def close(self, limit_s: float = 0.0) -> None:
+    def leave(self, limit_s: float) -> None:
         """Do nothing."""
+
+    def tell(self, sentence: str) -> None:
+        """Do nothing."""
+
+    def lost(self) -> str:
+        """Return "": nothing is known of other ranks."""
+        return ""
 
 
 _watches: list[Callable[[], Watch]] = []
@@ -258,9 +265,9 @@ def _hold_back(*given: Any) -> _Unwatched:
     return _Unwatched()
 
 
-_watch = guard.watch
+_watch = rank.start_watch
 if _HELD_BACK in os.environ:
-    guard.watch = _hold_back  # type: ignore[assignment]
+    rank.start_watch = _hold_back  # type: ignore[assignment]
 
 
 def stalled() -> Series:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,11 +33,11 @@ def claim_of(rank: int, size: int, **values: Any) -> Claim:
 
 
 def doors_to(scheme: str, folder: Path, ranks: Sequence[int]) -> list[Callable[[], stores.Meeting]]:
-    if scheme == "file":
-        path = folder / "meeting"
-        return [lambda rank=rank: stores.at_file(path, is_main=not rank, timeout_s=20) for rank in ranks]  # type: ignore[misc]
-    port = free_port()
-    return [
-        lambda rank=rank: (stores.connect if rank else stores.serve)("127.0.0.1", port, 20)  # type: ignore[misc]
-        for rank in ranks
-    ]
+    port, path = free_port(), folder / "meeting"
+
+    def door(rank: int) -> stores.Meeting:
+        if scheme == "file":
+            return stores.at_file(path, is_main=not rank, timeout_s=20)
+        return stores.connect("127.0.0.1", port, 20) if rank else stores.serve("127.0.0.1", port)
+
+    return [functools.partial(door, rank) for rank in ranks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,17 +36,8 @@ def test_ranks_started_by_hand_meet_and_leave_nothing(scheme: str, tmp_path: Pat
         assert not meeting.exists()
 
 
-@pytest.mark.parametrize(
-    ("way", "words"),
-    [
-        ("SIGKILL", r"Rank 0 \(process \d+ on \S+\) died.*: its own message, if it could leave one, says why"),
-        ("SIGSTOP", r"Rank 0 was stopped, died or was cut off [1-5] s ago, .*"),
-    ],
-    ids=["killed", "stopped"],
-)
-def test_the_loss_of_the_rank_with_the_store_is_one_sentence_on_the_others(
-    way: str, words: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP"])
+def test_the_loss_of_the_rank_with_the_store_is_one_sentence_on_the_others(way: str, tmp_path: Path) -> None:
     url, output = f"tcp://127.0.0.1:{free_port()}", str(tmp_path)
     lost, *others = (
         start_rank("lose", init_method=url, rank=rank, world_size=3, stall_timeout=2, data_dir=way, output=output)
@@ -54,8 +46,9 @@ def test_the_loss_of_the_rank_with_the_store_is_one_sentence_on_the_others(
     for number, rank in enumerate(others, 1):
         ended = end(rank)
         assert ended.code == 1
-        told = rf"\w+: {words}; continue with --resume auto\.\n"
-        assert re.fullmatch(told, ended.err), ended.err
+        # torch, which the entries have imported before lockstep could quiet it, may say something before.
+        told = r"^\w+: Rank 0 was stopped, died or was cut off \d+ s ago, .*; continue with --resume auto\.\n$"
+        assert re.search(told, ended.err, re.MULTILINE), ended.err
         if way == "SIGKILL":
             assert "Traceback" in (tmp_path / "failures" / f"rank_{number}.txt").read_text()
     lost.kill()
@@ -63,13 +56,20 @@ def test_the_loss_of_the_rank_with_the_store_is_one_sentence_on_the_others(
 
 
 def test_a_rank_that_dies_while_the_others_are_in_no_collective_is_noticed(tmp_path: Path) -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
-    ranks = [
-        start_rank("read_long", rank=rank, init_method=url, world_size=2, output=str(tmp_path)) for rank in range(2)
-    ]
+    values: dict[str, Any] = {"init_method": f"tcp://127.0.0.1:{free_port()}", "world_size": 2, "stall_timeout": 2}
+    ranks = [start_rank("read_long", rank=rank, output=str(tmp_path), **values) for rank in range(2)]
     ended = end(ranks[0])  # which would read for ten minutes
     ranks[1].communicate()
     assert ended.code == 1
-    told = r"lockstep: Rank 1 \(process \d+ on \S+\) died, last heard of in .*; continue with --resume auto\.\n"
+    told = r"lockstep: Rank 1 was stopped, died or was cut off \d+ s ago, last heard of in .* --resume auto\.\n"
     assert re.fullmatch(told, ended.err), ended.err
     assert "in read_long" in (tmp_path / "failures" / "rank_0.txt").read_text()
+
+
+def test_a_rank_that_fails_is_told_by_the_others_in_its_own_words(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"init_method": f"tcp://127.0.0.1:{free_port()}", "world_size": 2, "data_dir": "raise"}
+    ranks = [start_rank("fail", rank=rank, output=str(tmp_path), **values) for rank in range(2)]
+    for rank in ranks:
+        ended = end(rank)
+        assert ended.code == 1
+        assert re.search(r"^\w+: Rank 1 failed at .*entries\.py:\d+: ValueError: labels reach 10", ended.err, re.M)

@@ -20,8 +20,8 @@ PLACE = r"\d s ago in data loading at own_data\.py:\d+ \(step \d\)"
     ("data", "ranks", "workers", "keeps", "words"),
     [
         ("hanging", 2, 0, "failures", rf"Rank (\d) stopped {PLACE};.* wait"),
-        ("hanging", 1, 2, "failures", rf"Rank (0) stopped {PLACE}; give more --stall-timeout"),
-        ("holding", 2, 0, "failures", r"Rank (\d) was stopped, died or was cut off \d s ago, .* waits in all-reduce"),
+        ("hanging", 1, 2, "output", r"Rank (0) stopped \d s ago in data loading at .*; give more --stall-timeout"),
+        ("holding", 2, 0, "output", r"Rank (\d) was stopped, died or was cut off \d s ago, .* waits in all-reduce"),
         ("crashing", 2, 0, "output", r"Rank (\d) was killed by SIGSEGV .*output/rank_\1\.txt"),
     ],
     ids=["hanging", "worker-hanging", "holding", "crashing"],
@@ -49,29 +49,13 @@ def test_a_rank_alone_that_evaluates_long_and_is_stopped_meanwhile_goes_on(tmp_p
     assert (ended.code, ended.err) == (0, "")
 
 
-def test_a_rank_in_the_debugger_is_left_alone(tmp_path: Path) -> None:
-    with start(tmp_path, "train", *WORDS.split(), "tests.own_data:debugged", "--workers", 0, "--epochs", 1) as run:
-        assert run.stdin is not None
-        assert run.stdout is not None
-        said = ""
-        while not said.endswith("(Pdb) "):
-            said += (letter := run.stdout.read(1))
-            assert letter, f"it ended without a prompt: {said}"
-        time.sleep(STALL_S + 2)
-        assert run.poll() is None
-        run.stdin.write("continue\n")
-        run.stdin.flush()
-        ended = end(run)
-    assert ended.code == 0, ended
-
-
 @pytest.mark.parametrize(
     ("fault", "victims", "collectives", "words"),
     [
         ("kill", (1,), "gloo", "Rank 1 was killed by SIGKILL"),
         ("suspend", (1,), "gloo", "Rank 1 was stopped, died or was cut off"),
         ("suspend", (1,), "shared-memory", "Rank 1 was stopped, died or was cut off"),
-        ("suspend", (0, 1), "shared-memory", "Ranks 0–1, all that live here, were stopped (SIGSTOP) "),
+        ("suspend", (0, 1), "shared-memory", "Ranks 0–1 stopped "),
     ],
 )
 def test_a_lost_rank_is_named(

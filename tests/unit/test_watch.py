@@ -1,24 +1,22 @@
-"""What the watch makes of beats: one sentence that says who stopped where, and who waits for it."""
+"""What the watchdog makes of heartbeats: one sentence that says who stopped where, and who waits for it."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import FileStore, TCPStore
 
-from lockstep.monitor import bounded, watchdog
+from lockstep.monitor import watchdog
 from lockstep.monitor.failures import Failure
-from lockstep.monitor.heartbeat import Beat, Beats, Seen
+from lockstep.monitor.heartbeat import Beat, Heartbeats
 from lockstep.monitor.keys import Keys
 from lockstep.monitor.progress import Pulse
 from lockstep.monitor.watchdog import Watch, explain
@@ -30,18 +28,19 @@ SLOW = "give more --stall-timeout where it was only slow"
 
 def test_the_sentence_names_who_is_waited_for() -> None:
     def told(nodes: str, *beats: tuple[int, int, str, str, float]) -> str:
-        return explain({rank: Seen(Beat(1, *beat), 0.3) for rank, beat in enumerate(beats)}, list(nodes), 20.0)
+        return explain({rank: Beat(*beat, silent_s=0.3) for rank, beat in enumerate(beats)}, list(nodes), 20.0)
 
     waits = (40, 512, "backward", "engine.py:50", 41.0)
     said = told("aabb", waits, waits, waits, (38, 512, "data", "folder.py:88", 41.2))
-    assert said.startswith("Rank 3 (node b) stopped 41 s ago")
-    assert "folder.py:88 (step 512)" in said
-    assert "ranks 0–2 wait in all-reduce" in said
-    assert said.endswith(SLOW)
+    assert said.startswith(
+        "Rank 3 (node b) stopped 41 s ago in data loading at folder.py:88 (step 512); ranks 0–2 wait"
+    )
+    assert said.endswith(f"wait in all-reduce at step 512; {SLOW}")
     said = told("abc", (7, 3, "save", "write.py:9", 60.0), (9, 3, "barrier", "", 59.0), (7, 3, "save", "", 5.0))
-    assert said.startswith("Ranks 0, 2 (nodes a, c) stopped 60 s ago")
-    assert "write.py:9 (step 3)" in said
+    assert said.startswith("Ranks 0, 2 (nodes a, c) stopped 60 s ago in saving at write.py:9 (step 3)")
     assert "rank 1 waits in barrier at step 3" in said
+    said = told("aa", (7, 3, "all-reduce", "a.py:1", 60.0), (7, 4, "all-gather", "b.py:2", 60.0))
+    assert "in all-reduce at a.py:1 (step 3) and all-gather at b.py:2 (step 4)" in said  # each waits for the other
 
 
 def _store() -> Keys:
@@ -49,18 +48,12 @@ def _store() -> Keys:
     return Keys(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait), "watch")
 
 
-def _file(folder: Path, size: int = 2) -> Keys:
-    return Keys(FileStore(str(folder / "store"), size), "watch")
-
-
 @contextmanager
-def _watched(store: Keys, *pulses: Pulse, stalls_s: tuple[float, ...], **options: Any) -> Iterator[list[Failure]]:
-    """Watch over two ranks; yield what they end with, in the order of their ends."""
-    told: list[Failure] = []
+def _watched(store: Keys, *pulses: Pulse, stalls_s: tuple[float, ...], **options: Any) -> Iterator[list[Any]]:
+    """Watch over ranks; yield their watches, to which what they end with is added in the order of their ends."""
+    told: list[Any] = []
 
     def ends(watch: Watch, failure: Failure) -> None:
-        if failure.rank == 0:  # which serves the store, where a rank does
-            watch.let_others_hear()
         told.append(failure)
         watch.let_others_hear()
 
@@ -69,11 +62,18 @@ def _watched(store: Keys, *pulses: Pulse, stalls_s: tuple[float, ...], **options
         Watch(pulse, store.clone, rank=rank, stall_timeout_s=stall_s, **options)
         for rank, (pulse, stall_s) in enumerate(zip(pulses, stalls_s, strict=True))
     ]
+    told += watches
     try:
         yield told
     finally:
-        for watchdog in watches:
-            watchdog.close()
+        for watch in watches:
+            watch.close()
+
+
+@pytest.fixture(autouse=True)
+def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what another rank says end this one at once."""
+    monkeypatch.setattr(watchdog, "_UNWINDS_S", 0.1)
 
 
 def test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all() -> None:
@@ -85,41 +85,42 @@ def test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all() -> N
                 pulse.step = step
                 pulse.enter("forward")
             time.sleep(0.1)
-        assert told == []
+        assert len(told) == 2
         pulses[0].enter("backward")  # and waits there; rank 1 stays in its forward pass
-        until(lambda: len(told) == 2, 20)
-    assert [failure.rank for failure in told] == [1, 0]
-    for failure in told:
-        assert failure.sentence == told[0].sentence
+        until(lambda: len(told) == 4, 20)
+    first, second = told[2:]
+    assert (first.rank, first.is_echo, second.rank, second.is_echo) == (0, False, 1, True)
+    for failure in (first, second):
+        assert failure.sentence == first.sentence
         assert failure.sentence.startswith("Rank 1 (node b) stopped ")
         assert failure.sentence.endswith(f"rank 0 waits in all-reduce at step 14; {SLOW}")
         assert "test_watch.py" in failure.trace
 
 
-def test_ranks_that_wait_for_each_other_are_told_long_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_CROSSED_S", 0.5)
-    monkeypatch.setattr(Watch, "_place", lambda self: "train.py:3")  # both ranks are this process, which moves on
-    pulses = [Pulse(), Pulse()]
-    with _watched(_store(), *pulses, stalls_s=(3600.0, 3600.0)) as told:
-        for pulse in pulses:
-            pulse.enter("all-reduce")
-        time.sleep(1.5)
-        assert told == [], "one that takes long is no hang"
-        pulses[1].step = 4
-        pulses[1].enter("all-gather")
-        until(lambda: len(told) == 2, 20)
-    assert told[0].sentence.startswith("Rank 0 waits in all-reduce at train.py:3 (step 0) and rank 1 in all-gather")
-    assert "each for the other: every rank has to call the same collectives" in told[0].sentence
+def test_a_rank_that_fails_tells_the_others_why() -> None:
+    with _watched(_store(), Pulse(), Pulse(), stalls_s=(3600.0, 3600.0)) as told:
+        told[0].give_way()
+        told[0].tell("Rank 0 failed: labels reach 10")
+        until(lambda: len(told) == 3, 20)
+        assert (told[2].rank, told[2].sentence, told[2].is_echo) == (1, "Rank 0 failed: labels reach 10", True)
+        assert told[0].lost() == "Rank 0 failed: labels reach 10"
 
 
-def test_who_reports_nothing_is_not_judged(tmp_path: Path) -> None:
+def test_a_rank_of_which_nothing_is_heard_any_more_is_the_one_that_was_lost() -> None:
+    with _watched(_store(), Pulse(), Pulse(), stalls_s=(3600.0, 3600.0)) as told:
+        time.sleep(0.3)
+        told[1].close()
+        told[0].give_way()
+        assert told[0].lost().startswith("Rank 1 (node b) was stopped, died or was cut off ")
+
+
+def test_who_reports_nothing_is_not_judged() -> None:
     quiet = Pulse()
-    with _watched(_file(tmp_path), quiet, Pulse(), stalls_s=(0.2, 0.2)) as told:
+    with _watched(_store(), quiet, Pulse(), stalls_s=(0.2, 0.2)) as told:
         with quiet.during("all-reduce"):  # a collective, between two of which a loop of one's own may take long
             pass
         time.sleep(0.8)
-    assert told == []
-    assert not any(thread.name.startswith("watch-") for thread in threading.enumerate())
+    assert len(told) == 2
 
 
 def _build(kind: str) -> Any:
@@ -138,22 +139,22 @@ def test_while_one_rank_prepares_or_compiles_nobody_is_judged(work: str) -> None
             second.enter(phase)
         first.enter("setup" if work == "setup" else "forward")
         time.sleep(1.2) if work == "setup" else _build(work)()
-        assert told == []
+        assert len(told) == 2
         first.enter("data")  # at once it has as long as any phase
         time.sleep(0.2)
-        assert told == []
-        until(lambda: len(told) == 2, 20)
-    assert told[0].sentence.startswith("Rank 0 (node a) stopped ")
+        assert len(told) == 2
+        until(lambda: len(told) == 4, 20)
+    assert told[2].sentence.startswith("Rank 0 (node a) stopped ")
 
 
 def test_a_rank_that_is_lost_while_another_one_prepares_is_told() -> None:
-    pulses = [Pulse(), Pulse(), Pulse()]
-    with _watched(_store(), *pulses[:2], stalls_s=(0.5, 0.5), nodes=["a", "b", "c"]) as told:
+    pulses = [Pulse(), Pulse()]
+    with _watched(_store(), *pulses, stalls_s=(0.5, 0.5), nodes=["a", "b", "c"]) as told:
         pulses[0].enter("all-gather")
         pulses[1].enter("setup")
-        until(lambda: len(told) == 2, 5)  # the third has never sent a beat
-    assert told[0].sentence.startswith("Rank 2 (node c) was stopped, died or was cut off ")
-    assert told[0].sentence.endswith("; rank 0 waits in all-gather at step 0")
+        until(lambda: len(told) == 4, 5)  # the third has never sent a beat
+    assert told[2].sentence.startswith("Rank 2 (node c) was stopped, died or was cut off ")
+    assert told[2].sentence.endswith("; rank 0 waits in all-gather at step 0")
 
 
 @pytest.mark.parametrize(
@@ -164,57 +165,41 @@ def test_a_rank_alone_is_judged_only_where_it_waits(phase: str, is_judged: bool)
     with _watched(_store(), pulse, stalls_s=(0.2,), nodes=["a"]) as told:
         pulse.enter(phase)
         time.sleep(0.8)
-    assert len(told) == is_judged
+    assert len(told) == 1 + is_judged
 
 
 def test_a_collective_of_the_users_own_is_waited_in_no_longer_than_others() -> None:
-    first, second = Pulse(), Pulse()  # both in code of the user's, which reports nothing
-    with _watched(_store(), first, second, stalls_s=(0.4, 3600.0)) as told:
+    with _watched(_store(), Pulse(), Pulse(), stalls_s=(0.4, 3600.0)) as told:  # both in code that reports nothing
         _build("a collective")()
-    assert told[0].sentence.startswith("Ranks 0–1 ")  # which are one process here
+    assert told[2].sentence.startswith("Ranks 0–1 ")  # which are one process here
 
 
-def test_time_for_which_this_process_was_stopped_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_for_which_this_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     pulses = [Pulse(), Pulse()]
     for pulse in pulses:
         pulse.enter("backward")
-    with _watched(_file(tmp_path), *pulses, stalls_s=(10.0, 10.0)) as told:
+    with _watched(_store(), *pulses, stalls_s=(10.0, 10.0)) as told:
         time.sleep(0.2)
         real = time.monotonic
-        monkeypatch.setattr(
-            "lockstep.monitor.watchdog.time.monotonic", lambda: real() + 3600.0
-        )  # as if asleep for an hour
+        # As if asleep for an hour.
+        monkeypatch.setattr("lockstep.monitor.watchdog.time.monotonic", lambda: real() + 3600.0)
         time.sleep(0.5)
-        assert told == []
+        assert len(told) == 2
 
 
-def _beats(opens: Any, rank: int, size: int) -> Beats:
-    return Beats(opens, lambda number: Beat(number, 1, 0, "forward"), rank=rank, size=size, server=0, beat_s=0.1)
-
-
-def test_a_rank_whose_beats_no_longer_rise_is_silent() -> None:
-    store = _store()
-    first, second, _ = (_beats(store.clone, rank, 4) for rank in range(3))  # the third beats once
-    for _ in range(3):
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_a_rank_whose_beats_no_longer_rise_is_silent(kind: str, tmp_path: Path) -> None:
+    store = _store() if kind == "tcp" else Keys(FileStore(str(tmp_path / "store"), -1), "watch")
+    own = Beat(1, 0, "forward")
+    first, second, third = (Heartbeats(store.clone, rank=rank, size=4, server=None) for rank in range(3))
+    third.exchange(own, urgent=True)  # once
+    for _ in range(4):
         time.sleep(0.2)
-        second.exchange(urgent=True)
-        bounded.within(5.0, partial(first.exchange, urgent=True), "asks")
-    silent_s = {rank: each.silent_s for rank, each in first.seen().items()}
+        for each in (second, first):
+            each.exchange(own, urgent=True)
+    silent_s = {rank: beat.silent_s for rank, beat in first.seen(own).items()}
     assert silent_s[1] < 0.3
     assert min(silent_s[2], silent_s[3]) > 0.3
-
-
-def test_among_many_ranks_that_are_read_now_and_then_the_server_is_not_silent(tmp_path: Path) -> None:
-    store, size = _file(tmp_path, 64), 64
-    ranks = [_beats(lambda: store, rank, size) for rank in range(size)]
-    for beats in ranks[:2] * 8:
-        beats.exchange(urgent=False)
-        time.sleep(0.1)
-        seen = ranks[1].seen()
-        assert 0 not in seen or seen[0].silent_s < 0.2  # three beats are silence (see launchers/guard.py)
-    assert 0 in seen
 
 
 _HANGS = """

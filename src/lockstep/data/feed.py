@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from .. import user_code
 from ..batching import BatchPlan
 from ..errors import LockstepError, RunError
-from ..monitor import tracebacks
 from ..monitor.failures import one_line, place
 from ..monitor.signals import SIGNALS
 from ..world.random_state import Generators, kept
@@ -230,7 +229,6 @@ def _begin_worker(begin: Callable[[int], None] | None, worker: int) -> None:
             # Not ignored: what the data set starts would ignore them too, and could not be ended.
             signal.signal(number, lambda *_: None)
             signal.siginterrupt(number, False)
-    tracebacks.answer()
     # What was garbage in the rank is not ours to collect: a process group's end would wait for threads of the rank.
     gc.freeze()
     # torch's workers look for their parent between two tasks; one that is stuck in a sample would outlive it.

@@ -1,32 +1,37 @@
-"""What every rank does, however its process came to be: meet the others, take its device, join the world, run, leave.
+"""What every rank does: meet the others, take a device, run, leave.
 
-torch is imported here and in `stores` and nowhere else in the launchers' first steps, so that a command which only
-looks up a name stays quick. These functions run in the rank's own process and may read and set its environment.
+torch is imported here and in `stores` alone among the launchers' first steps, so that a command which only looks up a
+name stays quick. These functions run in the rank's own process and may read and set its environment.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import hashlib
+import multiprocessing
 import os
+import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import files, hardware
 from ..config.registry import kind
-from ..config.schema import RunConfig
-from ..errors import LockstepError, RequestError, RunError
+from ..config.schema import ParallelConfig, RunConfig
+from ..errors import RequestError, RunError, Stopped
 from ..monitor import bounded, failures, output, tracebacks
-from ..monitor.failures import RankLostError
-from ..monitor.notes import NoNotes
+from ..monitor.failures import Failure, RankLostError
 from ..monitor.progress import Pulse
-from ..monitor.signals import SHOW_CURSOR
-from ..printable import told
+from ..monitor.watchdog import Watch
 from ..world.topology import Topology
-from . import guard, hosts, rollcall, stores
+from . import hosts, rollcall, stores
 from .devices import Entry, drives_all, gpu_ids, gpu_index
+from .rollcall import Claim
 from .variables import having, unset
 
 if TYPE_CHECKING:
@@ -35,24 +40,17 @@ if TYPE_CHECKING:
     from .._torch import Store
     from ..world.world import World
 
-Tell = Callable[[failures.Failure], None]
-"""Passes on why this process is about to end, where nothing moves any more and no error can be raised."""
-
-_PATIENCE_S = 30 * 24 * 3600.0  # of a collective: the watch, which knows who is at work, ends a wait in vain
+Tell = Callable[[Failure], None]
+"""Passes on why this process is about to end, where no error can be raised any more."""
+_PATIENCE_S = 30 * 24 * 3600.0  # of a collective: the watchdog, which knows who is at work, ends a wait in vain
 _DIALS = 5  # gloo tries so often to reach a peer, each time for the whole time-out (seen: 50 s where 10 were given)
-_BEAT_S = 30.0  # for a last beat to come back over a slow network
+_LEAST_BEAT_S, _BEAT_S, _BEAT_IN_MEMORY_S = 0.1, 1.0, 10.0  # each makes the memory fuller
+_ANSWER_S = (1.0, 10.0)  # for the store that takes heartbeats: a part of --stall-timeout
+_LEAVE_S = 10.0
+_CAME = {"--devices": "the number of ranks that came on this node", "--nodes": "the number of nodes that came"}
 _CLOSE_S = 1.0  # for leaving a world that failed, before the failure is told without having left
-
-
-@runtime_checkable
-class FormsWorld(Protocol):
-    """An entry that forms the world itself out of the ranks that have met, since it says why none can be formed."""
-
-    def __call__(self, config: RunConfig, world: World) -> Any:
-        """Not called: an entry like any other for whoever passes it on."""
-
-    def before_world(self, config: RunConfig, topology: Topology, device: torch.device, store: Store) -> Any:
-        """Be this rank, with a store that all ranks share, and return this rank's value (*collective*)."""
+_WRITE_S = 2.0
+_FLUSH_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,9 @@ class Seat:
     """Forms the world, which is left at the end of the block (*collective*)."""
 
     def run(self, entry: Entry, config: RunConfig) -> Any | None:
-        """Run the entry as this rank; return its value on rank 0, None on the others (*collective*)."""
-        if isinstance(entry, FormsWorld):
-            value = entry.before_world(config, self.topology, self.device, self.store)
+        """Run the entry; return its value on rank 0, else None (*collective*)."""
+        if forms_world := getattr(entry, "before_world", None):  # the doctor's, who says why there can be none
+            value = forms_world(config, self.topology, self.device, self.store)
         else:
             with self.world() as world:
                 value = entry(config, world)
@@ -87,16 +85,15 @@ def met(
     known: Topology | None = None,
     tell: Tell,
 ) -> Iterator[Seat]:
-    """Meet the other ranks at the store that `opens()` gives, be one of them in the block, leave (*collective*).
+    """Meet the other ranks, be one of them in the block, leave (*collective*).
 
-    `index` is this process's rank of `size`; `known` is its topology where whoever started it has said; otherwise nodes
-    and local ranks follow from the ranks' hosts. Raises `RankLostError` for an error of the block that is an echo of a
-    lost rank, where that one is known.
+    They meet at the store that `opens()` gives. `index` is this process's rank of `size`; `known` is its topology where
+    whoever started it has said; otherwise nodes and local ranks follow from the ranks' hosts. Raises `RankLostError`
+    for an error of the block that is an echo of a lost rank, where that one is known.
     """
     parallel = config.parallel
-    hosts.check_interface(parallel.interface, env)
     meeting = opens()
-    mine = rollcall.Claim(
+    mine = Claim(
         rank=index,
         size=size,
         accelerator=parallel.accelerator,
@@ -105,46 +102,84 @@ def met(
         addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE, parallel.interface),
         interface=parallel.interface,
     )
-    peers = rollcall.take(meeting, mine, parallel.timeout)
-    came = peers.claims
-    topology = known or rollcall.place(came, mine)
     with contextlib.ExitStack() as kept:
+        if meeting.file is not None:
+            kept.callback(meeting.file.unlink, missing_ok=True)
+        claims = rollcall.take(meeting, mine, parallel.timeout)
+        # What tells these processes from any others at the store.
+        start = hashlib.sha256("".join(claim.nonce for claim in claims).encode()).hexdigest()[:16]
+        topology, pulse = known or rollcall.place(claims, mine), Pulse()
+        watch = start_watch(config, meeting, start, [claim.host for claim in claims], index, pulse, tell)
         try:
-            _check_node(config, topology)
-            bound_to = _bound_to(rollcall.interface(came, mine)) if size > 1 else {}
+            if known is None:
+                check_agrees(parallel, topology, _CAME)
+            bound_to = _bound_to(rollcall.interface(claims, mine)) if size > 1 else {}
             kept.enter_context(having(bound_to | variables(config)))
-            device = take_device(config, env, topology, sharing=rollcall.sharing(came, mine))
-            kept.callback(tracebacks.answer())
-            pulse = Pulse()
-            watch = guard.watch(config, peers, pulse, tell)
-        except BaseException:
-            peers.leave(clean=False)
-            raise
-        try:
-            store = peers.group_store()
+            device = take_device(config, env, topology, sharing=rollcall.sharing(claims, mine))
+            from .._torch import PrefixStore
+
+            store = PrefixStore(f"group/{start}", meeting.keys.store)
             yield Seat(topology, device, store, lambda: _world(config, topology, device, store, pulse, meeting))
         except BaseException as error:
             watch.give_way()
-            lost = guard.lost(error, config, peers, pulse, watch)
-            peers.leave(clean=False)
-            watch.close()
-            if lost is not None:
-                raise lost from error
+            if isinstance(error, Exception) and failures.is_echo(error):
+                if sentence := watch.lost():
+                    raise RankLostError(f"{sentence}; {failures.again(config)}.") from error
+            elif isinstance(error, Exception | SystemExit) and not isinstance(error, Stopped | RankLostError):
+                watch.tell(failures.describe(error, index).sentence.removesuffix("."))
             raise
-        watch.close(_BEAT_S)
-        peers.leave(clean=True)
+        watch.leave(_LEAVE_S)
+
+
+def start_watch(
+    config: RunConfig, meeting: stores.Meeting, start: str, nodes: Sequence[str], rank: int, pulse: Pulse, tell: Tell
+) -> Watch:
+    """Return a watchdog over ranks that have met."""
+    stall_s = config.parallel.stall_timeout
+    # An interactive session that is alone is the user's, who sees that nothing moves; so is one of other threads.
+    is_ours = not hasattr(sys, "ps1") and threading.current_thread() is threading.main_thread()
+    return Watch(
+        pulse,
+        lambda: meeting.keys.clone(f"world/{start}/watch", min(max(stall_s / 4, _ANSWER_S[0]), _ANSWER_S[1])),
+        rank=rank,
+        nodes=nodes,
+        server=None if meeting.outlives else 0,
+        is_served=meeting.is_served,
+        stall_timeout_s=stall_s,
+        beat_s=min(max(stall_s / 10, _LEAST_BEAT_S), _BEAT_S if meeting.port else _BEAT_IN_MEMORY_S),
+        ends=functools.partial(_end, config, pulse, tell) if len(nodes) > 1 or is_ours else lambda *_: None,
+    )
+
+
+def _end(config: RunConfig, pulse: Pulse, tell: Tell, watch: Watch, failure: Failure) -> NoReturn:
+    """End this process, for which the watchdog knows why."""
+    failure = dataclasses.replace(failure, sentence=f"{failure.sentence}; {failures.again(config)}.")
+    workers = multiprocessing.active_children()
+    try:
+        tracebacks.ask(worker.pid for worker in workers)
+        if pulse.folder is not None:
+            write = functools.partial(failures.write, failure, pulse.folder / "failures")
+            with contextlib.suppress(OSError, bounded.Late):  # where it is the disk that hangs
+                bounded.within(_WRITE_S, write, "failures")
+        tell(failure)
+        watch.let_others_hear()
+        with contextlib.suppress(bounded.Late):
+            bounded.within(_FLUSH_S, output.flush, "last words")
+        for worker in workers:  # which would look for this process for seconds
+            worker.kill()
+    finally:
+        os._exit(RunError.exit_code)
 
 
 @contextlib.contextmanager
 def _world(
     config: RunConfig, topology: Topology, device: torch.device, store: Store, pulse: Pulse, meeting: stores.Meeting
 ) -> Iterator[World]:
-    """Join the world over `store`, and leave it at the end of the block (*collective*)."""
     from ..world.world import World
 
-    parallel, notes = config.parallel, meeting.notes or NoNotes()
+    parallel = config.parallel
     if topology.size == 1:
-        yield World(topology, device, pulse=pulse, notes=notes)
+        yield World(topology, device, pulse=pulse, notes=meeting.notes)
         return
     try:
         with pulse.during("forming the process group"):  # where a store may be waited for that answers no more
@@ -155,7 +190,7 @@ def _world(
                 timeout_s=_PATIENCE_S,
                 form_s=parallel.timeout / _DIALS,
                 pulse=pulse,
-                notes=notes,
+                notes=meeting.notes,
                 collectives=parallel.collectives,
             )
     except RuntimeError as error:
@@ -163,8 +198,8 @@ def _world(
             raise
         raise RankLostError(
             f"Rank {topology.rank}: all {topology.size} ranks came, but could not connect to one another within "
-            f"--timeout {parallel.timeout:g} s: a firewall keeps ports between the nodes closed, or a rank ended "
-            "meanwhile and its own message says why; then start all ranks again."
+            f"--timeout {parallel.timeout:g} s: a firewall keeps ports between the nodes closed, --interface names "
+            "different networks, or a rank has ended and its own message says why; then start all ranks again."
         ) from error
     try:
         world.barrier()  # a rank that was done at once would leave before another one had found it
@@ -176,13 +211,13 @@ def _world(
 
 
 def close_soon(world: World) -> None:
-    """Leave the world after a failure, which tells the other ranks at once; give up where leaving itself hangs."""
+    """Leave the world after a failure, which the others notice; not for long."""
     with contextlib.suppress(Exception):
         bounded.within(_CLOSE_S, world.close, "leaving")
 
 
 def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *, sharing: int = 1) -> torch.device:
-    """Return the device of this rank, made the current one; take its share of the processors.
+    """Return the device of this rank; take its share of the processors.
 
     `sharing` is the number of ranks that may run on the same processors, this one included.
     """
@@ -208,90 +243,60 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
 
 
 def variables(config: RunConfig) -> dict[str, str]:
-    """Return the environment variables that torch is to find while this process is a rank."""
+    """Return the environment variables that torch is to find in a rank."""
     wanted: dict[str, str] = {}
     if config.precision.deterministic:
         # cuBLAS reads it at its first use, and without it some of its algorithms differ from run to run.
         wanted |= unset({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     if config.precision.compile:
-        # torch names its own folder there as soon as torchvision is imported.
+        # torch names its own folder there as soon as torchvision is imported; in /tmp, others could write its code.
         if "torchinductor_" in os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_"):
-            wanted["TORCHINDUCTOR_CACHE_DIR"] = _compiled()
+            try:
+                wanted["TORCHINDUCTOR_CACHE_DIR"] = str(files.private_folder() / "compiled")
+            except OSError as error:
+                raise RequestError(
+                    f"--compile keeps its code in {error.filename}, which cannot be used: {error.strerror}; remove it, "
+                    "or set TORCHINDUCTOR_CACHE_DIR to a folder of your own."
+                ) from error
         # Headers go to torch's own folder in /tmp all the same; without, a first compilation took as long (25 s).
         wanted |= unset({"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"})
     return wanted
 
 
-def _compiled() -> str:
-    """Return a folder for compiled code, which is run: nobody else can write there, as torch's own in /tmp allows."""
-    try:
-        return str(files.private_folder() / "compiled")
-    except OSError as error:
-        raise RequestError(
-            f"--compile keeps its code in {error.filename}, which cannot be used: {error.strerror}; remove it, or set "
-            "TORCHINDUCTOR_CACHE_DIR to a folder of your own."
-        ) from error
-
-
 def _bound_to(interface: str | None) -> dict[str, str]:
-    """Return the variables that keep gloo's and NCCL's traffic on one interface, unless the user chose another."""
     # NCCL takes every interface whose name begins so, eth10 for eth1, unless told that the name is whole.
     return unset({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {})
 
 
 def bound() -> str:
-    """Return the network interface that gloo's traffic of this process is kept on; empty where none is chosen."""
+    """Return the network interface that gloo's traffic is kept on, or ""."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
 
 
-def _check_node(config: RunConfig, topology: Topology) -> None:
-    """Raise where the ranks that came stand on other nodes than the flags say."""
-    parallel = config.parallel
-    for flag, asked, found in (
-        ("--devices", parallel.devices if kind(parallel.strategy).process_per_device else None, topology.local_size),
-        ("--nodes", parallel.nodes if 1 < parallel.nodes == parallel.most_nodes else None, topology.nodes),
+def check_agrees(asked: ParallelConfig, found: Topology, names: Mapping[str, str]) -> None:
+    """Raise where flags, compared with what is in `names`, ask for another world."""
+    for flag, wanted, has in (
+        ("--world-size", asked.world_size, found.size),
+        ("--rank", asked.rank, found.rank),
+        # One process that drives several devices is one rank.
+        ("--devices", asked.devices if kind(asked.strategy).process_per_device else None, found.local_size),
+        ("--nodes", asked.nodes if 1 < asked.nodes == asked.most_nodes else None, found.nodes),
     ):
-        if asked is not None and asked != found:
+        if flag in names and wanted not in (None, has):
             raise RequestError(
-                f"{flag} {asked} disagrees with the ranks that came: node {topology.node} of {topology.nodes} has "
-                f"{topology.local_size} of them; drop {flag}, or start the ranks accordingly."
+                f"{flag} {wanted}, but {names[flag]} is {has}; drop {flag}, or start the ranks with the same number."
             )
 
 
 @contextlib.contextmanager
-def accounted(rank: int, config: RunConfig, tell: Tell = lambda failure: None) -> Iterator[None]:
-    """Turn what the block raises into one sentence of this rank; `tell` hears of the failure before it is raised."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        failure = failures.account(error, rank, config)
-        tell(failure)
-        if isinstance(error, LockstepError):
-            raise
-        raise failure.error() from error
-
-
-@contextlib.contextmanager
 def teller() -> Iterator[Tell]:
-    """Give what says why this rank ends, where no command is left to say it, on the stderr that there is now.
-
-    By then what the rank says may go to a file.
-    """
-    try:
-        console = os.dup(2)
-    except OSError:  # the command was started with `2>&-`
-        yield lambda failure: None
-        return
-
-    def say(failure: failures.Failure) -> None:
-        with contextlib.suppress(OSError):
-            cursor = SHOW_CURSOR if os.isatty(console) else ""  # which a bar may have hidden
-            os.write(console, f"{cursor}{told(failure.sentence)}".encode(errors="replace"))
-
-    try:
-        yield say
-    finally:
-        os.close(console)
+    """Give what tells a failure on today's stderr, later perhaps a file."""
+    with contextlib.ExitStack() as kept:
+        console = -1
+        with contextlib.suppress(OSError):  # the command was started with `2>&-`
+            console = os.dup(2)
+            kept.callback(os.close, console)
+        yield lambda failure: output.say(failure.sentence, console)
 
 
 def vanish(error: BaseException) -> NoReturn:

@@ -1,20 +1,14 @@
-"""The roll call: rank 0 hears of all ranks who they are, and all hear of it, before a process group is formed.
+"""The roll call: each rank learns of all others, by a few requests.
 
 Rank 0 opens a *call*: its claim (host, process, world size, GPUs) with a nonce. Each other rank answers that call with
-its own claim, which can be made once. Once all are there, rank 0 reads them in one request and gives its *verdict*: all
-claims, or what is wrong with them. Whoever finds a fault, such as a rank that is claimed twice or does not come, gives
-the verdict itself, so that all fail with one sentence. A rank makes a handful of requests, and looks for the verdict a
-few times a second.
-
-Where an agent keeps the store, an earlier start's call may lie there: who comes finds its verdict given, or hears none,
-and waits for the next call.
+its own claim, which can be made once. Rank 0 gives the *verdict*: all claims, or what is wrong with them; whoever finds
+a fault, such as a rank claimed twice or absent, gives it instead, so that all fail with one sentence. Where an agent
+keeps the store, an earlier start's call may lie there: its verdict is given, and another call will come.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import json
 import os
 import secrets
@@ -22,26 +16,21 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 from .. import hardware
 from ..errors import AbsentError, RequestError, ranks_in_short
-from ..monitor.failures import RankLostError
-from ..monitor.keys import Keys
 from ..versions import version_of
 from ..world.topology import Topology
 from . import hosts
 from .devices import of_rank
-from .stores import Meeting
+from .stores import WAIT, Meeting
 
-if TYPE_CHECKING:
-    from .._torch import Store
-
-_LOOK_S = (0.02, 0.25)  # the first looks are quick: as a rule all come at once
-_HEAR_S = 5.0  # for the others to hear the verdict from a rank 0 that ends with it
-_LEAVE_S = 10.0
+_WAIT_S, _LEAD_WAIT_S = 5.0, 1.0  # for an answer of the store; rank 0 then looks whether another one found a fault
+_LOOK_S = 0.1
+_HEAR_S = 1.0  # for the others to hear of a fault from a store that ends with this process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +47,13 @@ class Claim:
     addresses: tuple[str, ...] = ()
     """Addresses of this host, the one that others most likely reach first."""
     interface: str = ""
-    """The network interface that the process was told to use, whose addresses these are; empty for any."""
+    """The network interface that the process was told to use, whose addresses these are; "" for any."""
     processors: tuple[int, ...] = field(default_factory=hardware.processors)
     """Those that the process may run on, by the host's numbers."""
     host: str = field(default_factory=socket.gethostname)
-    network: str = field(default_factory=lambda: hosts.namespace("net"))
-    processes: str = field(default_factory=lambda: hosts.namespace("pid"))
+    network: str = field(default_factory=hosts.network)
     boot: str = field(default_factory=hosts.boot)
     pid: int = field(default_factory=os.getpid)
-    begun: str = field(default_factory=lambda: hosts.begun(os.getpid()))
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
     version: str = field(default_factory=lambda: version_of("lockstep-torch") or "")
 
@@ -80,109 +67,36 @@ class Claim:
         """What ranks share that reach one another without leaving the host."""
         return self.host, self.boot, self.network
 
-    @property
-    def is_here(self) -> bool:
-        """Whether the process can be seen from here."""
-        return (self.boot, self.processes) == (hosts.boot(), hosts.namespace("pid"))
-
-    def is_dead(self) -> bool:
-        """Return whether the process is seen, from here, to have ended."""
-        return self.is_here and hosts.has_ended(self.pid, self.begun)
-
     @classmethod
     def of(cls, values: dict[str, Any]) -> Claim:
-        """Return the claim that `asdict` was taken of, perhaps by another version, with other fields."""
+        """Return the claim of a dict, perhaps by a version with other fields."""
         known = {each.name for each in fields(cls)}
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**{name: value for name, value in {**values, **lists}.items() if name in known})
 
 
-@dataclass(frozen=True)
-class Peers:
-    """All ranks of a world, as one of them sees them."""
-
-    meeting: Meeting
-    claims: tuple[Claim, ...]
-    """In the order of the ranks."""
-    mine: Claim
-
-    @functools.cached_property
-    def keys(self) -> Keys:
-        """Keys that no other world shares."""
-        return self.meeting.keys.under(f"world/{_digest(self.claims)}")
-
-    def group_store(self) -> Store:
-        """Return the store for the process group of these ranks, apart from any other world's keys."""
-        from .._torch import PrefixStore
-
-        return PrefixStore(f"group/{_digest(self.claims)}", self.meeting.store)
-
-    def beats(self) -> Keys:
-        """Return the keys for the beats of these ranks, on a connection of their own. Raises RuntimeError."""
-        return self.keys.under("watch").clone()
-
-    def dead(self) -> list[Claim]:
-        """Return those whose process has ended on this host without having left."""
-        ended = [claim for claim in self.claims if claim.is_dead()]
-        return [claim for claim in ended if not self._has_left(claim)]
-
-    def has_one_left(self) -> bool:
-        """Return whether a rank has left of its own accord; its own message says why."""
-        return any(self._has_left(claim) for claim in self.claims)
-
-    def leave(self, *, clean: bool) -> None:
-        """Say that this rank needs the others no more; who serves the store stays until all have said so.
-
-        After a failure nobody is waited for.
-        """
-        keys, serves = self.keys, self.meeting.hosted
-        if not self.meeting.is_open():
-            return
-        with contextlib.suppress(RuntimeError, OSError):
-            keys.write(f"left/{self.mine.rank}", "1")
-            if clean and serves:
-                _until(lambda: keys.check([f"left/{claim.rank}" for claim in self.claims]), _LEAVE_S)
-            if self.meeting.file is not None:
-                self.meeting.file.unlink(missing_ok=True)
-
-    def _has_left(self, claim: Claim) -> bool:
-        with contextlib.suppress(RuntimeError):
-            return self.meeting.is_open() and self.keys.check([f"left/{claim.rank}"])
-        return False
-
-    @property
-    def server(self) -> int | None:
-        """The rank that serves the store; None where it outlives the ranks."""
-        return None if self.meeting.outlives else 0
-
-
-def take(meeting: Meeting, mine: Claim, timeout_s: float) -> Peers:
-    """Return all ranks, once all have come (*collective*).
+def take(meeting: Meeting, mine: Claim, timeout_s: float) -> tuple[Claim, ...]:
+    """Return the claims of all ranks once they have come (*collective*).
 
     Raises `RequestError`, on every rank that can know, if a rank is missing after `timeout_s` seconds or claimed twice,
     or if ranks were started with different versions, world sizes, accelerators, or the same GPU.
     """
     call = _Call(meeting, mine, timeout_s)
     try:
-        claims = call.verdict()
-        check_reach(claims, mine)
-        return Peers(meeting, claims, mine)
-    except RequestError:
-        call.let_others_hear()
-        raise
-    except KeyboardInterrupt:
-        with contextlib.suppress(RequestError, RuntimeError):
-            who = f"rank {mine.rank} ({mine.who})"
-            call.refuse(
-                f"{meeting.where}: {who} was stopped while it waited for the others; start all ranks again.",
-                absent=True,
-            )
-        call.let_others_hear()
+        claims = call.lead() if mine.rank == 0 else call.answer()
+        meeting.keys.store.set_timeout(WAIT)
+        return claims
+    except (RequestError, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt):
+            with contextlib.suppress(RequestError, RuntimeError):
+                call.interrupted()
+        if meeting.hosted:
+            time.sleep(_HEAR_S)
         raise
     except RuntimeError as error:  # the store's own: its server has gone
         raise AbsentError(
             f"{meeting.where}: the store went away during the roll call ({type(error).__name__}); rank 0, or the agent "
-            "that serves it, has ended: its own message tells why."
+            "that serves it, has ended: see its own message."
         ) from error
 
 
@@ -191,119 +105,106 @@ class _Call:
 
     def __init__(self, meeting: Meeting, mine: Claim, timeout_s: float) -> None:
         self._meeting, self._keys, self._mine, self._timeout_s = meeting, meeting.keys, mine, timeout_s
-        self._lead: Claim | None = mine if mine.rank == 0 else None
-        self._call = self._conflict = ""
+        self._deadline = time.monotonic() + timeout_s
+        self._nonce = mine.nonce if mine.rank == 0 else ""
+        """Of the call."""
 
-    def verdict(self) -> tuple[Claim, ...]:
-        """Return all claims once rank 0 has found them right; raise what any rank has found."""
-        mine, deadline, look_s = self._mine, time.monotonic() + self._timeout_s, _LOOK_S[0]
-        self._keys.write(f"came/{mine.rank}", mine.nonce)
-        if mine.rank == 0:
-            self._keys.write(self._place(0), _json(mine))
-            self._keys.write("call", _json(mine))
-        while True:
-            if claims := self._heard():
+    def lead(self) -> tuple[Claim, ...]:
+        """Be rank 0."""
+        places = self._places()
+        self._keys.write(places[0], _json(self._mine))
+        self._keys.write("call", _json(self._mine))
+        while not (texts := self._await(places, _LEAD_WAIT_S)) or not all(texts):  # a stranger's is empty
+            self._read(self._keys.read(self._verdict))
+            if time.monotonic() >= self._deadline:
+                raise self._fault(self._absent(), absent=True)
+            time.sleep(_LOOK_S)
+        claims = [Claim.of(json.loads(text)) for text in texts]
+        try:
+            check_together(claims)
+        except RequestError as error:
+            raise self._fault(str(error)) from error
+        found = json.dumps({"claims": [asdict(claim) for claim in claims]})
+        return self._read(self._keys.put(self._verdict, found) or found)
+
+    def answer(self) -> tuple[Claim, ...]:
+        """Be another rank."""
+        called = conflict = ""
+        while time.monotonic() < self._deadline:
+            text = "".join(self._await(["call"], _WAIT_S))
+            if text and text != called:
+                called, lead, outlives = text, Claim.of(json.loads(text)), self._meeting.outlives
+                is_old = outlives and self._keys.check([f"verdict/{lead.nonce}"])
+                self._nonce = "" if is_old else lead.nonce
+                conflict = "" if is_old else self._claim(lead)
+                if conflict and not outlives:  # else the call may be that of a start which ended early
+                    raise self._fault(conflict)
+            if self._nonce and (claims := self._read("".join(self._await([self._verdict], _WAIT_S)))):
                 return claims
-            if mine.rank == 0:
-                self._judge()
-            else:
-                self._answer()
-            if time.monotonic() >= deadline:
-                self.refuse(self._conflict or self._absent(), absent=not self._conflict)
-            time.sleep(look_s)
-            look_s = min(1.2 * look_s, _LOOK_S[1])
+            time.sleep(_LOOK_S)
+        raise self._fault(conflict or self._absent(), absent=not conflict)
 
-    def refuse(self, sentence: str, *, absent: bool = False) -> NoReturn:
-        """Give the verdict, unless one is given, and raise it; `absent` says that another start may go better."""
-        told = json.dumps({"absent": absent, "fault": sentence})
-        if self._lead is not None:
-            told = self._keys.put(f"verdict/{self._lead.nonce}", told) or told
-        found = json.loads(told)
-        if "fault" not in found:  # the others have gone on, and this one was none of them
-            found = {"absent": absent, "fault": sentence}
-        raise (AbsentError if found["absent"] else RequestError)(found["fault"])
+    def interrupted(self) -> None:
+        """Tell the others that this rank was stopped."""
+        self._keys = self._keys.clone()  # a request may wait on the other connection
+        who = f"rank {self._mine.rank} ({self._mine.who})"
+        told = f"{self._meeting.where}: {who} was stopped while it waited for the others; start all ranks again."
+        self._fault(told, absent=True)
 
-    def let_others_hear(self) -> None:
-        """Stay a moment after a fault where the others would lose the store."""
-        if self._lead is None:
-            return
-        size, key = self._mine.size, f"heard/{self._lead.nonce}"
-        with contextlib.suppress(RuntimeError):
-            self._keys.write(f"{key}/{self._mine.rank}", "1")
-            if self._meeting.hosted:
-                came = [rank for rank in range(size) if self._keys.check([f"came/{rank}"])]
-                _until(lambda: self._keys.check([f"{key}/{rank}" for rank in came]), _HEAR_S)
-        if self._meeting.file is not None:
-            self._meeting.file.unlink(missing_ok=True)
+    @property
+    def _verdict(self) -> str:
+        return f"verdict/{self._nonce}"
 
-    def _place(self, rank: int) -> str:
-        assert self._lead is not None
-        return f"claim/{self._lead.nonce}/{rank}"
+    def _places(self) -> list[str]:
+        return [f"claim/{self._nonce}/{rank}" for rank in range(self._mine.size)]
 
-    def _heard(self) -> tuple[Claim, ...]:
-        """Return the claims of the verdict, () while there is none; raise what is wrong."""
-        if self._lead is None or not (told := self._keys.read(f"verdict/{self._lead.nonce}")):
-            return ()
-        found = json.loads(told)
+    def _await(self, keys: list[str], most_s: float) -> list[str]:
+        return self._keys.await_all(keys, min(most_s, max(_LOOK_S, self._deadline - time.monotonic())))
+
+    def _claim(self, lead: Claim) -> str:
+        """Answer rank 0's call; return what is wrong, "" for nothing."""
+        mine, where = self._mine, self._meeting.where
+        if lead.size != mine.size:
+            return (
+                f"{where}: the ranks disagree on the world size: rank 0 ({lead.who}) says {lead.size}, rank "
+                f"{mine.rank} ({mine.who}) says {mine.size}; give every rank the same --world-size."
+            )
+        holder = Claim.of(json.loads(self._keys.put(self._places()[mine.rank], _json(mine)) or _json(mine)))
+        if holder.nonce == mine.nonce:
+            return ""
+        return (
+            f"{where}: rank {mine.rank} is claimed twice, by {holder.who} and by {mine.who}; "
+            "give each process its own --rank, and each run its own meeting place."
+        )
+
+    def _absent(self) -> str:
+        came = [bool(text) for text in self._keys.read_all(self._places())] if self._nonce else [False]
+        absent = [rank for rank, is_here in enumerate(came) if not is_here]
+        count = f"{sum(came)} of {self._mine.size} ranks came" if self._nonce else "rank 0 did not come"
+        missing = ranks_in_short(absent) if absent else "an answer of rank 0"
+        return (
+            f"{self._meeting.where}: {count} within --timeout {self._timeout_s:g} s; missing: {missing}; start every "
+            f"rank, or raise --timeout{self._meeting.caution}."
+        )
+
+    def _fault(self, sentence: str, *, absent: bool = False) -> RequestError:
+        """Give the verdict, unless one is given; return its error."""
+        if self._nonce:
+            self._read(self._keys.put(self._verdict, json.dumps({"absent": absent, "fault": sentence})))
+        # The others have gone on, and this rank was none of them.
+        return (AbsentError if absent else RequestError)(sentence)
+
+    def _read(self, told: str) -> tuple[Claim, ...]:
+        """Return a verdict's claims, () without this rank; raise its fault."""
+        found = json.loads(told) if told else {"claims": []}
         if "fault" in found:
             raise (AbsentError if found["absent"] else RequestError)(found["fault"])
         claims = tuple(map(Claim.of, found["claims"]))
         return claims if any(claim.nonce == self._mine.nonce for claim in claims) else ()
 
-    def _judge(self) -> None:
-        """Give the verdict on the ranks, once all are there."""
-        places = [self._place(rank) for rank in range(self._mine.size)]
-        if not self._keys.check(places):
-            return
-        texts = self._keys.read_all(places)
-        if not all(texts):  # a stranger's
-            return
-        claims = [Claim.of(json.loads(text)) for text in texts]
-        try:
-            check_together(claims)
-        except RequestError as error:
-            self.refuse(f"{error}")
-        self._keys.put(f"verdict/{self._mine.nonce}", json.dumps({"claims": [asdict(claim) for claim in claims]}))
-
-    def _answer(self) -> None:
-        """Answer rank 0's call, if it is a new one."""
-        text, mine, where = self._keys.read("call"), self._mine, self._meeting.where
-        if not text or text == self._call:
-            return
-        self._call, lead = text, Claim.of(json.loads(text))
-        if self._meeting.outlives and self._keys.read(f"verdict/{lead.nonce}"):
-            return  # of an earlier start
-        self._lead, self._conflict = lead, ""
-        if lead.size != mine.size:
-            self._conflict = (
-                f"{where}: the ranks disagree on the world size: rank 0 ({lead.who}) says {lead.size}, rank "
-                f"{mine.rank} ({mine.who}) says {mine.size}; give every rank the same --world-size."
-            )
-        else:
-            holder = Claim.of(json.loads(self._keys.put(self._place(mine.rank), _json(mine)) or _json(mine)))
-            if holder.nonce != mine.nonce:
-                self._conflict = (
-                    f"{where}: rank {mine.rank} is claimed twice, by {holder.who} and by {mine.who}; "
-                    "give each process its own --rank, and each run its own meeting place."
-                )
-        if self._conflict and not self._meeting.outlives:  # else it may be of an earlier start
-            self.refuse(self._conflict)
-
-    def _absent(self) -> str:
-        size = self._mine.size
-        keys = [self._place(rank) if self._lead else f"came/{rank}" for rank in range(size)]
-        absent = [rank for rank, key in enumerate(keys) if not self._keys.check([key])]
-        for rank in absent:
-            self._keys.read(f"came/{rank}")  # which tells of one with another secret
-        return (
-            f"{self._meeting.where}: {size - len(absent)} of {size} ranks came within --timeout {self._timeout_s:g} s; "
-            f"missing: {ranks_in_short(absent) if absent else 'an answer of rank 0'}; start every rank, or raise "
-            f"--timeout{self._meeting.caution}."
-        )
-
 
 def place(claims: Sequence[Claim], mine: Claim) -> Topology:
-    """Return this rank's topology, with nodes and local ranks from the hosts that the claims name."""
+    """Return this rank's topology, by the hosts of the claims."""
     nodes = list(dict.fromkeys(claim.node for claim in claims))
     here = [claim.rank for claim in claims if claim.node == mine.node]
     return Topology(
@@ -317,17 +218,16 @@ def place(claims: Sequence[Claim], mine: Claim) -> Topology:
 
 
 def sharing(claims: Sequence[Claim], mine: Claim) -> int:
-    """Return how many ranks may run on processors of this one's: all of a machine, unless they are bound apart."""
+    """Return how many ranks may run on processors of this one's."""
     here = [set(claim.processors) for claim in claims if claim.boot == mine.boot]
     return max(1, sum(not each.isdisjoint(mine.processors) for each in here))
 
 
 def interface(claims: Sequence[Claim], mine: Claim) -> str | None:
-    """Return the network interface for this rank's traffic: the one it was told, or loopback if all are on this host.
+    """Return the network interface for this rank's traffic; None for no route.
 
-    Otherwise the one on the route to another host's first address that can be reached from here, since gloo by itself
-    takes what the host's name resolves to, often loopback; a host that was told an interface is followed before
-    others. None where there is no such route.
+    The one it was told, or loopback if all are on this host. Otherwise the one on the route to another host, since gloo
+    by itself takes what the host's name resolves to, often loopback; a host that was told an interface is followed.
     """
     if mine.interface:
         return mine.interface
@@ -341,7 +241,7 @@ def interface(claims: Sequence[Claim], mine: Claim) -> str | None:
 
 
 def check_together(claims: Sequence[Claim]) -> None:
-    """Raise `RequestError` if ranks that are each right by themselves cannot be one world."""
+    """Raise `RequestError` if the ranks cannot be one world."""
     for what, facts, remedy in (
         ("are of different versions of lockstep", [each.version for each in claims], "install one on every node"),
         ("compute on different accelerators", [each.accelerator for each in claims], "give --accelerator on each rank"),
@@ -369,41 +269,5 @@ def check_together(claims: Sequence[Claim]) -> None:
                 )
 
 
-def check_reach(claims: Sequence[Claim], mine: Claim) -> None:
-    """Raise `RequestError` if the interface that this rank was told to use does not lead to a rank elsewhere."""
-    for claim in claims if mine.interface else ():
-        ways = {address: hosts.own_address(address) for address in claim.addresses}
-        if claim.node != mine.node and not any(own in mine.addresses for own in ways.values()):
-            roads = ", ".join(f"{address} (by {own or 'no way'})" for address, own in ways.items())
-            raise RequestError(
-                f"Rank {mine.rank} ({mine.who}): --interface {mine.interface} ({', '.join(mine.addresses)}) does not "
-                f"lead to rank {claim.rank} ({claim.who}), which is reached at {roads}; give each rank the interface "
-                f"of one network, of those here: {hosts.listed()}."
-            )
-
-
-def server_lost(meeting: Meeting, rank: int) -> RankLostError:
-    """Return the error of a rank whose store went away before there was a world."""
-    return RankLostError(
-        f"Rank {rank}: rank 0, or the agent that serves {meeting.where}, ended before training began: its own message "
-        "says why; then start all ranks again."
-    )
-
-
-def _digest(claims: Sequence[Claim]) -> str:
-    """Return what tells these processes from any others."""
-    return hashlib.sha256("".join(claim.nonce for claim in claims).encode()).hexdigest()[:16]
-
-
 def _json(claim: Claim) -> str:
     return json.dumps(asdict(claim))
-
-
-def _until(holds: Callable[[], bool], limit_s: float) -> bool:
-    """Return True as soon as `holds()`, False if it does not within `limit_s` seconds."""
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_LOOK_S[0])
-    return True

@@ -1,1 +1,1 @@
-"""What watches ranks while they run: progress, heartbeats, the watchdog, tracebacks, failures, signals, output."""
+"""Watching ranks: progress, heartbeats, the watchdog, tracebacks, failures, signals, output."""

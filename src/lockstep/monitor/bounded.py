@@ -1,8 +1,7 @@
-"""Calls that may never come back: made in threads, which are left behind where they hang.
+"""Calls that may never return, each in a thread of its own.
 
-Python ends such a thread when its call returns while the interpreter ends, and C++ code that the thread is in takes
-that for an error of its own and aborts the process: "terminate called without an active exception", exit code −6 in the
-place of the right one. So whoever ends a process asks first whether any call is left.
+Where such a thread returns while the interpreter ends, Python ends it inside C++ code, which then aborts the process
+with exit code −6. So whoever ends a process asks `any_left` first, and ends it by `leave`.
 """
 
 from __future__ import annotations
@@ -20,21 +19,15 @@ T = TypeVar("T")
 
 
 class Late(RuntimeError):
-    """A call has not come back in time."""
+    """A call did not return in time."""
 
 
-class Call(threading.Thread):
-    """A thread in a call that nothing can cut short; the process does not wait for it at its end."""
-
-    def __init__(self, work: Callable[[], object], name: str) -> None:
-        super().__init__(target=work, name=name, daemon=True)
+class _Call(threading.Thread):
+    """A thread in a call that nothing can cut short."""
 
 
 def within(limit_s: float, work: Callable[[], T], name: str) -> T:
-    """Return what `work` does, or raise what it raises, in a thread of this name.
-
-    Raises `Late` where it is not done within `limit_s` seconds.
-    """
+    """Return what `work` does, or raise; `Late` after `limit_s` seconds."""
     outcome: Future[T] = Future()
 
     def attempt() -> None:
@@ -43,7 +36,7 @@ def within(limit_s: float, work: Callable[[], T], name: str) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    call = Call(attempt, name)
+    call = _Call(target=attempt, name=name, daemon=True)
     call.start()
     call.join(limit_s)
     if not outcome.done():
@@ -52,14 +45,14 @@ def within(limit_s: float, work: Callable[[], T], name: str) -> T:
 
 
 def any_left() -> bool:
-    """Return whether a call of this process has not come back."""
-    return any(isinstance(thread, Call) for thread in threading.enumerate())
+    """Return whether a call of this process has not returned."""
+    return any(isinstance(thread, _Call) for thread in threading.enumerate())
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as the interpreter would, but for the calls that are left."""
+    """End this process as the interpreter would, but for calls that hang."""
     for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():  # the user's own
+        if not thread.daemon and thread is not threading.current_thread():
             thread.join()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,32 +1,26 @@
-"""Heartbeats: each rank writes its own at every beat into the store at which the ranks met, and reads the others'."""
+"""Heartbeats: each rank writes its own into the store, and reads the others'."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 
-from . import bounded
 from .keys import Keys
 
-_READ_AT_ONCE = 16
-"""Ranks whose beats each rank reads at every beat; where there are more, it reads them less often."""
+_LEFT = "left"  # the phase in the last beat of a rank that needs the others no more
+_MET = "the roll call"  # the phase of a rank without a beat
 _SENTENCE = "sentence"
-_MET = "the roll call"  # the phase of a rank that has said nothing since
-_SOON_S = 0.5  # for a store to answer, whose server may be what was stopped
-_LAST_BEATS = 3  # for living ranks to hear the sentence
+_READ_ALWAYS = 16  # ranks: to read more costs O(ranks²), and is left until something is wrong
 _LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself."""
+    """What a rank reports of itself."""
 
-    number: int
-    """Of this beat: one that no longer rises is that of a process which was stopped, died, or is cut off."""
     count: int
     """Phases entered."""
     step: int
@@ -34,110 +28,83 @@ class Beat:
     place: str = ""
     """The line of the user's code, or of ours, that the main thread is in."""
     idle_s: float = 0.0
-    """Seconds since the rank entered its phase, as its own clock has it."""
+    """Seconds in this phase, by the rank's own clock."""
+    number: int = 0
+    """Of this beat: it rises no more where the process was stopped, died, or is cut off."""
+    silent_s: float = 0.0
+    """Seconds for which this has been the last beat, by the reader's clock."""
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A rank's last beat, and for how many seconds it has been the last."""
+class Heartbeats:
+    """One rank's side of the exchange.
 
-    beat: Beat
-    silent_s: float
+    `opens()` connects to the store, which rank `server` serves if any does. A store that does not answer is asked
+    again the next time, over a new connection: a late answer would be taken for the next one's.
+    """
 
-
-class Beats:
-    """One rank's part in the exchange of beats."""
-
-    def __init__(
-        self,
-        opens: Callable[[], Keys],
-        own: Callable[[int], Beat],
-        *,
-        rank: int,
-        size: int,
-        server: int | None,
-        beat_s: float,
-    ) -> None:
-        """Send the first beat.
-
-        `opens()` connects to the store, which rank `server` serves if any does, and raises RuntimeError where it does
-        not answer; `own(number)` is this rank's beat now; `beat_s` are the seconds between two.
-        """
-        self._opens, self._own, self._rank, self._server, self._beat_s = opens, own, rank, server, beat_s
-        self._others = [other for other in range(size) if other != rank]
-        self._every = max(1, size // _READ_AT_ONCE)
+    def __init__(self, opens: Callable[[], Keys], *, rank: int, size: int, server: int | None) -> None:
+        self._opens, self._rank, self._server = opens, rank, server
+        self._keys: Keys | None = None
+        self._read_s = self._answered_s = time.monotonic()
         self._number = 0
-        self._read_s = time.monotonic()
-        # Who is stopped before the first beat is silent from here on.
-        self._heard = {other: (Beat(0, 0, 0, _MET), self._read_s) for other in self._others}
-        self._asked_s: float | None = None
-        """Since when the store has not answered; None while it does."""
-        self._keys: Keys | None = opens()
-        self._send(self._keys)
+        self._heard = {other: (Beat(0, 0, _MET), self._read_s) for other in range(size) if other != rank}
 
-    def exchange(self, *, urgent: bool) -> str:
-        """Send this rank's beat, read the others'; return the sentence with which the world ends, "" while it does not.
+    def exchange(self, own: Beat, *, urgent: bool) -> str:
+        """Send this rank's beat, read the others'; return the sentence that ends all.
 
-        Where there are many ranks they are not read each time, unless it is `urgent`. A store that does not answer is
-        asked again the next time.
+        "" for none. Many ranks are read only where it is `urgent`.
         """
-        self._asked_s = self._asked_s or time.monotonic()
         try:
-            keys = self._keys = self._keys or self._opens()
-            self._send(keys)
-            told = keys.read(_SENTENCE)
-            if urgent or self._number % self._every == 0:
-                self._read(keys)
+            self._send(own)
+            if urgent or len(self._heard) < _READ_ALWAYS:
+                self._read()
+            sentence = self._store().read(_SENTENCE)
         except (RuntimeError, ValueError, TypeError):
-            self._keys = None  # over a new connection: an answer that comes late would be taken for the next one's
+            self._keys = None
             return ""
-        self._asked_s = None
-        return told
-
-    def seen(self) -> dict[int, Seen]:
-        """Return the last that was heard of each rank."""
-        now_s = time.monotonic()
-        heard, asked_s, read_s = dict(self._heard), self._asked_s, self._read_s
-        # Where the store itself does not answer, nothing is known of others than whoever serves it.
-        unanswered = {self._server: 0.0 if asked_s is None else now_s - asked_s}
-        others = {
-            rank: Seen(beat, max(0.0, read_s - since_s) + unanswered.get(rank, 0.0))
-            for rank, (beat, since_s) in heard.items()
-        }
-        return {**others, self._rank: Seen(self._own(self._number), 0.0)}
-
-    def agree(self, sentence: str) -> str:
-        """Return the sentence of the rank that spoke first; this one where it is the first, or the store is silent."""
-        with contextlib.suppress(RuntimeError):
-            if self._keys is not None:
-                return bounded.within(_SOON_S, functools.partial(self._keys.put, _SENTENCE, sentence), "watch-sentence")
+        self._answered_s = time.monotonic()
         return sentence
 
-    def let_others_hear(self, living: Iterable[int]) -> None:
-        """Return once the `living` ranks need this one no more to hear the sentence, or after a few beats."""
-        keys, serves = self._keys, self._rank == self._server
-        if keys is None:
-            return
-        names = [f"heard/{rank}" for rank in living]
+    def seen(self, own: Beat) -> dict[int, Beat]:
+        """Return the last beat of each rank that has not left."""
+        # While the store does not answer, nothing is known of others than its server.
+        unanswered = {self._server: max(0.0, time.monotonic() - self._answered_s)}
+        others = {
+            rank: replace(beat, silent_s=max(0.0, self._read_s - since_s) + unanswered.get(rank, 0.0))
+            for rank, (beat, since_s) in dict(self._heard).items()
+            if beat.phase != _LEFT
+        }
+        return {**others, self._rank: own}
 
-        def wait() -> None:
-            keys.write(f"heard/{self._rank}", "1")
-            while serves and not keys.check(names):
+    def agree(self, sentence: str) -> str:
+        """Return the sentence of the rank that was first to give one."""
+        with contextlib.suppress(RuntimeError):
+            return self._store().put(_SENTENCE, sentence) or sentence
+        return sentence
+
+    def leave(self, own: Beat, limit_s: float) -> None:
+        """Send the last beat; the store's server waits for those of all others."""
+        until_s = time.monotonic() + limit_s
+        with contextlib.suppress(RuntimeError):
+            self._send(replace(own, phase=_LEFT))
+            while self._rank == self._server and time.monotonic() < until_s:
+                self._read()
+                if all(beat.phase == _LEFT for beat, _ in self._heard.values()):
+                    break
                 time.sleep(_LOOK_S)
 
-        with contextlib.suppress(RuntimeError):
-            bounded.within(_SOON_S + serves * _LAST_BEATS * self._beat_s, wait, "watch-end")
+    def _store(self) -> Keys:
+        self._keys = self._keys or self._opens()
+        return self._keys
 
-    def _send(self, keys: Keys) -> None:
+    def _send(self, own: Beat) -> None:
         self._number += 1
-        keys.write(f"beat/{self._rank}", json.dumps(asdict(self._own(self._number))))
+        self._store().write(f"beat/{self._rank}", json.dumps(asdict(replace(own, number=self._number))))
 
-    def _read(self, keys: Keys) -> None:
-        names = [f"beat/{rank}" for rank in self._others]
-        texts = keys.read_all(names) if keys.check(names) else map(keys.read, names)
-        for rank, text in zip(self._others, texts, strict=True):
-            last = self._heard[rank][0]
-            beat = Beat(**json.loads(text)) if text else last  # a stranger's may have taken the place of the last one
+    def _read(self) -> None:
+        texts = self._store().read_all([f"beat/{rank}" for rank in self._heard])
+        for (rank, (last, _)), text in zip([*self._heard.items()], texts, strict=True):
+            beat = Beat(**json.loads(text)) if text else last  # a stranger may have overwritten it
             if beat.number != last.number:
                 self._heard[rank] = (beat, time.monotonic())
         self._read_s = time.monotonic()

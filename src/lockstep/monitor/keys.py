@@ -1,21 +1,20 @@
-"""Texts in torch's store that only those who have the job's secret can write.
+"""Texts in torch's store that take the job's secret to write.
 
-torch's stores know no passwords: whoever reaches the port reads and writes there. So each text bears a seal, which
-takes the job's secret to make (HMAC-SHA-256 over its place and itself), and what bears none of ours is as if nobody had
-written it.
+torch's stores know no passwords: whoever reaches the port reads and writes there. So each text bears a seal, an
+HMAC-SHA-256 over its key and itself; one without ours counts as not written.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
-import sys
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from ..printable import told
 from . import bounded
+from .output import say
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SECRET = "LOCKSTEP_SECRET"
-"""The variable that holds a job's own secret, in the environment of each of its ranks."""
+"""The variable with a job's own secret, in the environment of each of its ranks."""
 _SEAL = 32  # hexadecimal digits: 128 bits
 _TRIES = 16  # against a stranger who writes again and again
 _ANSWER_S = 10.0  # for the store, whose server may be busy
@@ -34,47 +33,65 @@ _STRANGER = (
 
 
 class Unanswered(RuntimeError):
-    """Nobody answers at the store."""
+    """The store does not answer."""
 
 
 class Keys:
     """Texts under a prefix of a store.
 
-    torch's client waits for its server without end, so that each request has a thread, which is left alone once it
-    takes longer than `limit_s`; nothing more is asked then. Raises `Unanswered`, or what torch raises (RuntimeError).
+    torch's client waits for its server without end, so that each request has a thread, which is left behind after
+    `limit_s` seconds; later requests are refused. Raises `Unanswered`, or what torch raises (RuntimeError).
     """
 
     def __init__(self, store: Store, prefix: str, secret: bytes = b"", limit_s: float = _ANSWER_S) -> None:
         self.store = store
         self._prefix, self._secret, self._limit_s = prefix, secret, limit_s
-        self._answers, self._has_told = True, False
+        self._answers, self._has_warned = True, False
 
-    def under(self, name: str) -> Keys:
-        """Return those whose names begin with this one."""
-        return Keys(self.store, f"{self._prefix}/{name}", self._secret, self._limit_s)
-
-    def clone(self) -> Keys:
-        """Return the same over a connection of its own: others may wait on theirs."""
-        return Keys(self._ask(self.store.clone), self._prefix, self._secret, self._limit_s)
+    def clone(self, name: str = "", limit_s: float = _ANSWER_S) -> Keys:
+        """Return the texts whose keys begin with `name`, over a new connection."""
+        prefix = f"{self._prefix}/{name}" if name else self._prefix
+        return Keys(self._ask(self.store.clone), prefix, self._secret, limit_s)
 
     def read(self, key: str) -> str:
-        """Return a key's text; "" where it is not there, or is a stranger's."""
-        place = self._place(key)
-        return self._unsealed(place, self._ask(lambda: self.store.get(place) if self.store.check([place]) else b""))
+        """Return a text; "" where there is none, or a stranger's."""
+        return self.read_all([key])[0]
 
     def read_all(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts of keys that are there, in one request."""
+        """Return texts; "" for each that is not there, or a stranger's."""
         places = [self._place(key) for key in keys]
-        found = self._ask(lambda: self.store.multi_get(places))
-        return [self._unsealed(place, each) for place, each in zip(places, found, strict=True)]
+
+        def request() -> list[bytes]:
+            if self.store.check(places):
+                return self.store.multi_get(places)
+            return [self.store.get(place) if self.store.check([place]) else b"" for place in places]
+
+        return list(map(self._unsealed, places, self._ask(request)))
+
+    def await_all(self, keys: Sequence[str], limit_s: float) -> list[str]:
+        """Return texts once all are there, [] after `limit_s` seconds."""
+        places, began_s, limit = [self._place(key) for key in keys], time.monotonic(), timedelta(seconds=limit_s)
+        self.store.set_timeout(limit)
+
+        def request() -> list[bytes]:
+            if len(places) > 1:  # some stores wait for each key in turn, each time for so long
+                self.store.wait(places, limit)
+            return self.store.multi_get(places)
+
+        try:
+            return list(map(self._unsealed, places, self._ask(request, limit_s)))
+        except RuntimeError as error:
+            if isinstance(error, Unanswered) or time.monotonic() - began_s < 0.9 * limit_s:  # the store has gone
+                raise
+            return []
 
     def write(self, key: str, text: str) -> None:
-        """Set a key."""
+        """Set a text."""
         place = self._place(key)
         self._ask(lambda: self.store.set(place, self._sealed(place, text)))  # type: ignore[arg-type]  # bytes as well
 
     def put(self, key: str, text: str, expected: str = "") -> str:
-        """Set a key where it has the expected text; return what it has then."""
+        """Set a text in place of the expected one; return what is there then."""
         place = self._place(key)
         there, desired = self._sealed(place, expected), self._sealed(place, text)
         for _ in range(_TRIES):
@@ -91,30 +108,28 @@ class Keys:
     def _place(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
-    def _ask(self, request: Callable[[], T]) -> T:
+    def _ask(self, request: Callable[[], T], waits_s: float = 0.0) -> T:
         if not self._answers:
             raise Unanswered(f"no answer within {self._limit_s:g} s")
         try:
-            return bounded.within(self._limit_s, request, "store")
+            return bounded.within(self._limit_s + waits_s, request, "store")
         except bounded.Late as error:
             self._answers = False
             raise Unanswered(str(error)) from error
-
-    def _seal(self, place: str, data: bytes) -> bytes:
-        message = f"{len(place)} {place} ".encode() + data
-        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:_SEAL].encode()
 
     def _sealed(self, place: str, text: str) -> bytes:
         data = text.encode()
         return self._seal(place, data) + data if data else b""
 
+    def _seal(self, place: str, data: bytes) -> bytes:
+        message = f"{len(place)} {place} ".encode() + data
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:_SEAL].encode()
+
     def _unsealed(self, place: str, found: bytes) -> str:
-        """Return the text without its seal; "" for a stranger's, of which is told once."""
         data = found[_SEAL:]
         if not found or hmac.compare_digest(found[:_SEAL], self._seal(place, data)):
             return data.decode(errors="replace")
-        if not self._has_told:
-            self._has_told = True
-            with contextlib.suppress(OSError, AttributeError):  # it was started with `2>&-`
-                sys.stderr.write(told(_STRANGER.format(place=place)))
+        if not self._has_warned:
+            self._has_warned = True
+            say(_STRANGER.format(place=place))
         return ""

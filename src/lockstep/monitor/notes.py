@@ -1,29 +1,15 @@
-"""What a start of the ranks leaves for the next one, where something outlives them: short texts by name."""
+"""Short texts that one start of the ranks leaves for the next."""
 
-from __future__ import annotations
-
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 FOLDER = "folder"
-"""The name under which a run's folder is noted."""
+"""The note with the run's folder."""
 
 
-class Notes(Protocol):
-    """Texts that outlive the ranks which write them."""
+@dataclass(frozen=True)
+class Notes:
+    """How notes are read ("" for none) and written; by default none is kept."""
 
-    def read(self, name: str) -> str:
-        """Return the text, "" where there is none."""
-
-    def write(self, name: str, text: str) -> None:
-        """Keep the text under this name, in the place of an earlier one."""
-
-
-class NoNotes:
-    """Notes of ranks that are started once: nobody reads them."""
-
-    def read(self, name: str) -> str:
-        """Return ""."""
-        return ""
-
-    def write(self, name: str, text: str) -> None:
-        """Keep nothing."""
+    read: Callable[[str], str] = lambda name: ""
+    write: Callable[[str, str], None] = lambda name, text: None

@@ -1,4 +1,4 @@
-"""What a rank is doing at this moment: written by the loop, read by the watch (see `watch`)."""
+"""A rank's progress: written by its loop, read by its watchdog."""
 
 from __future__ import annotations
 
@@ -8,39 +8,36 @@ from pathlib import Path
 from typing import Any, Protocol
 
 SETUP = "setup"
-"""The phase of a rank that prepares: reads data, makes the model. It may take its time, and others wait for it."""
+"""The phase of a rank that prepares (reads data, makes the model): it may last, and others wait for it."""
 
 
 class Listener(Protocol):
-    """Hears how a job goes on in this rank: what measures one (see `compare`). Nothing is saved meanwhile."""
+    """Measures a job from within a rank; nothing is saved meanwhile."""
 
     exchanges: bool
     """Whether gradients are exchanged, and replicas compared."""
     is_endless: bool
     """Whether the job goes on whatever its epochs."""
 
-    def ended_phase(self, phase: str) -> None:
-        """Take note that a phase is over."""
+    def ended_phase(self, phase: str) -> None: ...
 
-    def ended_step(self, loop: Any) -> None:
-        """Take note that a step of the `Loop` is over (*collective*)."""
+    def ended_step(self, loop: Any) -> None: ...
 
-    def resumed(self) -> None:
-        """Take note that steps begin again, after what is none."""
+    def resumed(self) -> None: ...
 
 
 class Pulse:
-    """The phase that a rank is in, and how many it has entered.
+    """A rank's phase, and how many it has entered.
 
-    Every rank of a world enters the same phases in the same order, so that whoever has entered the fewest is the one
-    that the others wait for. Entering one costs a tenth of a microsecond: two attributes are set, nothing is sent.
+    All ranks enter the same phases in the same order, so the others wait for the one that has entered the fewest.
+    Entering one sets two attributes, a tenth of a microsecond, and sends nothing.
     """
 
     __slots__ = ("count", "folder", "listener", "phase", "step")
 
     def __init__(self) -> None:
         self.phase = ""
-        """data, forward, backward, all-reduce, step, eval, save, or what else is said; "" while nobody reports."""
+        """data, forward, backward, all-reduce, step, eval, save, and others; "" while nobody reports."""
         self.step = 0
         """Optimizer steps made."""
         self.count = 0
@@ -50,7 +47,7 @@ class Pulse:
         self.listener: Listener | None = None
 
     def enter(self, phase: str) -> None:
-        """Note that the rank begins `phase`."""
+        """Begin a phase."""
         if self.listener is not None:
             self.listener.ended_phase(self.phase)
         self.phase = phase
@@ -58,7 +55,7 @@ class Pulse:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Be in `phase` while the block runs, then again in the one before; after an error, stay in it."""
+        """Be in `phase` within the block; after an error, stay in it."""
         before = self.phase
         self.enter(phase)
         try:

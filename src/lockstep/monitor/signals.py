@@ -1,46 +1,32 @@
-"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: the first asks the run to save and stop, a second one ends it at once."""
+"""Signals to a run: the first saves and stops, the second ends it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from enum import Enum
 from types import FrameType
 from typing import Any
 
 from ..errors import RunError
-from ..printable import told
+from .output import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""What asks a run to stop: SIGHUP comes when the terminal goes, and is left alone under nohup; SIGUSR1 is what
-schedulers are told to send some time before a job's end."""
-
+"""What asks a run to stop: SIGHUP comes when a terminal closes, SIGUSR1 from schedulers before a job's time is over."""
 KILLED = "Killed by a second signal, without saving; the last checkpoint, if there is one, is whole."
 OUTSIDE = "Stopped outside of training; nothing was left to save."
 STOPPING = "stopping: finishes the step under way and saves"
 INSIST = "; a second signal ends it at once"
-"""What a person is told besides: SIGUSR1 comes from a scheduler, or from an agent that is to take in another node."""
-SHOW_CURSOR = "\x1b[?25h"
+"""Added for a person; SIGUSR1 comes from a program."""
 _ECHO_S = 0.5
-"""A closed terminal's kernel and shell both send SIGHUP, torchrun passes on what the terminal has sent already: so
-close together, they are one."""
-
-
-class Heard(Enum):
-    """What one more signal means to a process."""
-
-    FIRST = "save and stop"
-    ECHO = "the first one once more, from somebody else"
-    SECOND = "end at once"
+"""A closing terminal's kernel and shell both send SIGHUP, and torchrun passes on what the terminal has sent already."""
 
 
 class Interrupts:
-    """The signals that a process has heard, by which the next one is judged."""
+    """Signals that a process has received."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -49,23 +35,23 @@ class Interrupts:
         """Whether a second one came."""
         self._since_s = 0.0
 
-    def hear(self) -> Heard:
-        """Return what the signal that came just now means."""
+    def hear(self) -> bool:
+        """Count a signal; return False for an echo of the first one."""
         now_s = time.monotonic()
         if not self.asked:
             self.asked, self._since_s = True, now_s
-            return Heard.FIRST
+            return True
         if now_s - self._since_s <= _ECHO_S:
-            return Heard.ECHO
+            return False
         self.insisted = True
-        return Heard.SECOND
+        return True
 
 
 @contextlib.contextmanager
 def heeded(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have `SIGNALS` call `handler` within the block, less those that are ignored, as SIGHUP is under nohup.
+    """Have `SIGNALS` call `handler` within the block.
 
-    Signals reach Python's main thread alone; entered from another thread, this changes nothing.
+    Not those that are ignored, as SIGHUP is under nohup, nor in another thread than the main one.
     """
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -78,42 +64,31 @@ def heeded(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
             signal.signal(number, kept)
 
 
-class StopRequest:
-    """A context in which `SIGNALS` set `asked` instead of ending the process; the first is answered on stderr.
+class StopRequest(Interrupts):
+    """A context in which a signal sets `asked`, and a second ends the process.
 
-    Entered from another thread than the main one, this changes nothing. `quiet` leaves the answer to another rank.
+    The first one is answered on stderr, unless `quiet` leaves that to another rank.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._interrupts = Interrupts()
+        super().__init__()
         self._quiet = quiet
         self._heeding = contextlib.ExitStack()
 
-    @property
-    def asked(self) -> bool:
-        """Whether a signal came."""
-        return self._interrupts.asked
-
     def __enter__(self) -> StopRequest:
-        self._heeding.enter_context(heeded(self._heard))
+        self._heeding.enter_context(heeded(self._on_signal))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._heeding.close()
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        heard = self._interrupts.hear()
-        stderr = 2
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stderr = sys.stderr.fileno()
-        if heard is Heard.SECOND:
-            # Neither an `except` of the user's nor a save that is under way may hold this up. A terminal whose bar
-            # has hidden the cursor gets it back.
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.hear():
+            return
+        if self.insisted:
             try:
-                os.write(stderr, f"{SHOW_CURSOR if os.isatty(stderr) else ''}\n{told(KILLED)}".encode())
-            finally:  # the terminal may be what has gone
+                say(KILLED, begin="\n")
+            finally:  # neither an `except` of the user's nor a save under way may delay this
                 os._exit(RunError.exit_code)
-        if heard is Heard.FIRST and not self._quiet:
-            with contextlib.suppress(OSError):
-                words = STOPPING if number == signal.SIGUSR1 else f"{STOPPING}{INSIST}"
-                os.write(stderr, f"\n{told(words)}".encode())
+        if not self._quiet:
+            say(STOPPING if number == signal.SIGUSR1 else f"{STOPPING}{INSIST}", begin="\n")

@@ -1,85 +1,48 @@
-"""The stacks of this process, told by Python, and those of other processes of this host, told by C code on request.
+"""Stacks of this process, and of others of this host.
 
-A process that hangs in C code which keeps Python's lock cannot say where: none of its threads runs. faulthandler's
-handler of a signal needs no lock: it writes, on the thread that is stopped for it, what that one is doing. (Its timer
-writes what others do while they run: where a process was stopped for longer, that crashes it.)
+Others write theirs by faulthandler when a signal asks for it, even while they hang in C code that holds Python's lock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-_ASKED = signal.SIGUSR2
-_MEMORY = "lockstep-stack-{process}"
-_OUTERMOST = " in _worker_loop"  # of a DataLoader's workers
-_LOOK_S = 0.02
+ASKED = signal.SIGUSR2
+"""Has a rank and its data workers write their stacks to the rank's output file (see `output.kept`)."""
+_WRITES_S = 0.2
 
 
 def of_all() -> str:
-    """Return the stacks of all threads of this process, the main thread's first, and of its workers."""
+    """Return the stacks of all threads, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames, first = sys._current_frames(), threading.main_thread().ident
-    own = [
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    return "".join(
         f"Thread {names.get(ident, ident)}, innermost call last:\n{''.join(traceback.format_stack(frames[ident]))}\n"
-        for ident in sorted(frames, key=lambda ident: ident != first)
-    ]
-    workers = [f"Data worker, process {each}, innermost call first:\n{text}\n" for each, text in of_workers().items()]
-    return "".join([*own, *workers])
+        for ident in sorted(frames, key=lambda ident: ident != main)
+    )
 
 
-def answer() -> Callable[[], None]:
-    """Have this process write its main thread's stack whenever another one asks for it; return what ends that.
-
-    On Linux alone, and not where the signal that asks is the user's. The stack is written into memory that others of
-    the same user can read while this process lives.
-    """
-    if not hasattr(os, "memfd_create") or signal.getsignal(_ASKED) is not signal.SIG_DFL:
-        return lambda: None
-    memory = os.memfd_create(_MEMORY.format(process=os.getpid()))
-    faulthandler.register(_ASKED, file=memory, all_threads=False)
-
-    def end() -> None:
-        faulthandler.unregister(_ASKED)
-        os.close(memory)
-
-    return end
+def ask(processes: Iterable[int | None]) -> None:
+    """Have the processes that catch `ASKED` write their stacks (Linux alone)."""
+    if asked := [each for each in processes if each is not None and _catches(each)]:
+        for each in asked:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, ASKED)
+        time.sleep(_WRITES_S)
 
 
-def of_workers() -> dict[int, str]:
-    """Return the stacks of this process's children, as `of_processes` does."""
-    return of_processes(child.pid for child in multiprocessing.active_children() if child.pid is not None)
-
-
-def of_processes(ids: Iterable[int], limit_s: float = 0.5) -> dict[int, str]:
-    """Return the stacks, innermost call first, of those processes of this host that `answer`, by their id."""
-    found, until_s = {}, time.monotonic() + limit_s
-    for process in ids:
-        with contextlib.suppress(OSError, StopIteration):  # it has ended meanwhile, or does not answer at all
-            found[process] = _asked(process, until_s)
-    return found
-
-
-def _asked(process: int, until_s: float) -> str:
-    links = Path(f"/proc/{process}/fd").iterdir()
-    name = f"/memfd:{_MEMORY.format(process=process)} "  # a child that was forked has its parent's too
-    memory = next(link for link in links if str(link.readlink()).startswith(name))
-    before = memory.stat().st_size
-    os.kill(process, _ASKED)
-    said = b""
-    while not said and time.monotonic() < until_s:
-        time.sleep(_LOOK_S)
-        said = memory.read_bytes()[before:]
-    lines = said.decode(errors="replace").splitlines(keepends=True)
-    # A process that was forked has its parent's calls below its own.
-    own = next((number for number, line in enumerate(lines, 1) if line.rstrip().endswith(_OUTERMOST)), len(lines))
-    return "".join(lines[:own])
+def _catches(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8", errors="replace")
+        caught = re.search(r"SigCgt:\s*(\w+)", status)
+        return caught is not None and bool(int(caught[1], 16) >> (ASKED - 1) & 1)
+    return False

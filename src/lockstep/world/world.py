@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import _torch
 from .._torch import Store
 from ..errors import RequestError
-from ..monitor.notes import NoNotes, Notes
+from ..monitor.notes import Notes
 from ..monitor.progress import Pulse
 from . import shared_memory
 from .topology import Topology
@@ -45,7 +45,7 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None = None
     pulse: Pulse = field(default_factory=Pulse, compare=False)
-    notes: Notes = field(default_factory=NoNotes, compare=False)
+    notes: Notes = field(default_factory=Notes, compare=False)
     memory: shared_memory.SharedMemory | None = field(default=None, compare=False)
     apart: str = ""
 
@@ -85,7 +85,7 @@ class World:
         sys.excepthook = hook  # torch's own drops what another one says, and stays
         if form_s is not None:
             _torch.set_timeout(timedelta(seconds=timeout_s))
-        world = cls(topology, device, dist.group.WORLD, pulse or Pulse(), notes or NoNotes())
+        world = cls(topology, device, dist.group.WORLD, pulse or Pulse(), notes or Notes())
         if world.size == 1:
             return world
         memory, apart = shared_memory.join(topology, collectives == "gloo", world.gather, timeout_s)
