@@ -1,4 +1,4 @@
-"""From a strategy's name to the object; which ones there are says `kinds.py`. Imports torch only to build."""
+"""From a strategy's name to the object; `config/registry.py` says which there are. Imports torch only to build."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 def build(config: ParallelConfig, world: World) -> Strategy:
-    """Return the strategy that `config` names, for this rank of `world`.
-
-    Raises `RequestError` for a name that there is no strategy of, and for one of one process among several.
-    """
+    """Return the strategy that `config` names, for this rank; one of one process among several is refused."""
     # A launcher has resolved `auto` before there is a world; a library's caller need not.
     name = registry.auto(several=world.size > 1) if config.strategy == "auto" else config.strategy
     kind = registry.kind(name)
