@@ -6,7 +6,7 @@ of the loss over the batch. The mean over the global batch, and its gradient, ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -75,7 +75,8 @@ class Steps:
         collate = user_code.load("--collate", config.data.collate) if config.data.collate else default_collate
         with kept():
             trained, validated, tested = _given(config)
-            first = list(islice(_samples(trained), _PROBED))
+            each = trained if isinstance(trained, IterableDataset) else map(trained.__getitem__, range(len(trained)))
+            first = list(islice(each, _PROBED))
         model = models_table.build_for(config.model.name, classes=config.model.classes or 1, shape=_shape(first))
         start.freeze(model, config.model.freeze)
         loader = _loader(config, trained, collate, shuffle=not isinstance(trained, IterableDataset))
@@ -100,9 +101,7 @@ class Steps:
 
     def begin(self) -> None:
         """Begin the session's run (*collective*)."""
-        for line in () if self._config.record.quiet else self._lines:
-            self._session.print(line)
-        self._session.begin(self._config.epochs, None, self._come_to)
+        self._session.begin(self._config.epochs, {"lines": self._lines}, self._come_to)
 
     def loss(self, batch: Any) -> tuple[Tensor, float | Tensor | None, None]:
         """Return what the step returns of the loss, and the number of things that it is a sum over, if that is told."""
@@ -187,10 +186,6 @@ def _given(config: RunConfig) -> tuple[Any, Any, Any]:
         validation = Subset(train, np.flatnonzero(held).tolist())
         train = Subset(train, np.flatnonzero(~held).tolist())
     return train, validation, found["test"]
-
-
-def _samples(dataset: Any) -> Iterator[Any]:
-    return iter(dataset) if isinstance(dataset, IterableDataset) else (dataset[at] for at in range(len(dataset)))
 
 
 def _shape(samples: list[Any]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The strategies there are, as far as it concerns how many processes they need: a line each, and no torch.
 
-A launcher has to know that before it starts anything; `strategies/table.py` makes the object once there is a world.
+A launcher has to know that before it starts anything; `strategies/base.py` makes the object once there is a world.
 """
 
 from __future__ import annotations

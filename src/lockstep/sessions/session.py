@@ -192,7 +192,7 @@ class Session(Rank):
                     self._is_apart = False
                     continue
                 self._micro = micro
-                self._batch.begin_micro()
+                self._batch.number = 0
                 stands_in = micro.size == 0 and strategy is None
                 if SyncBatchNorm.stand_in != stands_in:  # a class that changes loses what Python remembers of it
                     SyncBatchNorm.stand_in = stands_in

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,8 @@ from ..world.world import World
 if TYPE_CHECKING:
     from ..data.source import Indices, Source
 
-_INTERVAL_S = 2.0
-"""A person who asked to stop waits no longer than about this."""
+_BATCHES = 4
+"""After so many the ranks ask one another whether to stop."""
 
 
 def evaluate(
@@ -47,13 +46,12 @@ def evaluate(
     first, end = (samples * part // world.size for part in (world.rank, world.rank + 1))
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # top1, top5, loss, samples
     with world.pulse.during("eval"), evaluating(model), torch.inference_mode():
-        stream = source.stream(_batches(first, end, batch), epoch=0)
+        shares = (np.arange(start, min(start + batch, end)) for start in range(first, end, batch))
+        stream = source.stream(shares, epoch=0)
         left = math.ceil(math.ceil(samples / world.size) / batch)  # of the rank that has the most
-        interval = 1
         while left > 0:
             world.pulse.enter("eval")  # of one rank, no collective says that it moves
-            begun_s = time.perf_counter()
-            for x, y, indices in islice(stream, interval):
+            for x, y, indices in islice(stream, _BATCHES):
                 with autocast():
                     logits = model(x)
                 logits = logits.float() if logits.dtype.itemsize < 4 else logits
@@ -67,13 +65,9 @@ def evaluate(
                     probability = logits.gather(1, top[:, None])[:, 0].sub(logits.logsumexp(dim=1)).exp()
                     row = (torch.from_numpy(indices).to(y.device), y, top, probability)
                     predictions.append(torch.stack([part.double() for part in row], dim=1))
-            left -= interval
-            totals.sum().item()  # the device has then done all that is timed
-            proposal = max(1, round(_INTERVAL_S * interval / (time.perf_counter() - begun_s)))
-            # Rank 0's clock decides, so that all come to the next collective after the same number of batches.
-            told = world.sum(torch.tensor([float(stop()), float(proposal if world.is_main else 0)]))
-            interval = int(told[1])
-            if told[0] > 0 and left > 0:
+            left -= _BATCHES
+            totals.sum().item()  # the device does not fall behind
+            if world.sum(torch.tensor(float(stop()))) > 0 and left > 0:
                 return None
     top1, top5, loss, evaluated = world.sum(totals).tolist()
     assert evaluated == samples, f"evaluated {evaluated:.0f} of {samples} samples"
@@ -86,8 +80,3 @@ def concatenated(world: World, rows: Tensor) -> Tensor:
     padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
     padded[: len(rows)] = rows
     return torch.cat([part[:size] for part, size in zip(world.stack(padded), sizes, strict=True)])
-
-
-def _batches(first: int, end: int, size: int) -> Iterator[np.ndarray]:
-    for start in range(first, end, size):
-        yield np.arange(start, min(start + size, end))

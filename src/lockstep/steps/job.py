@@ -25,7 +25,7 @@ from ..models import trial
 from ..models.weights import seed_weights
 from ..monitor.progress import SETUP
 from ..nn import sync_batchnorm
-from ..strategies import table as strategies
+from ..strategies import base as strategies
 from ..strategies.base import Strategy
 from ..training import losses, optim
 from ..training.losses import LossFunction

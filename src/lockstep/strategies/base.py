@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ..config import registry
 from ..config.schema import ParallelConfig
+from ..errors import RequestError
 from ..world.world import World
 
 _NOTHING = nullcontext()  # stateless, and entered once a micro-batch: worth not making anew
@@ -55,3 +58,17 @@ class Strategy:
     def copies(self, model: nn.Module) -> list[Mapping[str, Tensor]]:
         """Return the weights, named as in a `State`, as each further device of this process gets them."""
         return []
+
+
+def build(config: ParallelConfig, world: World) -> Strategy:
+    """Return the strategy that `config` names, for this rank; one of one process among several is refused."""
+    # A launcher has resolved `auto` before there is a world; a library's caller need not.
+    name = registry.auto(several=world.size > 1) if config.strategy == "auto" else config.strategy
+    kind = registry.kind(name)
+    if world.size > 1 and not kind.has_ranks:
+        raise RequestError(
+            f"--strategy {name} is one process, and here are {world.size}, each of which would train a model of its "
+            f"own; take --strategy {registry.with_ranks()}."
+        )
+    strategy: Strategy = getattr(import_module(kind.module, __package__), kind.type)(config, world)
+    return strategy

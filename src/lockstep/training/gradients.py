@@ -50,7 +50,8 @@ class GlobalBatch:
         self._models: list[list[nn.Parameter]] = []
         self._buckets: list[tuple[tuple[bool, ...], list[_Bucket]]] = []  # of each: which parameters train, in buckets
         self._parts: list[_Part] = []  # by the number of the backward: a loop may drop gradients between two of them
-        self._number = 0
+        self.number = 0
+        """Of the next backward of the micro-batch under way."""
         self._has_apart = False  # gradients of earlier micro-batches
         self._loss: Tensor | None = None
         self._samples = 0
@@ -61,10 +62,6 @@ class GlobalBatch:
         self._models.append([each for each in model.parameters() if each not in known])
         self._buckets.append(((), []))
         self.parameters += self._models[-1]
-
-    def begin_micro(self) -> None:
-        """Begin the next micro-batch."""
-        self._number = 0
 
     def note(self, loss: Tensor) -> None:
         """Take in a part of the loss (0-dim) whose gradients a strategy exchanges."""
@@ -83,10 +80,10 @@ class GlobalBatch:
 
         They are divided by all ranks' `weight`, where there is one; a share that counts nothing `joins` by its pass.
         """
-        if self._number == len(self._parts):
+        if self.number == len(self._parts):
             self._parts.append(_Part())
-        part = self._parts[self._number]
-        self._number += 1
+        part = self._parts[self.number]
+        self.number += 1
         is_whole = not isinstance(factor, Tensor) and factor == 1.0  # of a tensor the host would wait for the number
         divisor = None
         if is_whole and self._is_alone and last and weight is None and not self._has_apart:
@@ -124,7 +121,7 @@ class GlobalBatch:
     def drop(self) -> None:
         """Forget the batch: it was left before its last micro-batch."""
         self._parts.clear()
-        self._number, self._has_apart = 0, False
+        self.number, self._has_apart = 0, False
 
     def taken(self) -> tuple[Tensor, int]:
         """Return this rank's part of the loss, and the samples, of the batches since the last step, which was made."""

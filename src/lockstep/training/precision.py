@@ -82,16 +82,15 @@ class Precision:
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
         """Add the gradients of `weight` · `loss` (both 0-dim) to the parameters', scaled where float16 needs it."""
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        # As the gradient that the pass begins with, the weight costs no operation of its own.
-        scaled.backward(weight.to(loss) if isinstance(weight, Tensor) else self._begin(loss, weight))  # type: ignore[no-untyped-call]
-
-    def _begin(self, loss: Tensor, weight: float) -> Tensor:
-        # Made once: all batches but the last have one weight.
-        key = (weight, loss.dtype, loss.device)
-        if key not in self._begins:
+        if isinstance(weight, Tensor):
+            begin = weight.to(loss)
+        elif (found := self._begins.get(key := (weight, loss.dtype, loss.device))) is not None:
+            begin = found
+        else:  # made once: all batches but the last have one weight
             self._begins.clear()
-            self._begins[key] = loss.new_full((), weight)
-        return self._begins[key]
+            begin = self._begins[key] = loss.new_full((), weight)
+        # As the gradient that the pass begins with, the weight costs no operation of its own.
+        scaled.backward(begin)  # type: ignore[no-untyped-call]
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take the scale out of the gradients of `parameters`, in place, once they are summed over the ranks."""
