@@ -119,15 +119,15 @@ class Classifier:
         """Return what the run has come to, with the scores on the test set (*collective*). Raises `Stopped`."""
         job, loop, meter, progress = self._job, self._loop, self._loop.meter, self._loop.progress
         assert progress.scores is not None
-        scores, best = dataclasses.asdict(progress.scores), None
-        test: dict[str, Any] | None = {"step": progress.step} | scores
+        scores = dataclasses.asdict(progress.scores)
+        test, best = {"step": progress.step} | scores, dict[str, Any]()
         if job.data.validation is not None:
             test = best = self._test("last", progress.step)
             if progress.stale:
                 state = best_of(job.config, job.world, progress)
                 if state is not None:
                     restore_model(job, state)
-                best = None if state is None else self._test("best", state.meta["step"])
+                best = {} if state is None else self._test("best", state.meta["step"])
         peak = meter.telemetry.peak_memory_bytes()
         own = torch.tensor([peak["host"] or 0, peak["device"] or 0], device=job.world.device)
         host, device = job.world.sum(own).tolist()
@@ -142,7 +142,7 @@ class Classifier:
             best_top1=max(progress.best_top1, progress.scores.top1),
             best_on=job.data.best_on,
             test=test,
-            test_best=best,
+            test_best=best or None,
             stopped="" if loop.is_done else progress.stalled(job.config.patience),
             steps=progress.step,
             epoch_s=tuple(progress.epoch_s),

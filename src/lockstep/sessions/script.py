@@ -1,10 +1,9 @@
 """A script of the user's as what each rank runs, and what its call of `lockstep.session()` finds around it.
 
-    lockstep run [flags] train.py [its own]     `Script` is the entry of a launcher, and `take` what the session finds
-    torchrun … train.py, or python train.py     nothing is around it: `own_process` joins the others, tells errors at
-                                                the top of the script, and leaves the world when the process ends
-
-What the script raises is told with its own frames alone, by the rank that is the root cause.
+Under `lockstep run [flags] train.py`, `Script` is the entry of a launcher, and `take` what the session finds. Under
+`torchrun … train.py` or `python train.py` nothing is around it: `own_process` joins the others, tells errors at the top
+of the script, and leaves the world when the process ends. What the script raises is told with its own frames alone, by
+the rank that is the root cause.
 """
 
 from __future__ import annotations
@@ -48,16 +47,21 @@ class Started:
     closing: list[Callable[[BaseException | None], None]] = field(default_factory=list)
     """Called when the script has ended, before the world is left, the last one first, with the error that ended it."""
 
-    def close(self, error: BaseException | None) -> BaseException | None:
-        """Call what is to be called; return the error that the script, or else the closing, has ended with."""
+    def end(self, error: BaseException | None) -> tuple[BaseException | None, BaseException | None]:
+        """Close what the script has opened; return the error that it ended with, and what is to be raised for it.
+
+        A lone rank's SystemExit is Python's business.
+        """
         if isinstance(error, SystemExit) and not _status(error):
             error = None
         for close in reversed(self.closing):
             try:
                 close(error)
             except BaseException as late:
-                error = error or late
-        return error
+                error = late if error is None else error
+        if error is None or (isinstance(error, SystemExit) and self.world.size == 1):
+            return error, error
+        return error, _raised(error, self.world.rank)
 
 
 _started: Started | None = None
@@ -104,7 +108,6 @@ class Script:
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     given: frozenset[str] = frozenset()
-    """As in `Started`."""
 
     def __call__(self, config: RunConfig, world: World) -> int:
         """Run the script; return its exit code, which is 0 where there are several ranks."""
@@ -117,8 +120,7 @@ class Script:
         return 0
 
     def _run(self) -> None:
-        sys.argv = [self.name, *self.arguments]
-        path = Path(self.name).absolute()
+        sys.argv, path = [self.name, *self.arguments], Path(self.name).absolute()
         sys.path.insert(0, str(Path.cwd() if self.is_module else path.parent))
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
@@ -147,8 +149,6 @@ def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options
     try:
         if config is not None:
             return table.launch(entry, config)
-        if not callable(entry):
-            raise RequestError(f"launch takes a function that each rank calls; found {entry!r}.")
         name = getattr(entry, "__name__", "function")
         wanted = override(RunConfig(model=ModelConfig(name=name), data=DataConfig(name="")), **options)
         return table.launch(_Function(entry, frozenset(key.replace("_", "-") for key in options)), wanted)
@@ -172,13 +172,13 @@ def _ranked(name: str, run: Callable[[], Any], started: Started) -> Any:
     """Return what `run()` returns, as a rank; raises what it is to be told as, and SystemExit of a rank alone."""
     global _started, _taken
     before, (_started, _taken) = (_started, _taken), (started, False)
-    size = started.world.size
     started.world.pulse.enter(SETUP)  # until the script's loop has begun
     error: BaseException | None = None
     found = None
     try:
         found = run()
         if not _taken:
+            size = started.world.size
             how = f"each of {size} processes ran it for itself" if size > 1 else "python would do as well"
             raise RequestError(
                 f"{name} never calls lockstep.session(), so that {how}; call it before the model is made, or start "
@@ -186,13 +186,11 @@ def _ranked(name: str, run: Callable[[], Any], started: Started) -> Any:
             )
     except BaseException as raised:
         error = raised
-    error = started.close(error)
+    error, raises = started.end(error)
     _started, _taken = before
-    if error is None:
+    if raises is None:
         return found
-    if isinstance(error, SystemExit) and size == 1:
-        raise error
-    if (raises := _told(error, started.world.rank)) is not error:
+    if error is not None and raises is not error:
         traceback.clear_frames(error.__traceback__)  # with them data workers go, which end in order
     raise raises
 
@@ -201,7 +199,7 @@ def _status(end: SystemExit) -> int:
     return (end.code or 0) & 0xFF if isinstance(end.code, int | None) else 1
 
 
-def _told(error: BaseException, rank: int) -> BaseException:
+def _raised(error: BaseException, rank: int) -> BaseException:
     """Return what is raised for an error of the script's, with its own frames; for others, such as ours, themselves."""
     raises: BaseException
     if isinstance(error, UnmatchedError):
@@ -273,13 +271,14 @@ class _OwnProcess:
         global _own
         _own = None
         atexit.unregister(self._end)
-        rank, size = 0, 1
+        size, raises = 1, error
         if self._started is not None:
-            rank, size = self._started.world.rank, self._started.world.size
-            error = self._started.close(error)
+            size = self._started.world.size
+            error, raises = self._started.end(error)
+        elif error is not None:
+            raises = _raised(error, 0)
         if size == 1 and isinstance(error, SystemExit):
-            error = None  # which Python tells
-        raises = None if error is None else _told(error, rank)
+            error = raises = None  # which Python tells
         try:
             self._kept.__exit__(None if raises is None else type(raises), raises, None)
         except BaseException as last:

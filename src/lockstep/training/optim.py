@@ -166,6 +166,10 @@ def schedule(config: OptimConfig, *, steps_per_epoch: int, epochs: int) -> Sched
         # From 1/warmup at the first step, so that no step is wasted at a rate of nothing.
         return (step + 1) / warmup if step < warmup else factor(step)
 
+    try:
+        factor(total)
+    except OverflowError:
+        raise RequestError(f"--gamma {config.gamma:g} raises the learning rate beyond any number; give less.") from None
     return warmed if warmup and config.schedule != "onecycle" else factor
 
 
