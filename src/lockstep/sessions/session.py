@@ -284,8 +284,7 @@ class Session(Rank):
         elif reduction == "mean" or not micro.size:
             factor = micro.size / micro.total
         pulse.enter("backward")
-        joins = self.prepared.batchnorm == "sync"
-        self._batch.backward(loss, factor, weight, self.is_last, self.loop.exchanges, joins)
+        self._batch.backward(loss, factor, weight, last=self.is_last, exchanges=self.loop.exchanges)
         pulse.enter("")
 
     def backward_sum(self, loss: Tensor, weight: float | Tensor | None) -> None:

@@ -48,7 +48,7 @@ class GlobalBatch:
         self._world, self._precision = world, precision
         self._is_alone = world.group is None and precision.scaler is None
         self._models: list[list[nn.Parameter]] = []
-        self._buckets: list[tuple[tuple[bool, ...], list[_Bucket]]] = []  # of each: which parameters train, in buckets
+        self._buckets: dict[tuple[Any, ...], list[_Bucket]] = {}  # of each, by which of its parameters train
         self._parts: list[_Part] = []  # by the number of the backward: a loop may drop gradients between two of them
         self.number = 0
         """Of the next backward of the micro-batch under way."""
@@ -60,7 +60,6 @@ class GlobalBatch:
         """Take in the parameters of `model` that no other one has."""
         known = set(self.parameters)
         self._models.append([each for each in model.parameters() if each not in known])
-        self._buckets.append(((), []))
         self.parameters += self._models[-1]
 
     def note(self, loss: Tensor) -> None:
@@ -68,17 +67,11 @@ class GlobalBatch:
         self._loss = loss if self._loss is None else self._loss + loss
 
     def backward(
-        self,
-        loss: Tensor,
-        factor: float | Tensor,
-        weight: float | Tensor | None,
-        last: bool,
-        exchanges: bool,
-        joins: bool,
+        self, loss: Tensor, factor: float | Tensor, weight: float | Tensor | None, *, last: bool, exchanges: bool
     ) -> None:
         """Add the gradients of `factor` · `loss` (0-dim); with the `last` micro-batch's, sum them (*collective*).
 
-        They are divided by all ranks' `weight`, where there is one; a share that counts nothing `joins` by its pass.
+        They are divided by all ranks' `weight`, where there is one. What counts nothing joins in BatchNorm's exchanges.
         """
         if self.number == len(self._parts):
             self._parts.append(_Part())
@@ -90,10 +83,9 @@ class GlobalBatch:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
             others = self._set_aside()
-            if isinstance(factor, Tensor) or factor or joins:
-                self._precision.backward(loss, factor)
-                if weight is not None:
-                    self._void(factor)
+            self._precision.backward(loss, factor)
+            if weight is not None:
+                self._void(factor)
             self._put_back(part.gradients)
             part.gradients = []
             if last:
@@ -169,15 +161,17 @@ class GlobalBatch:
 
     def _taking_part(self) -> Iterable[list[_Bucket]]:
         """Return the buckets of the models that any rank has gradients of (*collective* where there are several)."""
+        found = []
         for number, model in enumerate(self._models):  # a user may freeze a part, and let it train later
-            training = tuple([each.requires_grad for each in model])
-            if training != self._buckets[number][0]:
-                self._buckets[number] = training, _buckets([each for each in model if each.requires_grad])
-        if len(self._models) == 1:
-            return [self._buckets[0][1]]
+            key = number, *[each.requires_grad for each in model]
+            if key not in self._buckets:
+                self._buckets[key] = _buckets([each for each in model if each.requires_grad])
+            found.append(self._buckets[key])
+        if len(found) == 1:
+            return found
         own = [any(each.grad is not None for each in model) for model in self._models]
         any_rank = self._world.max(torch.tensor(own, dtype=torch.int32, device=self._world.device)).tolist()
-        return [buckets for (_, buckets), has_some in zip(self._buckets, any_rank, strict=True) if has_some]
+        return [buckets for buckets, has_some in zip(found, any_rank, strict=True) if has_some]
 
     def _sum_bucket(self, bucket: _Bucket) -> None:
         first = bucket[0]

@@ -62,17 +62,13 @@ class Precision:
         return self.dtype if self.name == "fp64" else None
 
     def place(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """Return the model on `device`, in this dtype and memory order; a buffer then has memory for each element."""
+        """Return the model on `device`, in this dtype and memory order."""
         model = model.to(device=device, dtype=self.dtype)
-        for buffer in model.buffers():
-            if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
-                buffer.data = buffer.data.clone()  # of an expanded one, rank 0's could not be written into it
-        if self.channels_last:
-            # Module.to would convert tensors of five dimensions (Conv3d) too, for which this order is not defined.
-            for held in (*model.parameters(), *model.buffers()):
-                if held.dim() == 4:
-                    # `to`, not `contiguous`, which leaves a 1 × 1 kernel strides that its gradient will not have.
-                    held.data = held.data.to(memory_format=torch.channels_last)
+        # Module.to would convert tensors of five dimensions (Conv3d) too, for which this order is not defined.
+        for held in (*model.parameters(), *model.buffers()) if self.channels_last else ():
+            if held.dim() == 4:
+                # `to`, not `contiguous`, which leaves a 1 × 1 kernel strides that its gradient will not have.
+                held.data = held.data.to(memory_format=torch.channels_last)
         return model
 
     def autocast(self) -> AbstractContextManager[Any]:
