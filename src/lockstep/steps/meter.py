@@ -35,6 +35,7 @@ COVERS = {
 _INTERVAL_S = 2.0
 """With slow steps an interval ends after about this time: a person who asked to stop waits no longer than that."""
 _SAMPLE_EVERY_S = 1.0
+_NORM = "grad_norm"
 
 
 @dataclass
@@ -43,12 +44,9 @@ class Pending:
 
     rows: list[tuple[int, int, float, int]] = field(default_factory=list)  # step, epoch, lr, samples
     losses: list[Tensor] = field(default_factory=list)
-    norms: list[tuple[int, Tensor]] = field(default_factory=list)  # index of the row, of the gradients
     values: list[tuple[int, str, Tensor]] = field(default_factory=list)  # index of the row, name, this rank's part
-    wait_s: float = 0.0
-    """For which this rank waited for data."""
-    last: tuple[Tensor, Tensor] | None = None
-    """(logits, labels) of this rank's last micro-batch, for the training accuracy."""
+    wait_s: float = 0.0  # for data
+    last: tuple[Tensor, Tensor] | None = None  # (logits, labels) of the last micro-batch, for the training accuracy
 
 
 class Meter:
@@ -81,7 +79,7 @@ class Meter:
         pending.rows.append((step, epoch, lr, samples))
         pending.losses.append(loss)
         if norm is not None:
-            pending.norms.append((len(pending.rows) - 1, norm))
+            pending.values.append((len(pending.rows) - 1, _NORM, norm))
 
     def note(self, name: str, value: Tensor) -> None:
         """Note a value of the step under way: `value` (0-dim) is this rank's part of it, and the parts add up."""
@@ -98,8 +96,9 @@ class Meter:
         return len(self.pending.rows) >= self._interval or (stop and self._world.group is None)
 
     def flush(self, *, stop: bool, total_steps: int) -> tuple[bool, tuple[int, list[int]] | None]:
-        """Record the pending steps; return whether any rank wants to stop, and the first step whose loss is not finite,
-        with the ranks on whose samples it is not (*collective*).
+        """Record the pending steps; return whether any rank wants to stop, and what is not finite (*collective*).
+
+        That is the first step whose loss is not, and the ranks on whose samples it is not.
         """
         pending, self.pending = self.pending, Pending()
         steps, own = len(pending.rows), torch.stack(pending.losses).double()
@@ -109,7 +108,7 @@ class Meter:
         hits, seen = _hits(pending.last)
         proposal = min(self._log_every, max(1, round(_INTERVAL_S * steps / elapsed_s)))
         extras = torch.tensor([hits, seen, float(stop), float(proposal)], dtype=torch.float64, device=own.device)
-        values = [value.double().to(own.device) for *_, value in pending.values]
+        values = [value.to(own.device, torch.float64) for *_, value in pending.values]
         told = torch.cat([own, extras, *([torch.stack(values)] if values else [])])
         by_rank: list[list[float]] = self._world.stack(told).tolist()
         summed = [sum(column, 0.0) for column in zip(*by_rank, strict=True)]
@@ -120,7 +119,9 @@ class Meter:
         self.wait_s += pending.wait_s
         self.step_s = elapsed_s / steps
         top1 = hits / seen if seen else None
-        self._record(pending, summed[:steps], summed[steps + 4 :], elapsed_s, total_steps, top1)
+        names = [name for _, name, _ in pending.values]  # the norm is that of all ranks
+        numbers = [by_rank[0][at] if name == _NORM else summed[at] for at, name in enumerate(names, start=steps + 4)]
+        self._record(pending, summed[:steps], numbers, elapsed_s, total_steps, top1)
         for number, (step, *_) in enumerate(pending.rows if not math.isfinite(sum(summed)) else ()):
             if bad := [rank for rank, told in enumerate(by_rank) if not math.isfinite(told[number])]:
                 return bool(stopping), (step, bad)
@@ -139,10 +140,7 @@ class Meter:
             {"step": step, "epoch": epoch, "loss": loss / (samples if self._sums else 1), "lr": lr, "samples": samples}
             for (step, epoch, lr, samples), loss in zip(pending.rows, losses, strict=True)
         ]
-        norms = torch.stack([norm for _, norm in pending.norms]).tolist() if pending.norms else []
-        for (number, _), norm in zip(pending.norms, norms, strict=True):
-            rows[number]["grad_norm"] = norm
-        last: dict[str, float] = {"grad_norm": norms[-1]} if norms else {}
+        last: dict[str, float] = {}
         for (number, name, _), value in zip(pending.values, values, strict=True):
             if number < len(rows):  # what was noted after the last whole step is of no step
                 rows[number][name] = last[name] = rows[number].get(name, 0.0) + value
