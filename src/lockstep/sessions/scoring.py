@@ -154,13 +154,12 @@ class Classifier:
 
 def scored(job: Job, source: Data, **how: Any) -> Scores | None:
     """Return what `evaluate` does of the job's model, or of its average (*collective*)."""
-    for model in (job.model, *(() if job.average is None else (job.average.module,))):
+    models = [job.model] if job.average is None else [job.model, job.average.module]
+    for model in models:
         job.strategy.agree_on_buffers(model)
-    loss_fn = losses.evaluated(job.config.optim, job.loss_fn)
-    autocast = job.precision.autocast
-    return evaluate(
-        job.evaluated_model, source, job.world, batch=job.eval_batch, autocast=autocast, loss_fn=loss_fn, **how
-    )
+    how |= {"autocast": job.precision.autocast, "loss_fn": losses.evaluated(job.config.optim, job.loss_fn)}
+    batch = job.config.batch.eval_batch or -(-job.plan.global_size // (job.replicas * job.plan.accumulation))
+    return evaluate(models[-1], source, job.world, batch=batch, **how)
 
 
 def restore_model(job: Job, loaded: State) -> None:

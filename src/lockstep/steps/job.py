@@ -70,16 +70,6 @@ class Job:
         """Copies of the model that share out a micro-batch: one for each device of each rank."""
         return self.world.size * len(self.strategy.devices)
 
-    @property
-    def evaluated_model(self) -> nn.Module:
-        """The module that evaluation uses: the averaged weights where there are any."""
-        return self.model if self.average is None else self.average.module
-
-    @property
-    def eval_batch(self) -> int:
-        """Samples that a rank evaluates at once."""
-        return self.config.batch.eval_batch or -(-self.plan.global_size // (self.replicas * self.plan.accumulation))
-
     def loss(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the loss over the samples x (n, …), y (n,), and the logits; n may be 0."""
         with self.precision.autocast():
