@@ -53,6 +53,12 @@ def test_hooks_on_a_step_are_called_with_it(is_global: bool) -> None:
     assert len(called) == len(loader)
 
 
+def run(body: Callable[..., None], ours: Session, model: nn.Module, optimizer: Any, loader: Any) -> None:
+    for _ in ours.epochs(1):
+        for batch in loader:
+            body(ours, model, optimizer, batch)
+
+
 def backward_of_ones_own(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
     loss_of(model, batch).backward()
     optimizer.step()
@@ -97,7 +103,7 @@ def not_finite(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> N
 def test_misuse_is_told(wrong: Callable[..., None], kind: type[LockstepError], words: str) -> None:
     ours, model, optimizer, loader = loop()
     with pytest.raises(kind, match=words):
-        [wrong(ours, model, optimizer, batch) for _ in ours.epochs(1) for batch in loader]
+        run(wrong, ours, model, optimizer, loader)
 
 
 @pytest.mark.parametrize(
@@ -247,14 +253,17 @@ def test_each_loss_is_recorded_by_its_own_weights_and_a_steps_is_that_of_all_its
         ours.backward(0 * model(x).sum() + number, weight=5)
         if number % 2:
             optimizer.step()
-    assert found == [(pytest.approx(0 + 1), 40), (pytest.approx(2 + 3), 21)]
+    assert [loss for loss, _ in found] == pytest.approx([0 + 1, 2 + 3])
+    assert [samples for _, samples in found] == [40, 21]
 
 
 def test_a_loader_that_is_prepared_second_begins_at_its_beginning_and_trains_nothing() -> None:
     ours, model, optimizer, loader = loop()
     second = ours.prepare(DataLoader(images(), batch_size=20))
+    batches = iter(second)
+    batch = next(batches)
     with pytest.raises(RequestError, match=r"that session\.prepare was not given first"):
-        ours.backward(loss_of(model, next(iter(second))))
+        ours.backward(loss_of(model, batch))
     ours, model, optimizer, loader = loop()
     second = ours.prepare(DataLoader(images(), batch_size=20))
     for _ in ours.epochs(2):

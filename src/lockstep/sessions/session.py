@@ -316,8 +316,11 @@ class Session(Rank):
                 "weighed, nor summed over the ranks; call session.backward(loss) in its place."
             )
         self.world.pulse.enter("step")
-        scaler = self.precision.scaler
-        found = step() if scaler is None else scaler.step(optimizer, step)
+        found = None
+        if self.precision.scaler is None:
+            found = step()
+        else:
+            self.precision.scaler.step(optimizer, step)
         self.stepped(float(optimizer.param_groups[0]["lr"]))
         self.world.pulse.enter("")
         if self.prepared.source is None and optimizer is self.prepared.optimizers[-1]:
@@ -378,7 +381,8 @@ class Session(Rank):
         if micro is None:
             told = {name: float(value) for name, value in values.items()}
             loop.recorder.record("values", step=self.step, epoch=loop.progress.epochs, **told)
-        for name, value in values.items() if micro is not None and loop.has_begun else ():
+            return
+        for name, value in values.items() if loop.has_begun else ():
             held = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
             loop.meter.note(name, held * (micro.size / micro.total) if micro.size else torch.zeros_like(held))
 
