@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def in_session(folder: Path, dataset: Dataset[Any]) -> Callable[[], float]:
     def run() -> float:
         marks = Marks(folder / "session.jsonl")
         try:
-            with Session(config, World.alone(), has_folder=False, run=Opened(config, marks, None)) as session:
+            with Session(config, World.alone(), nullcontext(Opened(config, marks, None))) as session:
                 model, optimizer, loader = session.prepare(*_model(), _loader(dataset))
                 for _ in session.epochs(1):
                     for x, y in loader:

@@ -187,7 +187,7 @@ class _Spent:
 
         def timed_save(saver: Saver, *given: Any, **named: Any) -> None:
             # The block's own, and not the one at its end, which has a score.
-            begin_s, self._is_timed = time.perf_counter(), "top1" not in named
+            begin_s, self._is_timed = time.perf_counter(), named["is_best"] is None
             save(saver, *given, **named)
             self._saving_s += (time.perf_counter() - begin_s) * self._is_timed
 

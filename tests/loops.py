@@ -6,6 +6,7 @@ They are plain but for the lines that speak of `session`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
+from lockstep.record.base import Nothing
+from lockstep.record.console import Notices
+from lockstep.runs.run import Opened, opened
 from lockstep.sessions.session import Session
 from lockstep.world.world import World
 
@@ -24,7 +28,9 @@ Learned = tuple[list[float], dict[str, Tensor]]
 def session(world: World, **options: Any) -> Session:
     """Return a session in float64, with a run's folder where `options` name one."""
     config = override(RunConfig(), **{"precision": "fp64", "channels_last": "off"} | options)
-    return Session(config, world, has_folder="output" in options)
+    if "output" in options:
+        return Session(config, world, opened(config, world, keys=("seed",), console=Notices()))
+    return Session(config, world, nullcontext(Opened(config, Nothing(), None)))
 
 
 def weights(*models: nn.Module) -> dict[str, Tensor]:

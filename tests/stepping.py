@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import nullcontext
 
 from lockstep.engine import train_share, train_step
 from lockstep.record.base import Nothing
@@ -14,8 +15,8 @@ from lockstep.steps.job import Job
 
 def steps(job: Job) -> Generator[None, None, None]:
     """Train as `lockstep train` does, without its scores; yield after each optimizer step, before its metrics."""
-    run, parts = Opened(job.config, Nothing(), None), job.prepared()
-    with Session(job.config, job.world, has_folder=False, run=run, prepared=parts, precision=job.precision) as session:
+    run, parts = nullcontext(Opened(job.config, Nothing(), None)), job.prepared()
+    with Session(job.config, job.world, run, prepared=parts, precision=job.precision) as session:
         task = Classifier(job, session, train_step)
         for _ in session.epochs(job.config.epochs):
             for batch in session.batches(job):

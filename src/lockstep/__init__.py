@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from .engine import run, train
     from .errors import LockstepError, ProofError, RequestError, RunError, Stopped
     from .record.result import RunResult, Scores
+    from .sessions.opening import session
     from .sessions.script import launch
-    from .sessions.session import Session, session
+    from .sessions.session import Session
     from .world.topology import Topology
     from .world.world import World
 
@@ -53,7 +54,7 @@ _HOMES = {
     "override": "config.options",
     "recipe": "config.options",
     "run": "engine",
-    "session": "sessions.session:session",
+    "session": "sessions.opening:session",
     "train": "engine",
 }
 

@@ -1,16 +1,9 @@
 """The global batch, shared out: global batch → global micro-batches → each rank's share of them.
 
-The user's number is the global batch. Accumulation A cuts it into A *global* micro-batches, because the
-statistics of BatchNorm are those of one global micro-batch: A is part of the model and does not change with the
-world. Each global micro-batch is then shared out among the ranks. Both cuts are as even as they can be (sizes
-differ by at most one), so that no batch size is illegal: with 10 samples on 4 ranks they hold 3, 3, 2 and 2.
-
-Where a rank drives several devices, a global micro-batch is cut into a part for each device of the world, and a rank
-has its devices' parts, which are neighbours: each device then has what it would have as a rank of its own. Cutting a
-rank's share anew into as many parts, as evenly, larger ones first, gives just these parts.
-
-A last batch of n < global samples is cut into ⌈n·A ÷ global⌉ micro-batches, so that it runs at about the
-micro-batch size of the others; ranks that get no sample of it still take part in every collective.
+The statistics of BatchNorm are those of one global micro-batch: their number is part of the model, and stays when the
+world changes. Each is cut into a part for each device of the world; a rank has its devices' parts, which are
+neighbours. All cuts are as even as they can be, the larger parts first: 10 samples on 4 ranks are 3, 3, 2 and 2. An
+epoch's last batch has micro-batches about as large as the others'; ranks may then have no sample.
 """
 
 from __future__ import annotations
@@ -22,31 +15,9 @@ from itertools import count
 from .errors import RequestError, counted
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The samples of one global micro-batch that one rank computes: positions [start, stop) of the epoch's order."""
-
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-def _cut(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
-    """Return part `part` of [start, stop) cut into `parts`, the larger ones first."""
-    base, extra = divmod(stop - start, parts)
-    begin = start + part * base + min(part, extra)
-    return begin, begin + base + (part < extra)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """How each optimizer step's samples are shared out.
-
-    `global_size` samples a step, cut into `accumulation` global micro-batches, each shared among `ranks` that drive
-    `devices` devices each.
-    """
+    """`global_size` samples a step, in `accumulation` micro-batches, among `ranks` that drive `devices` each."""
 
     global_size: int
     ranks: int
@@ -63,10 +34,7 @@ class BatchPlan:
         accumulation: int | None = None,
         devices: int = 1,
     ) -> BatchPlan:
-        """Return the plan for a global batch on `ranks` ranks of `devices` devices each.
-
-        `micro_size` is the most samples that a rank computes at once; the fewest global micro-batches that keep to
-        it are taken. `accumulation` names their number instead. With neither there is one.
+        """Return the plan with `accumulation` micro-batches, or the fewest of at most `micro_size` samples a rank.
 
         Raises `RequestError` where the batch cannot be shared out so that each rank has work.
         """
@@ -78,12 +46,10 @@ class BatchPlan:
             )
         if accumulation is None:
             accumulation = 1 if micro_size is None else -(-global_size // _largest_micro(micro_size, ranks, devices))
-        if accumulation > global_size // fewest:
-            if micro_size is None:
-                most = global_size // fewest
-                instead = f"--accumulate {most} or less, or --batch {accumulation * fewest} or more"
-            else:
-                instead = _instead_of(micro_size, global_size, ranks, devices)
+        if accumulation > (most := global_size // fewest):
+            instead = f"--accumulate {most} or less, or --batch {accumulation * fewest} or more"
+            if micro_size is not None:
+                instead = f"--micro-batch {_least_micro(micro_size, global_size, ranks, devices)} or more"
             raise RequestError(
                 f"Global batch {global_size} does not split into {accumulation} micro-batches on {whom}: each rank "
                 f"needs at least one sample of each; use {instead}."
@@ -93,7 +59,7 @@ class BatchPlan:
     @property
     def largest_share(self) -> int:
         """The most samples that a rank computes at once."""
-        return len(self._share(*_cut(0, self.global_size, self.accumulation, 0), 0))  # the larger ones come first
+        return len(self.split(0, self.global_size, 0)[0])
 
     def steps(self, samples: int, *, drop_last: bool = False) -> int:
         """Return the number of optimizer steps in an epoch of `samples` samples."""
@@ -104,25 +70,17 @@ class BatchPlan:
         start = step * self.global_size
         return start, min(start + self.global_size, samples)
 
-    def micros(self, count: int) -> int:
-        """Return the number of global micro-batches of a batch of `count` samples."""
-        return max(1, -(-count * self.accumulation // self.global_size))
-
-    def split(self, start: int, stop: int, rank: int) -> list[Share]:
-        """Return the rank's share of each global micro-batch of the batch at positions [start, stop).
-
-        Every rank gets the same number of shares, so that all meet in each collective; a share can be empty.
-        """
-        micros = self.micros(stop - start)
-        return [self._share(*_cut(start, stop, micros, micro), rank) for micro in range(micros)]
+    def split(self, start: int, stop: int, rank: int) -> list[range]:
+        """Return the rank's share, which may be empty, of each micro-batch of the batch at positions [start, stop)."""
+        micros = self._micros(stop - start)
+        return [self._share(_cut(range(start, stop), micros, micro), rank) for micro in range(micros)]
 
     def shares(
         self, samples: int, rank: int, *, first: int = 0, drop_last: bool = False
     ) -> Iterator[tuple[int, int, int, bool]]:
-        """Yield (start, stop, total, last) of the rank's shares of an epoch of `samples`, from step `first` on.
+        """Yield [start, stop) of each share of an epoch of `samples`, from step `first` on, with its batch's samples.
 
-        [start, stop) are positions of the epoch's order, `total` is the samples of the whole batch, of all ranks and
-        micro-batches, and `last` says whether it is the batch's last micro-batch.
+        The last value says whether it is in the batch's last micro-batch.
         """
         whole = self.split(0, self.global_size, rank)  # the same for each batch but the last: cut once
         for step in range(first, self.steps(samples, drop_last=drop_last)):
@@ -132,34 +90,36 @@ class BatchPlan:
             for part in parts:
                 yield begin + part.start, begin + part.stop, total, part is parts[-1]
 
-    def _share(self, start: int, stop: int, rank: int) -> Share:
-        """Return the rank's share of the global micro-batch [start, stop): the parts of its devices."""
-        parts, first = self.ranks * self.devices, rank * self.devices
-        return Share(_cut(start, stop, parts, first)[0], _cut(start, stop, parts, first + self.devices - 1)[1])
-
     def leaves_ranks_empty(self, samples: int, *, drop_last: bool = False) -> bool:
         """Return whether a share of an epoch of `samples` samples is empty, as its last batch's can be."""
         last = samples % self.global_size
-        if last == 0 or drop_last:
-            return False
-        return last // self.micros(last) < _fewest(self.ranks, self.devices)  # the smallest of its micro-batches
+        smallest = last // self._micros(last)
+        return last > 0 and not drop_last and smallest < _fewest(self.ranks, self.devices)
+
+    def _micros(self, samples: int) -> int:
+        return max(1, -(-samples * self.accumulation // self.global_size))
+
+    def _share(self, micro: range, rank: int) -> range:
+        parts, first = self.ranks * self.devices, rank * self.devices
+        return range(_cut(micro, parts, first).start, _cut(micro, parts, first + self.devices - 1).stop)
 
     def __str__(self) -> str:
         """Return the line that is printed once: `global batch 256 = 4 ranks × 2 micro-batches × 32`."""
-        whole = self.ranks * self.devices * self.accumulation
-        each = str(self.global_size // whole)
-        if self.global_size % whole:
-            each += f" or {self.global_size // whole + 1}"
-        ranks = counted(self.ranks, "rank")
-        if self.devices > 1:
-            ranks += f" × {counted(self.devices, 'device')}"
+        each, more = divmod(self.global_size, self.ranks * self.devices * self.accumulation)
+        ranks = counted(self.ranks, "rank") + (f" × {counted(self.devices, 'device')}" if self.devices > 1 else "")
         micros = counted(self.accumulation, "micro-batch")
-        return f"global batch {self.global_size} = {ranks} × {micros} × {each}"
+        return f"global batch {self.global_size} = {ranks} × {micros} × {each}" + (f" or {each + 1}" if more else "")
 
 
 def most_ranks(micro: int, devices: int = 1) -> int:
     """Return among how many ranks of `devices` devices each a global micro-batch of `micro` samples can be shared."""
     return (micro - 1) // devices + 1
+
+
+def _cut(whole: range, parts: int, part: int) -> range:
+    base, extra = divmod(len(whole), parts)
+    begin = whole.start + part * base + min(part, extra)
+    return range(begin, begin + base + (part < extra))
 
 
 def _fewest(ranks: int, devices: int) -> int:
@@ -173,18 +133,14 @@ def _largest_micro(share: int, ranks: int, devices: int) -> int:
     return ranks * devices * each + more
 
 
-def _instead_of(micro_size: int, global_size: int, ranks: int, devices: int) -> str:
-    """Return, for a sentence, what can be asked for where keeping to `micro_size` leaves a rank without a sample."""
-
-    def fits(size: int) -> bool:
-        return global_size // -(-global_size // _largest_micro(size, ranks, devices)) >= _fewest(ranks, devices)
-
-    larger = f"--micro-batch {next(filter(fits, count(micro_size + 1)))} or more"
-    most = _largest_micro(micro_size, ranks, devices)
-    if most < _fewest(ranks, devices):  # whatever the batch
-        return larger
-    below = global_size // most * most
-    return f"--batch {below} or {below + most}, or {larger}"
+def _least_micro(above: int, global_size: int, ranks: int, devices: int) -> int:
+    """Return the least --micro-batch above one that leaves a rank without a sample, which leaves none."""
+    fewest = _fewest(ranks, devices)
+    return next(
+        size
+        for size in count(above + 1)
+        if global_size // -(-global_size // _largest_micro(size, ranks, devices)) >= fewest
+    )
 
 
 def _ranks_of(ranks: int, devices: int) -> str:

@@ -1,15 +1,15 @@
 """The training loop of `lockstep train`. Read this file first.
 
-It is a loop over a `Session`, as a user's own is, and the same for every task: a `Task` says what the loss of a batch
-is, as a sum over its samples, and how the weights are scored. A classifier's `Job`, which `assemble` makes of a config,
-has a `Strategy` that exchanges gradients while the backward pass runs; a training step of the user's own (`task`) has
-them summed by the session. The session shares the global batch out, counts, records, saves and proves, and decides
-when. Whatever talks to other ranks is called by all of them.
+It is a loop over a `Session`, as a user's own is: a `Task` says what the loss of a batch is, as a sum over its samples,
+and how the weights are scored. A classifier's `Job`, which `assemble` makes of a config, has a `Strategy` that
+exchanges gradients while the backward pass runs; a training step of the user's own (`task`) has them summed by the
+session, which shares the global batch out, counts, records, saves and proves. Every rank calls what is *collective*.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -23,38 +23,25 @@ from .runs.run import Opened, opened
 from .sessions.scoring import Classifier
 from .sessions.session import Session
 from .steps.job import Job, assemble
-from .steps.loop import Source
+from .steps.prepared import Source
 from .training.optim import Average, Optimizers
 from .world.world import World
 
 
 class Task(Protocol):
-    """What is learnt. Methods marked *collective* are called by every rank."""
+    """What is learnt."""
 
-    @property
-    def source(self) -> Source:
-        """The training data."""
-
-    @property
-    def optimizer(self) -> Optimizers:
-        """What steps."""
-
-    @property
-    def lr(self) -> Callable[[int], float]:
-        """Learning rate at an optimizer step, counted from 0."""
-
-    @property
-    def average(self) -> Average | None:
-        """The averaged weights, where there are any."""
+    source: Source
+    optimizer: Optimizers
+    lr: Callable[[int], float]
+    """Learning rate at an optimizer step, counted from 0."""
+    average: Average | None
 
     def begin(self) -> None:
         """Begin the session's run, and make ready for the first step (*collective*)."""
 
     def loss(self, batch: Any) -> tuple[Tensor, float | Tensor | None, tuple[Tensor, Tensor] | None]:
-        """Return the sum of the loss over this rank's share of a global micro-batch, and what it is a sum over.
-
-        That is a number of things, None for samples. The last part are (logits, labels), where an accuracy can be told.
-        """
+        """Return the sum of the loss over this rank's share, over how many things (None: samples), (logits, labels)."""
 
     def evaluate(self) -> None:
         """Score the weights, and tell the session (*collective*)."""
@@ -69,18 +56,16 @@ def run(config: RunConfig, world: World) -> RunResult:
 def train(config: RunConfig, world: World, recorder: Recorder, *, state: State | None = None) -> RunResult:
     """Train a classifier as `config` says and return what came of it (*collective*).
 
-    Checkpoints are written below `config.record.output` if that is set. The run continues from `state`, by default
-    from the checkpoint that `config.checkpoint.resume` names. Raises `RequestError` for what cannot be honoured,
-    `RunError` for a loss that is not finite or last weights that could not be written, `ProofError` for replicas that
-    are not the same bits or an epoch that did not hold each sample once, and `Stopped` after Ctrl-C or SIGTERM, once
-    saved.
+    Checkpoints are written below `config.record.output` if that is set. The run continues from `state`, by default from
+    the checkpoint that `config.checkpoint.resume` names. Raises `RequestError` for what cannot be honoured, `RunError`
+    for a loss that is not finite or weights that could not be written, `ProofError` for replicas that differ or samples
+    that were not trained on once, and `Stopped` after Ctrl-C or SIGTERM, once saved.
     """
     loaded = state or resume.load(config, world)
     job = assemble(config, world, accumulation=None if loaded is None else resume.accumulation(loaded.meta, config))
-    run, has_folder = Opened(config, recorder, loaded), config.record.output is not None
     try:
-        parts = job.prepared()
-        with Session(config, world, has_folder=has_folder, run=run, prepared=parts, precision=job.precision) as session:
+        run, parts = nullcontext(Opened(config, recorder, loaded)), job.prepared()
+        with Session(config, world, run, prepared=parts, precision=job.precision) as session:
             task = Classifier(job, session, train_step)
             learn(task, session, config)
         world.pulse.enter("")  # not after an error: where it came is told
@@ -101,10 +86,7 @@ def learn(task: Task, session: Session, config: RunConfig) -> None:
 
 
 def train_share(task: Task, session: Session, batch: Any, clip: float | None) -> None:
-    """Compute this rank's share of a global micro-batch; after a batch's last, step (*collective*).
-
-    The host waits for nothing.
-    """
+    """Compute this rank's share of a global micro-batch; after a batch's last, step. The host waits for nothing."""
     pulse = session.world.pulse
     pulse.enter("forward")
     loss, weight, last = task.loss(batch)
@@ -119,14 +101,11 @@ def train_share(task: Task, session: Session, batch: Any, clip: float | None) ->
     task.optimizer.zero_grad()
     if task.average is not None:
         task.average.update()
-    session.stepped(lr, norm, last=last)
+    session.stepped(lr, norm, last)
 
 
 def train_step(job: Job, count: int, shares: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Compute and exchange the gradients of one global batch of `count` samples, given by hand (*collective*).
-
-    `shares` are this rank's (x, y) of each global micro-batch.
-    """
+    """Exchange the gradients of a batch of `count` samples; `shares` are this rank's (x, y) of each micro-batch."""
     given = list(shares)
     for number, (x, y) in enumerate(given, start=1):
         with job.strategy.sync_on(job.replica, last=number == len(given)):

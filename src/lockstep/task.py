@@ -6,8 +6,7 @@ of the loss over the batch. The mean over the global batch, and its gradient, ar
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -22,17 +21,20 @@ from .config import registry
 from .config.options import IDENTITY
 from .config.schema import RunConfig
 from .data import users
+from .data.share import moved
 from .data.source import hold_out
 from .engine import learn
 from .errors import RequestError
 from .models import table as models_table
 from .models.modes import evaluating
 from .record.console import Terminal
+from .runs.run import opened
 from .sessions.scoring import best_of
 from .sessions.session import Session
 from .steps import start
-from .training import optim
-from .training.losses import SAME_SUM
+from .steps.prepared import Source
+from .training import losses, optim
+from .training.optim import Average
 from .world.random_state import kept, seed_all
 from .world.world import World
 
@@ -46,17 +48,14 @@ _WANTED = (
 
 
 def train(config: RunConfig, world: World) -> dict[str, float]:
-    """Train by the step that `config` names, and return the last scores (*collective*).
-
-    Raises `RequestError` for data that are none and a step whose loss is no sum, and what a `Session` raises.
-    """
+    """Train by the step that `config` names, and return the last scores (*collective*)."""
     if config.parallel.strategy != "auto" and registry.kind(config.parallel.strategy).drives_all:
         raise RequestError(
             f"--strategy {config.parallel.strategy} drives several devices from one process, and a step of your own "
             f"runs on one; take {registry.per_device()}, or leave it out."
         )
-    console = Terminal.detect()
-    with Session(config, world, has_folder=True, console=console, keys=IDENTITY) as session:
+    run = opened(config, world, keys=IDENTITY, console=Terminal.detect())
+    with Session(config, world, run) as session:
         task = Steps(config, session)
         learn(task, session, config)
     return task.scores
@@ -65,39 +64,44 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
 class Steps:
     """The task of a step of the user's own (see `engine.Task`)."""
 
-    average = None
+    average: Average | None = None
 
     def __init__(self, config: RunConfig, session: Session) -> None:
         """Make data and model, and judge the step (*collective*)."""
-        self.scores: dict[str, float] = {}
-        """The last ones, by name."""
-        self._config, self._session, self._name = config, session, config.optim.step
+        self.scores: dict[str, float] = {}  # the last ones
+        self._config, self._session, self._name = config, session, f"--step {config.optim.step}"
         self._step: Step = user_code.load("--step", config.optim.step)
         self._metric: Step | None = user_code.load("--metric", config.optim.metric) if config.optim.metric else None
         collate = user_code.load("--collate", config.data.collate) if config.data.collate else default_collate
         with kept():
             trained, validated, tested = _given(config)
-            first = list(islice(_samples(trained), _PROBED))
+            each = trained if isinstance(trained, IterableDataset) else map(trained.__getitem__, range(len(trained)))
+            first = list(islice(each, _PROBED))
         model = models_table.build_for(config.model.name, classes=config.model.classes or 1, shape=_shape(first))
         start.freeze(model, config.model.freeze)
         loader = _loader(config, trained, collate, shuffle=not isinstance(trained, IterableDataset))
         self._model, batches = session.prepare(model, loader)
-        self.source = batches.shared
-        taken = start.load(config.model, self._model, session.world) if session.is_new else None
+        self.source: Source = batches.shared
+        taken = start.load(config.model, self._model, session.world) if session.loop.state is None else None
         self._lines = [*(taken.lines() if taken else []), *start.reached(self._model, config)]
         self.optimizer = optim.build(self._model, config.optim)
         session.prepared.optimizers.extend(self.optimizer.each)
-        self._probe([session.moved(collate(part)) for part in (first, first[:1], first[1:]) if part])
-        self.lr = _rate(config, self.source.steps())
+        how = (session.device, session.precision.cast, False)
+        self._probe([moved(collate(part), *how) for part in (first, first[:1], first[1:]) if part])
+        steps = self.source.steps()
+        if steps is None and (config.optim.schedule != "constant" or config.optim.warmup):
+            raise RequestError(
+                "The training data are a stream whose length nobody tells, and schedules count epochs; take --schedule "
+                "constant, or give the data set a __len__."
+            )
+        self.lr = optim.rate(config, config.batch.size, steps or 1)
         self._on = "test" if validated is None else "validation"
         self._judged = _loader(config, validated or tested, collate)
         self._tested = None if validated is None else _loader(config, tested, collate)
 
     def begin(self) -> None:
         """Begin the session's run (*collective*)."""
-        for line in () if self._config.record.quiet else self._lines:
-            self._session.print(line)
-        self._session.begin(self._config.epochs, None, self._come_to, is_scored=True)
+        self._session.begin(self._config.epochs, {"lines": self._lines}, self._come_to)
 
     def loss(self, batch: Any) -> tuple[Tensor, float | Tensor | None, None]:
         """Return what the step returns of the loss, and the number of things that it is a sum over, if that is told."""
@@ -105,11 +109,10 @@ class Steps:
 
     def evaluate(self) -> None:
         """Score the weights by the metric, or the loss, and tell the session (*collective*)."""
-        session, config = self._session, self._config
+        session, config, progress = self._session, self._config, self._session.loop.progress
         self.scores = self._scored(self._judged, self._on)
         session.log(**self.scores)
         session.score(self.scores.get(f"{self._on}_metric", -self.scores[f"{self._on}_loss"]))
-        progress = session.loop.progress
         self._show(f"epoch {progress.epochs + 1}/{config.epochs}  step {session.step:,}", self.scores)
         if (why := progress.stalled(config.patience)) and not session.loop.is_done:
             self._show(f"stopped: {why}", {})
@@ -119,9 +122,7 @@ class Steps:
         loop, found = self._session.loop, dict[str, float]()
         if self._tested is not None:
             found = self._scored(self._tested, "test")
-            record = dataclasses.replace(self._config.record, output=loop.folder)
-            there = dataclasses.replace(self._config, record=record)
-            if loop.progress.stale and (best := best_of(there, self._session.world, loop.progress)) is not None:
+            if loop.progress.stale and (best := best_of(loop.config, self._session.world, loop.progress)) is not None:
                 load_model(self._model, best.part("model"))
                 found |= self._scored(self._tested, "test_best")
             self._session.log(**found)
@@ -135,29 +136,16 @@ class Steps:
 
     def _asked(self, found: Any) -> tuple[Tensor, float | Tensor | None]:
         loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-        if not isinstance(loss, Tensor) or loss.dim():
-            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise RequestError(f"--step {self._name} returned {shown}; {_WANTED}.")
+        losses.check_number(self._name, loss, _WANTED)
         return loss, weight
 
     @torch.no_grad()
     def _probe(self, batches: list[Any]) -> None:
-        """Raise `RequestError` where the loss of samples together is not the sum of their losses.
-
-        `batches` are one of several samples, and the same samples in two. The model is in evaluation mode meanwhile.
-        """
+        """Raise `RequestError` where the loss of samples together, then in two parts, is not the sum of theirs."""
         with evaluating(self._model), kept():
-            whole, *parts = [float(self._asked(self._step(self._model, batch))[0]) for batch in batches]
-        if len(parts) < 2:
-            return
-        total, largest = sum(parts), max(abs(whole), *map(abs, parts))
-        if abs(whole - total) > SAME_SUM * largest:
-            raise RequestError(
-                f"--step {self._name} returned {whole:.6g} for {_PROBED} samples, and {parts[0]:.6g} and "
-                f"{parts[1]:.6g} for the first of them and the rest, which sum to {total:.6g}: its loss divides by the "
-                "samples that it sees, or one sample's depends on the others (such as on how far they are padded), and "
-                f"each rank sees but its own; {_WANTED}."
-            )
+            told = [float(self._asked(self._step(self._model, batch))[0]) for batch in batches]
+        if len(told) == 3:
+            losses.check_sum(self._name, *told, of=f"{_PROBED} samples")
 
     def _scored(self, loader: DataLoader[Any], on: str) -> dict[str, float]:
         """Return the mean loss over the loader's data, each sample once, and the mean of the metric (*collective*)."""
@@ -200,10 +188,6 @@ def _given(config: RunConfig) -> tuple[Any, Any, Any]:
     return train, validation, found["test"]
 
 
-def _samples(dataset: Any) -> Iterator[Any]:
-    return iter(dataset) if isinstance(dataset, IterableDataset) else (dataset[at] for at in range(len(dataset)))
-
-
 def _shape(samples: list[Any]) -> tuple[int, ...]:
     """Return the shape of a sample's first tensor, which one of our models may ask for; () where there is none."""
     if not samples:
@@ -214,21 +198,5 @@ def _shape(samples: list[Any]) -> tuple[int, ...]:
 
 def _loader(config: RunConfig, dataset: Any, collate: Any, *, shuffle: bool = False) -> DataLoader[Any]:
     workers = 0 if isinstance(dataset, TensorDataset) else config.data.workers or 0
-    return DataLoader(
-        *(dataset, config.batch.size),
-        shuffle=shuffle,
-        num_workers=workers,
-        collate_fn=collate,
-        drop_last=config.batch.drop_last,
-    )
-
-
-def _rate(config: RunConfig, steps: int | None) -> Callable[[int], float]:
-    if steps is None and (config.optim.schedule != "constant" or config.optim.warmup):
-        raise RequestError(
-            "The training data are a stream whose length nobody tells, and schedules count epochs; take --schedule "
-            "constant, or give the data set a __len__."
-        )
-    peak = optim.peak_lr(config.optim, config.batch.size)
-    factor = optim.schedule(config.optim, steps_per_epoch=steps or 1, epochs=config.epochs)
-    return lambda step: peak * factor(step)
+    how: dict[str, Any] = {"num_workers": workers, "collate_fn": collate, "drop_last": config.batch.drop_last}
+    return DataLoader(dataset, config.batch.size, shuffle=shuffle, **how)

@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -120,52 +121,40 @@ def test_one_rank_learns_what_the_plain_script_learns(pool: RankPool, tmp_path: 
     assert gap(plain, ours) < LAW
 
 
-def learn_the_same(pool: RankPool, folder: Path, name: str, accumulate: int) -> None:
+def slowly(*case: object) -> Any:
+    """Return a case that is run slice by slice."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "accumulate"), [*((name, 3) for name in NAMES), *(slowly(name, 1) for name in NAMES)])
+def test_an_example_learns_the_same_on_any_number_of_ranks(
+    pool: RankPool, tmp_path: Path, name: str, accumulate: int
+) -> None:
     curves = [
-        pool.run(size, run, OURS / f"{name}.py", {"output": str(folder / str(size)), "accumulate": accumulate})
+        pool.run(size, run, OURS / f"{name}.py", {"output": str(tmp_path / str(size)), "accumulate": accumulate})
         for size in WORLDS
     ]
     for size, ranks in zip(WORLDS, curves, strict=True):
         assert all(gap(curves[0][0], lines) < LAW for lines in ranks), (size, ranks)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_learns_the_same_on_any_number_of_ranks(pool: RankPool, tmp_path: Path, name: str) -> None:
-    learn_the_same(pool, tmp_path, name, accumulate=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_learns_the_same_without_accumulation(pool: RankPool, tmp_path: Path, name: str) -> None:
-    learn_the_same(pool, tmp_path, name, accumulate=1)
-
-
-def continue_exactly(pool: RankPool, folder: Path, name: str, size: int, accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "size", "accumulate"),
+    [("convnet", 2, 3), ("gpt", 2, 3), *(slowly(*case) for case in product(NAMES, WORLDS, (1, 3)))],
+)
+def test_an_example_that_is_killed_goes_on_with_the_same_bits(
+    pool: RankPool, tmp_path: Path, name: str, size: int, accumulate: int
+) -> None:
     options = {"accumulate": accumulate, "checkpoint_every": 5, "log_every": 1}
-    whole, cut = options | {"output": str(folder / "whole")}, options | {"output": str(folder / "cut")}
+    whole, cut = options | {"output": str(tmp_path / "whole")}, options | {"output": str(tmp_path / "cut")}
     pool.run(size, run, OURS / f"{name}.py", whole)
     by = (
         r"\1__import__('tests.ranks.test_examples', fromlist=['*']).kill_ranks"
         rf"(session, {KILLED_AT[name]}, {cut['output']!r})\n\1session.backward"
     )
-    killed = changed(OURS / f"{name}.py", folder, r"(?m)^( +)session\.backward", by)
+    killed = changed(OURS / f"{name}.py", tmp_path, r"(?m)^( +)session\.backward", by)
     with pytest.raises((EOFError, OSError)):
         pool.run(size, run, killed, cut)
     pool.run(size, run, OURS / f"{name}.py", cut | {"resume": "auto"})
-    assert losses(folder / "cut") == losses(folder / "whole")
-    assert weights(folder / "cut") == weights(folder / "whole")
-
-
-@pytest.mark.parametrize("name", ["convnet", "gpt"])
-def test_an_example_that_is_killed_goes_on_with_the_same_bits(pool: RankPool, tmp_path: Path, name: str) -> None:
-    continue_exactly(pool, tmp_path, name, size=2, accumulate=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_that_is_killed_goes_on_with_the_same_bits_on_any_number_of_ranks(
-    pool: RankPool, tmp_path: Path, name: str, size: int, accumulate: int
-) -> None:
-    continue_exactly(pool, tmp_path, name, size, accumulate)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")

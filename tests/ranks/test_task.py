@@ -115,19 +115,22 @@ def test_what_patterns_reached_and_each_epoch_is_shown_unless_asked_to_be_quiet(
     assert not re.search("frozen|rate|epoch", shown[True])
 
 
-def test_a_step_that_is_no_sum_is_refused_in_its_own_numbers(tmp_path: Path) -> None:
-    for name, words in (("mean_step", "returned .* for 4 samples, and"), ("whole_step", r"a tensor of shape \(4, ")):
-        with pytest.raises(RequestError, match=words):
-            train(World.alone(), tmp_path / name, {"step": name})
-        assert not (tmp_path / name).exists()
-
-
-def test_what_a_step_would_leave_without_effect_is_refused(tmp_path: Path) -> None:
-    for name, value in (("ema", 0.9), ("label_smoothing", 0.1)):
-        with pytest.raises(RequestError, match=f"--{name.replace('_', '-')}.* have no effect with --step"):
-            options(tmp_path / "run", **{name: value})
-    with pytest.raises(RequestError, match="--strategy dp drives several devices"):
-        train(World.alone(), tmp_path / "run", {"strategy": "dp"})
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"step": "mean_step"}, "returned .* for 4 samples, and"),
+        ({"step": "whole_step"}, r"a tensor of shape \(4, "),
+        ({"ema": 0.9}, "--ema.* have no effect with --step"),
+        ({"label_smoothing": 0.1}, "--label-smoothing.* have no effect with --step"),
+        ({"strategy": "dp"}, "--strategy dp drives several devices"),
+        ({"holdout": 0.001}, "holds out none of 40 samples"),
+        ({"holdout": 0.999}, "holds out all of 40 samples"),
+    ],
+)
+def test_what_a_step_cannot_have_is_refused(tmp_path: Path, values: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        train(World.alone(), tmp_path / "run", values)
+    assert not (tmp_path / "run").exists()
 
 
 def never_better(model: nn.Module, batch: Sample) -> tuple[int, int]:
@@ -165,9 +168,3 @@ def test_best_follows_the_metric_on_a_validation_set_and_the_test_set_comes_once
     assert best.meta["epochs"] == 1, "the first was none the worse"
     assert tests["test_best_loss"] != tests["test_loss"]
     assert padded(texts(2))["ids"].shape[0] == 2
-
-
-def test_what_cannot_be_held_out_is_refused(tmp_path: Path) -> None:
-    for share, words in ((0.001, "holds out none of 40 samples"), (0.999, "holds out all of 40 samples")):
-        with pytest.raises(RequestError, match=words):
-            train(World.alone(), tmp_path / "run", {"holdout": share})

@@ -91,11 +91,11 @@ weighted = functools.partial(torch.nn.functional.cross_entropy, weight=torch.one
 
 def test_a_loss_of_ones_own_is_called_for_training_and_evaluation() -> None:
     own = _config(loss=f"{__name__}:weighted")
-    assert losses.build(own, classes=3) is weighted
+    assert losses.build(own) is weighted
     assert losses.evaluated(own, weighted) is weighted
     smoothed = _config(label_smoothing=0.1)
     scores, labels = torch.eye(3), torch.arange(3)
-    found = losses.build(smoothed, classes=3)
+    found = losses.build(smoothed)
     plain = torch.nn.functional.cross_entropy(scores, labels, reduction="sum")
     assert found(scores, labels, reduction="sum") > plain
     assert losses.evaluated(smoothed, found)(scores, labels, reduction="sum") == plain

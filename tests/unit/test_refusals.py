@@ -155,7 +155,7 @@ OWN = """
 --on-device on                         | --on-device on | use auto
 --holdout 1e-9                         | --holdout 1e-09 | none of 1,437 samples
 --precision tf32                       | tf32 | NVIDIA GPU | found cpu
---loss {own}:by_samples                | returned a tensor of shape (2,)
+--loss {own}:by_samples                | returned a tensor of shape (8,)
 --loss {own}:averaged                  | divides by the samples that it sees | for 8 samples (scores (8,
 --resume gone                          | gone | no checkpoint
 """.replace("{own}", "tests.refused")

@@ -12,17 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import user_code
 from ..checkpoint import resume
 from ..checkpoint.state import State, load_model
 from ..config.schema import RunConfig
+from ..data.share import Micro
 from ..errors import RequestError
 from ..files import check_own, own_folder, shown, understanding, write_json, write_whole
 from ..models.modes import evaluating
 from ..record.result import RunResult, Scores
 from ..runs.folders import unwritable
-from ..steps import report, start
-from ..steps.evaluation import Predictions, evaluate
+from ..steps import report
+from ..steps.evaluation import concatenated, evaluate
 from ..steps.job import Job, assemble
+from ..steps.prepared import Source
 from ..steps.progress import Progress
 from ..training import losses
 from ..world.world import World
@@ -30,11 +33,11 @@ from .session import Session
 
 if TYPE_CHECKING:
     from ..data.source import Source as Data
-    from ..data.source import Splits
 
 SCORES = "scores.json"
 _PROBED = 8
 """Samples by which a loss of the user's is judged."""
+_WANTED = 'it is called as loss(scores, labels, reduction="sum") and returns the sum over the samples, one number'
 Shares = Iterable[tuple[Tensor, Tensor]]
 
 
@@ -43,25 +46,15 @@ class Classifier:
 
     def __init__(self, job: Job, session: Session, step: Callable[[Job, int, Shares], None]) -> None:
         """`step` is `engine.train_step`."""
-        self.source, self.optimizer, self.lr, self.average = job, job.optimizer, job.lr, job.average
-        self.result: RunResult | None = None
-        """What the run has come to, once it has ended."""
-        self._job, self._session, self._step = job, session, step
+        self.source: Source = job
+        self.optimizer, self.lr, self.average = job.optimizer, job.lr, job.average
+        self.result: RunResult | None = None  # once the run has ended
+        self._job, self._session, self._loop, self._step = job, session, session.loop, step
 
     def begin(self) -> None:
         """Begin the session's run, judge the user's loss, and rehearse a step (*collective*)."""
         job = self._job
-        taken = [] if job.taken is None else job.taken.lines()
-        facts = {
-            "lines": [*report.lines(job), *taken, *start.reached(job.model, job.config)],
-            "chosen": report.chosen(job),
-            "eval_every": job.config.eval_every,
-            "best_on": job.data.best_on,
-            "shape": list(job.data.train.shape),
-            "classes": job.config.model.classes or job.data.train.classes,
-            **({} if job.taken is None else {"init": dataclasses.asdict(job.taken)}),
-        }
-        self._session.begin(job.config.epochs, facts, self._come_to, is_scored=True)
+        self._session.begin(job.config.epochs, report.of_job(job), self._come_to)
         if ":" in job.config.optim.loss:
             job.world.together(self._check_loss)
         job.strategy.settle(job.model, self._rehearse)
@@ -72,123 +65,101 @@ class Classifier:
         loss, logits = self._job.loss(x, y)
         return loss, None, (logits.detach(), y)
 
+    def _first(self) -> Micro:
+        with contextlib.closing(self._job.micros(0)) as micros:
+            return next(micros)
+
+    def _rehearse(self) -> None:
+        first = self._first()
+        self._step(self._job, first.total, [first.batch])
+
+    def _check_loss(self) -> None:
+        """Raise `RequestError` where the user's own loss is no sum over the first samples of the run."""
+        job, name = self._job, f"--loss {self._job.config.optim.loss}"
+        x, y = (part[:_PROBED] for part in self._first().batch)
+        with evaluating(job.model), torch.no_grad(), job.precision.autocast():
+            logits, told = job.model(x), [0.0, 0.0, 0.0]
+            for number, part in enumerate((slice(None), slice(1), slice(1, None))):
+                if len(y[part]):
+                    try:
+                        found = job.loss_fn(logits[part], y[part], reduction="sum")
+                    except Exception as error:
+                        raise RequestError(f"{name} {user_code.raised(error)}; {_WANTED}.") from error
+                    losses.check_number(name, found, _WANTED)
+                    told[number] = float(found)
+        losses.check_sum(name, *told, of=f"{len(y)} samples (scores {tuple(logits.shape)}, labels {tuple(y.shape)})")
+
     def evaluate(self) -> None:
-        """Score the weights on the set that `best` is chosen by (*collective*).
+        """Score the weights on the set that `best` is chosen by (*collective*)."""
+        data, progress = self._job.data, self._loop.progress
+        scores = self._scored(data.judged, epoch=progress.epochs)
+        self._loop.judge(scores.top1, scores, on=data.best_on)
 
-        What a stop cuts short is done again on resuming.
-        """
-        job, loop = self._job, self._session.loop
-        judged, progress = job.data.judged, loop.progress
-        loop.recorder.record("evaluate", step=progress.step, epoch=progress.epochs, samples=len(judged))
-        loop.take(self._scored(judged), on=job.data.best_on)
-
-    def _scored(self, source: Data) -> Scores:
-        loop = self._session.loop
-        scores = scored(self._job, source, stop=self._session.asked_to_stop, note=loop.proofs.note_evaluated)
+    def _scored(self, source: Data, **told: Any) -> Scores:
+        """Return the scores on `source` (*collective*); raises `Stopped` where that was asked for meanwhile."""
+        loop, ledger = self._loop, self._loop.proofs.ledger
+        loop.recorder.record("evaluate", step=loop.progress.step, samples=len(source), **told)
+        how: dict[str, Any] = {} if ledger is None else {"note": ledger.add_evaluated}
+        scores = scored(self._job, source, stop=lambda: loop.stop.asked, **how)
         if scores is None:
             raise loop.stopped()
         return scores
 
-    def _rehearse(self) -> None:
-        """Run the first micro-batch of the run forward and backward, as training does."""
-        with contextlib.closing(self._job.micros(0)) as micros:
-            first = next(micros)
-            self._step(self._job, first.total, [first.batch])
-
-    def _check_loss(self) -> None:
-        """Raise `RequestError` where the user's own loss is no sum over the first samples of the run."""
-        job = self._job
-        with contextlib.closing(job.micros(0)) as micros:
-            x, y = next(micros).batch
-            with evaluating(job.model), torch.no_grad(), job.precision.autocast():
-                losses.check_sum(job.config.optim.loss, job.loss_fn, job.model(x[:_PROBED]), y[:_PROBED])
+    def _test(self, weights: str, of_step: int) -> dict[str, Any]:
+        """Return the scores on the test set of the `last` or the `best` weights, which the model has (*collective*)."""
+        loop, data = self._loop, self._job.data.test
+        step = loop.progress.step
+        epoch = (step - 1) // self._job.steps()
+        scores = dataclasses.asdict(self._scored(data, epoch=epoch, of=weights))
+        loop.proofs.end_evaluation(epoch, step, len(data))
+        loop.recorder.record("test", of=weights, step=step, of_step=of_step, **scores)
+        return {"step": of_step} | scores
 
     def _come_to(self) -> dict[str, Any]:
         """Return what the run has come to, with the scores on the test set (*collective*). Raises `Stopped`."""
-        job, loop = self._job, self._session.loop
-        tests, progress, meter = self._tested(), loop.progress, loop.meter
+        job, loop, meter, progress = self._job, self._loop, self._loop.meter, self._loop.progress
         assert progress.scores is not None
+        scores = dataclasses.asdict(progress.scores)
+        test, best = {"step": progress.step} | scores, dict[str, Any]()
+        if job.data.validation is not None:
+            test = best = self._test("last", progress.step)
+            if progress.stale:
+                state = best_of(job.config, job.world, progress)
+                if state is not None:
+                    restore_model(job, state)
+                best = {} if state is None else self._test("best", state.meta["step"])
         peak = meter.telemetry.peak_memory_bytes()
         own = torch.tensor([peak["host"] or 0, peak["device"] or 0], device=job.world.device)
         host, device = job.world.sum(own).tolist()
-        result = RunResult(
-            **dataclasses.asdict(progress.scores),
+        measured: dict[str, Any] = {}
+        if meter.images:
+            p50_s, p95_s = meter.clock.percentiles(50, 95)
+            measured = {"step_p50_s": p50_s, "step_p95_s": p95_s, "images_per_s": meter.images / meter.train_s}
+            measured |= {"data_wait_s": meter.wait_s, "peak_memory_bytes": {"host": host, "device": device}}
+        self.result = RunResult(
+            **scores,
+            **measured,
             best_top1=max(progress.best_top1, progress.scores.top1),
             best_on=job.data.best_on,
-            test=tests["test"],
-            test_best=tests.get("test_best"),
+            test=test,
+            test_best=best or None,
             stopped="" if loop.is_done else progress.stalled(job.config.patience),
             steps=progress.step,
             epoch_s=tuple(progress.epoch_s),
             proof=loop.checks(),
             output=shown(job.config.record.output),
         )
-        if meter.images:
-            p50_s, p95_s = meter.clock.percentiles(50, 95)
-            result = dataclasses.replace(
-                result,
-                images_per_s=meter.images / meter.train_s,
-                step_p50_s=p50_s,
-                step_p95_s=p95_s,
-                data_wait_s=meter.wait_s,
-                peak_memory_bytes={"host": host, "device": device},
-            )
-        self.result = result
-        return result.as_json()
-
-    def _tested(self) -> dict[str, dict[str, Any] | None]:
-        """Return the scores of the last weights on the test set, and those of the best if others (*collective*).
-
-        The best ones are in the run's folder; the job's model has those afterwards.
-        """
-        job, progress = self._job, self._session.loop.progress
-        if job.data.validation is None:
-            assert progress.scores is not None
-            return {"test": {"step": progress.step} | dataclasses.asdict(progress.scores)}
-        last = best = self._test("last", progress.step)
-        if progress.stale:
-            best_state = best_of(job.config, job.world, progress)
-            best = None
-            if best_state is not None:
-                restore_model(job, best_state)
-                best = self._test("best", best_state.meta["step"])
-        return {"test": last, "test_best": best}
-
-    def _test(self, weights: str, step: int) -> dict[str, Any] | None:
-        job, loop = self._job, self._session.loop
-        now, data = loop.progress.step, job.data.test
-        epoch = (now - 1) // job.steps()
-        loop.recorder.record("evaluate", step=now, epoch=epoch, samples=len(data), of=weights)
-        scores = self._scored(data)
-        loop.proofs.end_evaluation(epoch, now, len(data))
-        found = {"step": step} | dataclasses.asdict(scores)
-        loop.recorder.record("test", of=weights, **found | {"step": now, "of_step": step})
-        return found
+        return self.result.as_json()
 
 
-def scored(
-    job: Job,
-    source: Data,
-    *,
-    stop: Callable[[], bool] = lambda: False,
-    note: Callable[[np.ndarray], None] = lambda indices: None,
-    predictions: Predictions | None = None,
-) -> Scores | None:
-    """Return the scores of the job's model, or of its average, on `source`; None once `stop()` holds (*collective*)."""
-    job.strategy.agree_on_buffers(job.model)
-    if job.average is not None:
-        job.strategy.agree_on_buffers(job.average.module)
-    return evaluate(
-        job.evaluated_model,
-        source,
-        job.world,
-        batch=job.eval_batch,
-        autocast=job.precision.autocast,
-        loss_fn=losses.evaluated(job.config.optim, job.loss_fn),
-        stop=stop,
-        note=note,
-        predictions=predictions,
-    )
+def scored(job: Job, source: Data, **how: Any) -> Scores | None:
+    """Return what `evaluate` does of the job's model, or of its average (*collective*)."""
+    models = [job.model] if job.average is None else [job.model, job.average.module]
+    for model in models:
+        job.strategy.agree_on_buffers(model)
+    how |= {"autocast": job.precision.autocast, "loss_fn": losses.evaluated(job.config.optim, job.loss_fn)}
+    batch = job.config.batch.eval_batch or -(-job.plan.global_size // (job.replicas * job.plan.accumulation))
+    return evaluate(models[-1], source, job.world, batch=batch, **how)
 
 
 def restore_model(job: Job, loaded: State) -> None:
@@ -224,25 +195,28 @@ def evaluate_checkpoint(
     """Return the exact scores of the checkpoint that `config.checkpoint.resume` names (*collective*).
 
     They are written to `folder`/scores.json, and what the model says of each sample to the CSV file `predictions`.
-    Raises `RequestError`, on every rank, for a split that there is not, and for files that cannot be written.
     """
     loaded = resume.load(config, world, keys=resume.EVALUATED)
     assert loaded is not None, "the command names a checkpoint"
     # An evaluation has no global batch that would have to be split; each rank takes this many samples at once.
-    share = config.batch.eval_batch or -(-config.batch.size // world.size)
-    batch = dataclasses.replace(
-        config.batch, size=share * world.size, accumulate=None, micro_batch=None, drop_last=False
-    )
-    data = dataclasses.replace(config.data, augment=())
-    config = dataclasses.replace(config, batch=batch, data=data)
+    size = (config.batch.eval_batch or -(-config.batch.size // world.size)) * world.size
+    batch = dataclasses.replace(config.batch, size=size, accumulate=None, micro_batch=None, drop_last=False)
+    config = dataclasses.replace(config, batch=batch, data=dataclasses.replace(config.data, augment=()))
     job = assemble(config, world, only_evaluates=True, weights=loaded.part("model"))
     try:
-        source = _source(job.data, split, config.data.name)
+        source: Data | None = getattr(job.data, split)
+        if source is None:
+            raise RequestError(
+                f"--split validation: --data {config.data.name} has no validation set, and the run held none out "
+                "(--holdout); give --split test or --split train."
+            )
         restore_model(job, loaded)
-        each = Predictions()
-        scores = scored(job, source, predictions=each)
+        own: list[Tensor] = []
+        scores = scored(job, source, predictions=own)
         assert scores is not None, "nobody stops it"
-        rows = each.gathered(world, len(source))
+        none = torch.empty(0, 4, dtype=torch.float64, device=world.device)
+        rows = concatenated(world, torch.cat(own or [none])).cpu().numpy()
+        assert np.array_equal(rows[:, 0], np.arange(len(source))), "not each sample once, in index order"
         told = {
             "checkpoint": shown(loaded.origin),
             "step": loaded.meta["step"],
@@ -258,18 +232,8 @@ def evaluate_checkpoint(
         job.data.close()
 
 
-def _source(data: Splits, split: str, name: str) -> Data:
-    found: Data | None = getattr(data, split)
-    if found is None:
-        raise RequestError(
-            f"--split validation: --data {name} has no validation set, and the run held none out (--holdout); give "
-            "--split test or --split train."
-        )
-    return found
-
-
 def _by_class(rows: np.ndarray, classes: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the samples and the top1 of each class, None of one without samples; `rows` are what was gathered."""
+    """Return the samples and the top1 of each class, None of one without samples, from (index, label, predicted, …)."""
     labels, is_hit = rows[:, 1].astype(np.int64), rows[:, 1] == rows[:, 2]
     samples, hits = (np.bincount(labels[chosen], minlength=classes).tolist() for chosen in (slice(None), is_hit))
     return [

@@ -1,10 +1,9 @@
 """A script of the user's as what each rank runs, and what its call of `lockstep.session()` finds around it.
 
-    lockstep run [flags] train.py [its own]     `Script` is the entry of a launcher, and `take` what the session finds
-    torchrun … train.py, or python train.py     nothing is around it: `own_process` joins the others, tells errors at
-                                                the top of the script, and leaves the world when the process ends
-
-What the script raises is told with its own frames alone, by the rank that is the root cause.
+Under `lockstep run [flags] train.py`, `Script` is the entry of a launcher, and `take` what the session finds. Under
+`torchrun … train.py` or `python train.py` nothing is around it: `own_process` joins the others, tells errors at the top
+of the script, and leaves the world when the process ends. What the script raises is told with its own frames alone, by
+the rank that is the root cause.
 """
 
 from __future__ import annotations
@@ -46,11 +45,13 @@ class Started:
     given: frozenset[str] = frozenset()
     """The names, without dashes, of the flags that `lockstep run` was given."""
     closing: list[Callable[[BaseException | None], None]] = field(default_factory=list)
-    """Called when the script has ended, before the world is left, with the error that ended it or None; the last one
-    first. After an error, what one of them raises is dropped."""
+    """Called when the script has ended, before the world is left, the last one first, with the error that ended it."""
 
-    def close(self, error: BaseException | None) -> BaseException | None:
-        """Call what is to be called; return the error that the script, or else the closing, has ended with."""
+    def end(self, error: BaseException | None) -> tuple[BaseException | None, BaseException | None]:
+        """Close what the script has opened; return the error that it ended with, and what is to be raised for it.
+
+        A lone rank's SystemExit is Python's business.
+        """
         if isinstance(error, SystemExit) and not _status(error):
             error = None
         for close in reversed(self.closing):
@@ -58,7 +59,9 @@ class Started:
                 close(error)
             except BaseException as late:
                 error = late if error is None else error
-        return error
+        if error is None or (isinstance(error, SystemExit) and self.world.size == 1):
+            return error, error
+        return error, _raised(error, self.world.rank)
 
 
 _started: Started | None = None
@@ -67,11 +70,7 @@ _own: _OwnProcess | None = None
 
 
 def take() -> Started | None:
-    """Return what `lockstep run` has started; None where it has not, and `own_process` comes next.
-
-    From then on, an error of lockstep's that reaches the top of a script is told in one sentence there, too. Raises
-    `RequestError` when called again.
-    """
+    """Return what `lockstep run` has started; None where it has not, and `own_process` comes next."""
     global _taken, _own
     if _taken:
         raise RequestError("lockstep.session() was called twice: a process has one session; keep it and pass it on.")
@@ -82,10 +81,7 @@ def take() -> Started | None:
 
 
 def own_process(config: RunConfig, env: Mapping[str, str] | None = None) -> Started:
-    """Join the world as a rank, until this process ends; after `take` (*collective*).
-
-    Raises what `launchers.table.joined` does, and `RequestError` in a process that the script has started.
-    """
+    """Join the world as a rank, until this process ends; after `take` (*collective*)."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RequestError(
             "A process that the script has started, such as a data worker, imports the script and would run it anew; "
@@ -96,10 +92,7 @@ def own_process(config: RunConfig, env: Mapping[str, str] | None = None) -> Star
 
 
 def closed() -> None:
-    """Leave the world that `own_process` has joined, once its session is closed; the process is its own from then on.
-
-    A script that `lockstep run` has started leaves the world when it ends.
-    """
+    """Leave the world that `own_process` has joined, once its session is closed."""
     global _own
     if _own is not None:
         own, _own = _own, None
@@ -115,13 +108,9 @@ class Script:
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     given: frozenset[str] = frozenset()
-    """As in `Started`."""
 
     def __call__(self, config: RunConfig, world: World) -> int:
-        """Run the script; return its exit code, which is 0 where there are several ranks.
-
-        Raises `RequestError` where the script never calls `lockstep.session()`, `ScriptError` for what it raises.
-        """
+        """Run the script; return its exit code, which is 0 where there are several ranks."""
         try:
             _ranked(self.name, self._run, Started(config, world, self.given))
         except SystemExit as end:
@@ -131,57 +120,46 @@ class Script:
         return 0
 
     def _run(self) -> None:
-        sys.argv = [self.name, *self.arguments]
+        sys.argv, path = [self.name, *self.arguments], Path(self.name).absolute()
+        sys.path.insert(0, str(Path.cwd() if self.is_module else path.parent))
         if self.is_module:
-            sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
-            path = Path(self.name).absolute()
-            sys.path.insert(0, str(path.parent))
             runpy.run_path(str(path), run_name="__main__")
 
 
 @dataclass(frozen=True)
-class Function:
+class _Function:
     """An entry for the launchers: each rank calls a function of the user's, which calls `lockstep.session()`."""
 
     function: Callable[[], Any]
-    given: frozenset[str] = frozenset()
-    """As in `Started`."""
+    given: frozenset[str]
 
     def __call__(self, config: RunConfig, world: World) -> Any:
-        """Return what the function returns; raises as `Script` does."""
         return _ranked(self.function.__qualname__, self.function, Started(config, world, self.given))
 
 
 def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options: Any) -> Any:
     """Run a function on every rank, and return what rank 0's returns; None in processes of other ranks.
 
-    With a `config`, `entry(config, world)` is called. Without one, `entry()` is, which calls `lockstep.session()`; the
-    ranks are then those that `options` ask for, by the names of `lockstep run`'s flags: `launch(main, devices=2)`. A
-    function that is run in several processes must be importable by name. Raises a `LockstepError` for whatever goes
-    wrong in any rank.
+    With a `config`, `entry(config, world)` is called. Without one, `entry()` is, which calls `lockstep.session()`, on
+    the ranks that `options` ask for, by the names of `lockstep run`'s flags: `launch(main, devices=2)`. A function that
+    several processes run must be importable by name. Raises a `LockstepError` for what goes wrong in any rank.
     """
     try:
         if config is not None:
             return table.launch(entry, config)
-        if not callable(entry):
-            raise RequestError(f"launch takes a function that each rank calls; found {entry!r}.")
         name = getattr(entry, "__name__", "function")
         wanted = override(RunConfig(model=ModelConfig(name=name), data=DataConfig(name="")), **options)
-        return table.launch(Function(entry, frozenset(key.replace("_", "-") for key in options)), wanted)
+        return table.launch(_Function(entry, frozenset(key.replace("_", "-") for key in options)), wanted)
     except LockstepError:
-        _tell_at_top()
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = _tell
         raise
 
 
-def _tell_at_top() -> None:
-    """Have an error of ours that reaches the top of the program told in one sentence, with its exit code."""
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _tell
-
-
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Tell an error of ours that reaches the top of the program in one sentence, and end with its exit code."""
     if not isinstance(error, LockstepError):
         sys.__excepthook__(kind, error, trace)
         return
@@ -194,13 +172,13 @@ def _ranked(name: str, run: Callable[[], Any], started: Started) -> Any:
     """Return what `run()` returns, as a rank; raises what it is to be told as, and SystemExit of a rank alone."""
     global _started, _taken
     before, (_started, _taken) = (_started, _taken), (started, False)
-    size = started.world.size
     started.world.pulse.enter(SETUP)  # until the script's loop has begun
     error: BaseException | None = None
     found = None
     try:
         found = run()
         if not _taken:
+            size = started.world.size
             how = f"each of {size} processes ran it for itself" if size > 1 else "python would do as well"
             raise RequestError(
                 f"{name} never calls lockstep.session(), so that {how}; call it before the model is made, or start "
@@ -208,41 +186,35 @@ def _ranked(name: str, run: Callable[[], Any], started: Started) -> Any:
             )
     except BaseException as raised:
         error = raised
-    error = started.close(error)
+    error, raises = started.end(error)
     _started, _taken = before
-    if error is None:
+    if raises is None:
         return found
-    if isinstance(error, SystemExit) and size == 1:
-        raise error
-    if (raises := _told(error, started.world.rank)) is not error:
+    if error is not None and raises is not error:
         traceback.clear_frames(error.__traceback__)  # with them data workers go, which end in order
     raise raises
 
 
 def _status(end: SystemExit) -> int:
-    """Return the exit code of a process that ends so."""
     return (end.code or 0) & 0xFF if isinstance(end.code, int | None) else 1
 
 
-def _told(error: BaseException, rank: int) -> BaseException:
-    """Return what is raised for an error of the script's: one that is told with the script's own frames.
-
-    Errors that are told otherwise, such as ours and echoes of a lost rank, are returned as they are.
-    """
+def _raised(error: BaseException, rank: int) -> BaseException:
+    """Return what is raised for an error of the script's, with its own frames; for others, such as ours, themselves."""
+    raises: BaseException
     if isinstance(error, UnmatchedError):
-        raises: BaseException = RunError(failures.describe(error, rank).sentence)
-        raises.__cause__ = error  # whose trace goes to the run's folder
-        return raises
-    if isinstance(error, LockstepError) or not isinstance(error, Exception | SystemExit):
+        raises = RunError(failures.describe(error, rank).sentence)
+    elif isinstance(error, LockstepError) or not isinstance(error, Exception | SystemExit):
         return error
-    trace = failures.below_runners(error.__traceback__)
-    error.__traceback__ = trace or error.__traceback__
-    failure = failures.describe(error, rank)
-    if failure.is_echo or failure.kind == RunError.__name__:
-        return error
-    has_frames = trace is not None and not isinstance(error, SystemExit)
-    raises = ScriptError(failure.sentence, trace=failure.trace) if has_frames else RunError(failure.sentence)
-    raises.__cause__ = error
+    else:
+        trace = failures.below_runners(error.__traceback__)
+        error.__traceback__ = trace or error.__traceback__
+        failure = failures.describe(error, rank)
+        if failure.is_echo or failure.kind == RunError.__name__:
+            return error
+        has_frames = trace is not None and not isinstance(error, SystemExit)
+        raises = ScriptError(failure.sentence, trace=failure.trace) if has_frames else RunError(failure.sentence)
+    raises.__cause__ = error  # whose trace goes to the run's folder
     return raises
 
 
@@ -254,28 +226,26 @@ class _OwnProcess:
         self._started: Started | None = None
         self._exit: SystemExit | None = None
         self._hook, sys.excepthook = sys.excepthook, self._fail
+        self._leave_by: Callable[..., NoReturn] = sys.exit
 
     def join(self, config: RunConfig, env: Mapping[str, str] | None) -> Started:
         """Join the world, which is left when the process ends."""
         self._started = Started(*self._kept.enter_context(table.joined(config, env)))
         self._started.world.pulse.enter(SETUP)  # until the script's loop has begun
         atexit.register(self._end)
-        leave = sys.exit
-
-        def note(code: Any = None) -> NoReturn:
-            self._exit = SystemExit(code)  # Python tells nobody what a process is about to end with
-            leave(code)
-
-        sys.exit = self._note = note
-        self._leave_by = leave
+        sys.exit = self._note  # Python tells nobody what a process is about to end with
         return self._started
+
+    def _note(self, code: Any = None) -> NoReturn:
+        self._exit = SystemExit(code)
+        self._leave_by(code)
 
     def leave(self) -> None:
         """Leave the world before the process ends; what the process does from then on is told by Python."""
         atexit.unregister(self._end)
         if sys.excepthook == self._fail:
             sys.excepthook = self._hook
-        if sys.exit is self._note:
+        if sys.exit == self._note:
             sys.exit = self._leave_by
         self._kept.close()
 
@@ -301,13 +271,14 @@ class _OwnProcess:
         global _own
         _own = None
         atexit.unregister(self._end)
-        rank, size = 0, 1
+        size, raises = 1, error
         if self._started is not None:
-            rank, size = self._started.world.rank, self._started.world.size
-            error = self._started.close(error)
+            size = self._started.world.size
+            error, raises = self._started.end(error)
+        elif error is not None:
+            raises = _raised(error, 0)
         if size == 1 and isinstance(error, SystemExit):
-            error = None  # which Python tells
-        raises = None if error is None else _told(error, rank)
+            error = raises = None  # which Python tells
         try:
             self._kept.__exit__(None if raises is None else type(raises), raises, None)
         except BaseException as last:

@@ -5,149 +5,87 @@ A `Session` calls this at the end of each step and epoch. Everything here is cal
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..batching import BatchPlan
 from ..checkpoint.resume import identity
 from ..checkpoint.state import State
 from ..checks.pages import Indices
-from ..config.schema import RunConfig
-from ..data.share import Micro
-from ..errors import ProofError, RequestError, RunError, Stopped, ranks_named
+from ..errors import RequestError, RunError, Stopped, ranks_named
 from ..files import own_folder, shown, understanding, write_json
 from ..monitor.signals import StopRequest
-from ..record.base import Recorder
 from ..record.result import Scores
 from ..runs.folders import unwritable
+from ..runs.run import Opened
 from ..training.precision import Precision
 from ..world.random_state import load_generators, save_generators, seed_all
-from ..world.world import World
-from .meter import COVERS, Meter, NonFiniteLossError
+from .meter import Meter
 from .prepared import Prepared
 from .progress import Progress
 from .proofs import Proofs
-from .report import told
+from .report import started
 from .saving import Saver
-
-
-class Source(Protocol):
-    """Data by whose batches steps are counted."""
-
-    @property
-    def plan(self) -> BatchPlan:
-        """How a global batch is shared out."""
-
-    @property
-    def samples(self) -> int | None:
-        """In the training set; None where nobody knows."""
-
-    @property
-    def stands_in(self) -> bool:
-        """Whether a sample that does not count stands in where a share is empty."""
-
-    def steps(self) -> int | None:
-        """Return the optimizer steps of an epoch; None where nobody knows."""
-
-    def micros(self, epoch: int, *, first: int = 0) -> Generator[Micro, None, None]:
-        """Yield this rank's share of each global micro-batch of `epoch`, from its step `first` on."""
 
 
 class Loop:
     """The course of one run: how far it has come, and what is written down of it."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        world: World,
-        prepared: Prepared,
-        precision: Precision,
-        recorder: Recorder,
-        stop: StopRequest,
-        *,
-        state: State | None,
-        folder: bool,
-        again: str = "",
-    ) -> None:
-        """`state` is what the run goes on from; without a `folder` nothing is saved; `again` is as in `Saver`."""
-        self.folder = config.record.output if folder else None
-        self.progress = Progress()
-        self.resumed_at = 0
-        """Steps made in the epoch under way, as long as a resumed run has not made its first."""
-        self.wait_s = 0.0
-        """Seconds that this rank has waited for data since the last record."""
-        self.score: float | None = None
-        """Of the weights as they are, where somebody has told it since the last save."""
-        self.last: tuple[Tensor, Tensor] | None = None
-        """The last micro-batch's (logits, labels), where a step's accuracy is to be recorded."""
-        self.has_begun = False
-        self.meter: Meter
-        self.proofs: Proofs
-        """There once the loop has begun, as the meter is."""
-        self.total_steps = 0
-        """Of the whole run; 0 where nobody knows."""
-        self.prepared, self.precision, self.recorder = prepared, precision, recorder
-        self._config, self._world, self._stop, self._state = config, world, stop, state
-        self._listener = world.pulse.listener
+    def __init__(self, run: Opened, prepared: Prepared, precision: Precision, *, again: str = "") -> None:
+        """Where the run has a folder, it is saved there; `again` is as in `Saver`."""
+        config, world = run.config, prepared.world
+        self.config, self.recorder, self.state, self.folder = config, run.recorder, run.state, config.record.output
+        self.prepared, self.precision, self.progress = prepared, precision, Progress()
+        sums = prepared.strategy is not None
+        self.meter = Meter(world, run.recorder, prepared.devices, log_every=config.record.log_every, sums=sums)
+        self.stop = StopRequest(quiet=not world.is_main)
+        self.proofs: Proofs  # once the loop has begun
+        self.has_begun = self.is_finished = False
+        self.epochs: int | None = None
+        self.steps: int | None = None  # of an epoch, where it is known
+        self.total_steps = 0  # 0 where it is not known
+        self.resumed_at = 0  # batches of the epoch under way, as long as a resumed run has not made its first
+        self._world, self._listener = world, world.pulse.listener
         self._is_endless = self._listener is not None and self._listener.is_endless
-        self._saver = Saver(self.folder, world, recorder, taken_up=state, again=again)
-        self._is_proof_told = self._is_stopping = False
+        self._saver = None if self.folder is None else Saver(self.folder, run, world, again)
+        self._saved_at = None if self._saver is None else self._saver.resumed_at
+        self._heeding = contextlib.ExitStack()  # what asks to stop, from the loop's beginning to its end
+        self._result: Callable[[], dict[str, Any]] | None = None
+        self._is_stopping = self._is_proof_told = False
         self._train_s = 0.0  # at the beginning of the epoch
-        self._saved_at = -1
+        self._score: float | None = None  # of the weights as they are, where somebody has told it since the last save
         self._evaluation: dict[str, Any] = {}
-        self._result: Callable[[], dict[str, Any]] = self.summary
-        self._is_scored = False
 
-    def begin(
-        self,
-        epochs: int | None,
-        facts: dict[str, Any] | None = None,
-        result: Callable[[], dict[str, Any]] | None = None,
-        *,
-        is_scored: bool = False,
-    ) -> None:
-        """Go on from the state that there is, and say what begins (*collective*).
+    def begin(self, epochs: int | None, facts: Any = None, result: Callable[[], dict[str, Any]] | None = None) -> None:
+        """Go on from the state that there is, and record what begins, with the `facts` (*collective*).
 
-        `epochs` is how many there will be, None where nobody knows. `facts` are recorded of the start besides those of
-        every loop, `result()` is what the run has come to (*collective*; by default `summary`), and where the run
-        `is_scored`, it ends once its last weights are. Raises `RequestError` where the state is of another loop, and
-        where the record cannot be begun.
+        A run with a `result()`, which is what it has come to (*collective*), ends once its last weights are scored.
         """
-        config, world, prepared, source = self._config, self._world, self.prepared, self.prepared.source
-        plan, samples, steps = (source.plan, source.samples, source.steps()) if source else (None, None, None)
-        self._plan, self._samples, self._steps, self._epochs = plan, samples, steps, epochs
-        self._result, self._is_scored = result or self.summary, is_scored
-        whole = epochs * steps if epochs and steps else 0
-        self.total_steps = min(whole or config.max_steps, config.max_steps) if config.max_steps is not None else whole
-        prepared.begin()
-        if self._state is None:
-            # From here on the generators serve the model's own randomness, which each rank draws for itself.
-            seed_all(config.seed, world.rank, devices=prepared.devices)
-        else:
-            self._restore(self._state)
-        progress = self.progress
-        world.pulse.step = progress.step
-        world.together(lambda: self._tell(facts or {}))
-        self.meter = Meter(
-            *(world, self.recorder),
-            log_every=config.record.log_every,
-            total_steps=self.total_steps,
-            devices=prepared.devices,
-            sums=prepared.strategy is not None,
-        )
-        known = None
-        if plan is not None and samples is not None and steps is not None:
-            known = {"samples": samples, "accumulation": plan.accumulation, "steps_per_epoch": steps}
-            known["devices"] = plan.devices
-        self.proofs = Proofs(config, world, prepared, self._remedy, step=progress.step, ledger=known)
+        config, world, source = self.config, self._world, self.prepared.source
+        self._heeding.enter_context(self.stop)
+        self.epochs, self._result = epochs, result
+        self.steps = None if source is None else source.steps()
+        self.total_steps = min(filter(None, ((epochs or 0) * (self.steps or 0), config.max_steps)), default=0)
+        self.prepared.begin()
+        if self.state is not None:
+            self._restore(self.state)
+        else:  # from here on the generators serve the model's own randomness, which each rank draws for itself
+            seed_all(config.seed, world.rank, devices=self.prepared.devices)
+        world.pulse.step = self.progress.step
+        world.together(lambda: self._tell_start(facts or {}))
+        self.proofs = Proofs(self.prepared, self._remedy, step=self.progress.step)
         self.has_begun = True
         self.start_clock()
+
+    def _tell_start(self, facts: dict[str, Any]) -> None:
+        try:
+            self.recorder.record("start", **started(self, facts))
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
 
     def start_clock(self) -> None:
         """Begin to time steps: at the first, and again after whatever is not training."""
@@ -155,26 +93,10 @@ class Loop:
         if self._listener is not None:
             self._listener.resumed()
 
-    def _tell(self, facts: dict[str, Any]) -> None:
-        """Record that the run begins, or its next part."""
-        output = self._config.record.output
-        try:
-            self.recorder.record(
-                "start",
-                plan={} if self._plan is None else dataclasses.asdict(self._plan),
-                output=shown(output),
-                first_step=self.progress.step,
-                epoch_s=list(self.progress.epoch_s),
-                total_steps=self.total_steps,
-                steps_per_epoch=self._steps or 0,
-                epochs=self._epochs or 0,
-                covers=COVERS,
-                **told(
-                    self._config, self._world, self.prepared, self.precision, self.progress, self.total_steps, facts
-                ),
-            )
-        except OSError as error:
-            raise unwritable(output, error) from error
+    @property
+    def exchanges(self) -> bool:
+        """Whether gradients are exchanged and replicas compared; what measures a job may leave that out."""
+        return self._listener is None or self._listener.exchanges
 
     @property
     def is_done(self) -> bool:
@@ -186,42 +108,26 @@ class Loop:
         progress = self.progress
         if self._is_endless:
             return True
-        if progress.stalled(self._config.patience):
+        if progress.stalled(self.config.patience):
             return False
-        if progress.epochs < epochs and (not self.is_done or progress.within == self._steps):
+        if progress.epochs < epochs and (not self.is_done or progress.within == self.steps):
             return True
-        return self._is_scored and progress.evaluated != progress.step
+        return self._result is not None and progress.evaluated != progress.step
 
     def note_samples(self, indices: Indices) -> None:
         """Note the samples (n,) that this rank computes in the step under way."""
-        self.proofs.note(self.progress.step + 1, indices)
+        if self.proofs.ledger is not None:
+            self.proofs.ledger.add(self.progress.step + 1, indices)
 
-    def end_evaluation(self, evaluated: int, samples: int | None) -> None:
-        """Begin to time steps again; this rank has `evaluated` of so many `samples` in all (*collective*).
-
-        Raises `ProofError` where the ranks have not evaluated each of them.
-        """
-        found = int(self._world.sum(torch.tensor(evaluated, device=self._world.device)))
-        if samples is not None and found != samples and self._listener is None:
-            raise ProofError(f"An evaluation took {found:,} samples, and the data set has {samples:,}.")
-        if self.has_begun:
-            self.start_clock()
-
-    def take(self, scores: Scores, *, on: str) -> None:
-        """Take the scores of the weights as they are, over the whole set that `on` names (*collective*).
-
-        Raises `ProofError` where the ledger says that it did not take each sample once.
-        """
+    def judge(self, score: float, scores: Scores | None = None, *, on: str = "") -> None:
+        """Take the score of the weights as they are, more is better, or all scores `on` a set (*collective*)."""
         progress = self.progress
-        progress.take(scores)
-        self.proofs.end_evaluation(progress.epochs, progress.step, scores.samples)
-        self._evaluation = {"step": progress.step, "epoch": progress.epochs, "on": on} | dataclasses.asdict(scores)
-        self.score = scores.top1
-
-    def judge(self, score: float) -> None:
-        """Take the score of the weights as they are: more is better."""
-        self.progress.judge(score)
-        self.score = score
+        progress.judge(score)
+        self._score = score
+        if scores is not None:
+            progress.scores = scores
+            self.proofs.end_evaluation(progress.epochs, progress.step, scores.samples)
+            self._evaluation = {"step": progress.step, "epoch": progress.epochs, "on": on} | dataclasses.asdict(scores)
 
     def count_batch(self) -> None:
         """Count a global batch of the epoch under way, whether or not a step follows from it."""
@@ -236,49 +142,43 @@ class Loop:
         self.meter.add(step, progress.epochs, lr, samples, loss, norm)
 
     def end_step(self) -> None:
-        """See to all that is due after a step (*collective*).
-
-        Raises `Stopped` where that was asked for, `RunError` for a loss that is not finite, `ProofError` for replicas
-        that are not the same bits.
-        """
-        meter, step, listener = self.meter, self.progress.step, self._listener
-        if listener is None or listener.exchanges:
-            self.proofs.after_step(step, meter.step_s)
-        every = self._config.checkpoint.checkpoint_every
+        """See to all that is due after a step (*collective*); raise `Stopped`, `RunError`, `ProofError` as it is."""
+        step, every = self.progress.step, self.config.checkpoint.checkpoint_every
+        if self.exchanges and self.proofs.replicas.due(step):
+            self.proofs.replicas.check(step, self.meter.step_s)
         # After an epoch's last step it is saved anyway, once the weights are evaluated.
-        save = every is not None and step % every == 0 and self.progress.within != self._steps and not self.is_done
-        if save or meter.due(self._stop.asked):
-            stopping = self._flush()
-            if self._plan is None and self._epochs:  # nobody could go on within such an epoch
+        save = every is not None and step % every == 0 and self.progress.within != self.steps and not self.is_done
+        if save or self.meter.due(self.stop.asked):
+            stopping = self.settle()
+            if self.prepared.source is None and self.epochs:  # nobody could go on within such an epoch
                 self._is_stopping = self._is_stopping or stopping
             elif stopping:
                 raise self.stopped()
             elif save:
                 self.save()
-        if listener is not None:
-            listener.ended_step(self)
+        if self._listener is not None:
+            self._listener.ended_step(self)
 
     def end_data(self) -> None:
         """See to all that is due after the last step of an epoch, or of the run, as `end_step` does (*collective*)."""
         self.resumed_at = 0
-        if self.meter.pending and self._flush():
+        if self.settle():
             raise self.stopped()
         self.confirm()
 
     def end_epoch(self) -> None:
         """Record the end of an epoch, and of the evaluation after it, and save (*collective*)."""
-        progress = self.progress
+        progress, source = self.progress, self.prepared.source
         self.settle()
-        if not self.is_done or progress.within == self._steps:
-            if self._plan is not None:
-                seen = progress.within * self._plan.global_size
-                self.proofs.end_epoch(progress.epochs, min(seen, self._samples or 0))
+        if not self.is_done or progress.within == self.steps:
+            if source is not None:
+                seen = progress.within * source.plan.global_size
+                self.proofs.end_epoch(progress.epochs, min(seen, source.samples or 0))
             progress.epoch_s.append(self.meter.train_s - self._train_s)
             self._train_s = self.meter.train_s
-            ended = {"step": progress.step, "epoch": progress.epochs, "epoch_s": progress.epoch_s[-1]}
+            self.recorder.record("epoch", step=progress.step, epoch=progress.epochs, epoch_s=progress.epoch_s[-1])
             progress.epochs += 1
             progress.within = 0
-            self.recorder.record("epoch", **ended)
         if self._evaluation:
             self.recorder.record("eval", **self._evaluation)
             self._evaluation = {}
@@ -286,44 +186,83 @@ class Loop:
         if self._is_stopping:
             raise self.stopped()
 
+    def settle(self) -> bool:
+        """Record the steps that wait for it; return whether any rank was asked to stop (*collective*)."""
+        if not self.meter.pending.rows:
+            return False
+        stopping, wrong = self.meter.flush(stop=self.stop.asked, total_steps=self.total_steps)
+        if wrong is not None:
+            raise self._not_finite(*wrong)
+        if self._saver is not None:
+            self._saver.poll()
+        if self.proofs.ledger is not None:
+            self.proofs.ledger.flush(self.progress.epochs)
+        return stopping
+
+    def _not_finite(self, step: int, ranks: list[int]) -> RunError:
+        """Return the error for the loss of `step`; a rank where it is not finite notes its samples (*collective*)."""
+        doubt = self.proofs.replicas.explain_loss(self.progress.step, step)
+        where, indices = ranks_named(ranks), getattr(self.prepared.source, "indices", None)
+        if self.folder is not None and indices is not None:
+            rank, folder = self._world.rank, self.folder / "failures"
+            with contextlib.suppress(OSError):  # a full disk must not hide why the run failed
+                if rank in ranks:
+                    own_folder(folder)
+                    held = {"step": step, "rank": rank, "indices": [part.tolist() for part in indices(step - 1)]}
+                    write_json(folder / f"nonfinite_step_{step}_rank_{rank}.json", held)
+                where += f"; the batch's sample indices are in {shown(folder)}"
+        advice = f"{self.prepared.remedy()} {doubt}".rstrip()
+        return RunError(f"The loss at step {step} is not a finite number on {where}. {advice}")
+
+    def _remedy(self) -> str:
+        self.settle()  # raises where the loss itself was not finite, which is then the better explanation
+        return self.prepared.remedy()
+
     def confirm(self) -> None:
         """Compare the replicas, unless that was done after this step (*collective*)."""
-        if self._listener is None or self._listener.exchanges:
-            self.proofs.before_save(self.progress.step, self.meter.step_s)
+        if self.exchanges:
+            self.proofs.replicas.confirm(self.progress.step, self.meter.step_s)
 
     def save(self) -> None:
         """Save, after a comparison of the replicas (*collective*)."""
         if self._listener is None:  # a thread would write, while another variant has its turn
             self.confirm()
-            score, self.score = -math.inf if self.score is None else self.score, None
-            self._saver.save(lambda: self._captured(score), step=self.progress.step, top1=score)
-            self._saved_at = self.progress.step
+            step, score = self.progress.step, self._score
+            self._score, self._saved_at = None, step
+            if self._saver is not None:
+                is_best = None if score is None else self.progress.stale == 0
+                self._saver.save(lambda: self._captured(score), step=step, is_best=is_best)
         self.start_clock()
 
     def stopped(self) -> Stopped:
         """Save, and return the error of a run that is stopped on request (*collective*)."""
-        if self._saved_at != self.progress.step:
+        step, ending = self.progress.step, "; nothing was saved, since no output folder was given."
+        if self._saved_at != step:
             self.save()
-        step = self.progress.step
+        if self._saver is not None:
+            why, again = self._saver.finish(step)
+            ending = f", but its checkpoint could not be written; {why}: {again}." if why else f" and saved; {again}."
         of = f" of {self.total_steps}" if self.total_steps else ""
-        return Stopped(f"Stopped on request at step {step}{of}{self._saver.finish(step)}")
+        return Stopped(f"Stopped on request at step {step}{of}{ending}")
 
     def finish(self) -> None:
-        """Wait for the last checkpoint, and record what the loop has come to (*collective*).
-
-        Raises `RunError` where the last weights are not on the disk: what they came to is recorded all the same.
-        """
+        """End a loop that has begun, once: wait for the last checkpoint, record what it came to (*collective*)."""
+        if not self.has_begun or self.is_finished:
+            return
+        self.is_finished = True
         self.settle()
         progress = self.progress
         if self._saved_at != progress.step:
+            if progress.scores is not None and progress.evaluated == progress.step:  # in the folder it comes from
+                self._score = progress.scores.top1
             self.save()
-        top1 = -1.0 if progress.scores is None else progress.scores.top1
-        unsaved = self._saver.conclude(lambda: self._captured(top1), step=progress.step, top1=top1)
-        fields = self._result()
+        why, again = ("", "") if self._saver is None else self._saver.finish(progress.step)
+        fields = self.summary() if self._result is None else self._result()
         self._tell_proof()
         self.recorder.record("finish", **fields | {"proof": self.checks()})
-        if unsaved:
-            raise RunError(unsaved)
+        if why:
+            raise RunError(f"The weights of the last step, {progress.step}, are not on the disk: {why}; {again}.")
+        self._heeding.close()
 
     def summary(self) -> dict[str, Any]:
         """Return what is known of every loop's end."""
@@ -333,16 +272,19 @@ class Loop:
             "epoch_s": list(progress.epoch_s),
             "samples_per_s": meter.images / meter.train_s if meter.images else None,
             "data_wait_s": meter.wait_s,
-            "output": shown(self._config.record.output),
+            "output": shown(self.folder),
             "exit": 0,
         }
 
     def close(self) -> None:
         """Let go of the folder, whatever became of the loop."""
-        self._saver.close()
-        if self.has_begun:
-            self.proofs.close()
-            self._tell_proof()
+        with self._heeding:
+            if self._saver is not None:
+                self._saver.close()
+            if self.has_begun:
+                if self.proofs.ledger is not None:
+                    self.proofs.ledger.close()
+                self._tell_proof()
 
     def _tell_proof(self) -> None:
         if not self._is_proof_told:
@@ -353,77 +295,36 @@ class Loop:
         """Return what was proved so far, as summary.json has it under "proof"."""
         return self.proofs.checks()
 
-    def _flush(self) -> bool:
-        progress, wait_s, self.wait_s = self.progress, self.wait_s, 0.0
-        try:
-            stopping = self.meter.flush(stop=self._stop.asked, wait_s=wait_s, last=self.last)
-        except NonFiniteLossError as bad:
-            doubt = self.proofs.explain_loss(progress.step, bad.step)
-            where = f"{ranks_named(bad.ranks)}{self._note_bad(bad)}"
-            advice = f"{self.prepared.remedy()} {doubt}".rstrip()
-            raise RunError(f"The loss at step {bad.step} is not a finite number on {where}. {advice}") from bad
-        self._saver.poll()
-        self.proofs.keep(progress.epochs)
-        return stopping
-
-    def _note_bad(self, bad: NonFiniteLossError) -> str:
-        """Note which samples this rank had where the loss was not finite; return a clause that says where, or ""."""
-        indices: Callable[[int], list[Indices]] | None = getattr(self.prepared.source, "indices", None)
-        if self.folder is None or indices is None:
-            return ""
-        if self._world.rank in bad.ranks:
-            path = self.folder / "failures" / f"nonfinite_step_{bad.step}_rank_{self._world.rank}.json"
-            held = [part.tolist() for part in indices(bad.step - 1)]
-            try:
-                own_folder(path.parent)
-                write_json(path, {"step": bad.step, "rank": self._world.rank, "indices": held})
-            except OSError:
-                return ""  # a full disk must not hide why the run failed
-        return f"; the batch's sample indices are in {shown(self.folder / 'failures')}"
-
-    def settle(self) -> None:
-        """Record the steps that wait for it, before something that is no training (*collective*)."""
-        if self.meter.pending:
-            self._flush()
-
-    def _remedy(self) -> str:
-        self.settle()  # raises where the loss itself was not finite, which is then the better explanation
-        return self.prepared.remedy()
-
-    def _captured(self, score: float) -> State:
+    def _captured(self, score: float | None) -> State:
         """Return all that an exact continuation needs (*collective*)."""
         self.progress.partial_s = self.meter.train_s - self._train_s
         state = self.prepared.state(self.progress.step)
         meta = self.progress.meta()
-        if meta["scores"] is None and score > -math.inf:
+        if meta["scores"] is None and score is not None:
             meta["scores"] = {"top1": score}
         meta |= state.meta | {
-            "planned_epochs": self._epochs,
+            "planned_epochs": self.epochs,
             "ranks": self._world.size,
             "scaler": self.precision.state(),
             "generators": save_generators(self._world, self.prepared.devices),
-            "config": identity(self._config),
+            "config": identity(self.config),
         }
         return State(state.tensors, meta)
 
     def _restore(self, state: State) -> None:
-        step, epochs, steps = state.meta["step"], state.meta["epochs"], self._steps
+        step = state.meta["step"]
         if self.prepared.strategy is not None and 0 < self.total_steps < step:
             raise RequestError(
                 f"The checkpoint is of step {step}, and this run would end at step {self.total_steps}; give more "
                 "--epochs or --max-steps, or start a new run in another --output."
             )
+        if self.epochs is None and step:
+            raise RequestError("A run can be continued where its loop goes over session.epochs(…): this one does not.")
         with understanding(state.origin or Path("the checkpoint")):
             self.prepared.load(state)
-            if self.prepared.strategy is not None and steps and not 0 <= step - epochs * steps <= steps:
-                raise RequestError(
-                    f"The checkpoint is of step {step}, which cannot come after {epochs} epochs of {steps} steps; give "
-                    "another one."
-                )
             self.precision.load_state(state.meta["scaler"])
-            self.progress = Progress.of(state, steps)
+            self.progress = Progress.of(state.meta, self.steps)
             self.resumed_at = self.progress.within
             self._train_s = -self.progress.partial_s
-            self._saved_at = self.progress.step
-            seed = (self._config.seed, self.progress.step)
-            load_generators(self._world, state.meta["generators"], *seed, devices=self.prepared.devices)
+            seed, devices = (self.config.seed, step), self.prepared.devices
+            load_generators(self._world, state.meta["generators"], *seed, devices=devices)

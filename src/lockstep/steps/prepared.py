@@ -3,70 +3,77 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..batching import BatchPlan
 from ..checkpoint import find
 from ..checkpoint.state import State, load_model, load_optimizer, model_tensors, optimizer_state
 from ..checks import finite
 from ..config.schema import RunConfig
+from ..data.share import Micro
 from ..errors import RequestError
 from ..files import shown
 from ..nn import sync_batchnorm
+from ..strategies.base import Strategy
+from ..training.optim import Average
 from ..world.world import World
-
-if TYPE_CHECKING:
-    from ..strategies.base import Strategy
-    from ..training.optim import Average
-    from .loop import Source
 
 _OWN = "own"
 """The group of the tensors in the states of schedules and of the user's own objects."""
 
 
+class Source(Protocol):
+    """Data by whose batches steps are counted; of a stream, None is what nobody knows."""
+
+    @property
+    def plan(self) -> BatchPlan: ...
+
+    @property
+    def samples(self) -> int | None: ...
+
+    def steps(self) -> int | None:
+        """Return the optimizer steps of an epoch."""
+
+    def micros(self, epoch: int, *, first: int = 0) -> Generator[Micro, None, None]:
+        """Yield this rank's share of each global micro-batch of `epoch`, from its step `first` on."""
+
+
+@dataclass
 class Prepared:
-    """Models, optimizers, and other objects with `state_dict` and `load_state_dict`, in the order of their coming.
+    """Models, optimizers and other objects with a state. Every rank calls what is *collective*."""
 
-    Methods marked *collective* are called by every rank.
-    """
-
-    def __init__(self, config: RunConfig, world: World) -> None:
-        self.models: dict[str, nn.Module] = {}
-        """By the name of their group of tensors: model, model_2, …"""
-        self.optimizers: list[Optimizer] = []
-        self.others: list[Any] = []
-        self.strategy: Strategy | None = None
-        """What exchanges gradients while the backward pass runs; None where a session does so after it."""
-        self.replica: nn.Module | None = None
-        """What the strategy has made of the model."""
-        self.average: Average | None = None
-        self.batchnorm = "none"
-        self.source: Source | None = None
-        """By whose batches steps are counted."""
-        self.kept: list[str] = []
-        """The numbers of the script's optimizers that a checkpoint has replaced, in words."""
-        self._config, self._world = config, world
-        self._made: list[list[dict[str, Any]]] = []
-        """The numbers that each optimizer's groups were made with, such as the learning rate."""
-
-    def add_model(self, model: nn.Module) -> None:
-        """Take in `model`."""
-        number = len(self.models) + 1
-        self.models["model" if number == 1 else f"model_{number}"] = model
+    config: RunConfig
+    world: World
+    models: dict[str, nn.Module] = field(default_factory=dict)
+    """By the name of their group of tensors: model, model_2, …"""
+    optimizers: list[Optimizer] = field(default_factory=list)
+    others: list[Any] = field(default_factory=list)
+    strategy: Strategy | None = None
+    """What exchanges gradients while the backward pass runs; None where a session does so after it."""
+    replica: nn.Module | None = None
+    average: Average | None = None
+    batchnorm: str = "none"
+    source: Source | None = None
+    kept: set[str] = field(default_factory=set)
+    """The numbers of the script's optimizers that a checkpoint has replaced, in words."""
+    _made: list[list[dict[str, Any]]] = field(default_factory=list)  # the numbers that the optimizers were made with
 
     @property
     def devices(self) -> Sequence[torch.device]:
         """The devices that this process computes on."""
-        return [self._world.device] if self.strategy is None else self.strategy.devices
+        return [self.world.device] if self.strategy is None else self.strategy.devices
 
     @property
     def replicas(self) -> int:
         """Copies of the model that share out a micro-batch."""
-        return self._world.size * len(self.devices)
+        return self.world.size * len(self.devices)
 
     @property
     def _all(self) -> nn.Module:
@@ -78,14 +85,7 @@ class Prepared:
         return self.models if self.average is None else self.models | {"ema": self.average.module}
 
     def begin(self) -> None:
-        """Note what was prepared, and have what optimizers hold lie beside the parameters, which may have moved since.
-
-        Raises `RequestError` where an optimizer has parameters of no prepared model.
-        """
-        self._made = [
-            [{key: value for key, value in group.items() if isinstance(value, int | float)} for group in each]
-            for each in (optimizer.param_groups for optimizer in self.optimizers)
-        ]
+        """Have what optimizers hold lie beside their parameters; refuse those of no prepared model."""
         known = {parameter for model in self.models.values() for parameter in model.parameters()}
         for number, optimizer in enumerate(self.optimizers, start=1):
             strange = [each for group in optimizer.param_groups for each in group["params"] if each not in known]
@@ -95,6 +95,7 @@ class Prepared:
                     f"first: shape {tuple(strange[0].shape)}): give prepare the model that it was made from, and make "
                     "the optimizer after the last change of that model's layers."
                 )
+            self._made.append([_numbers(group) for group in optimizer.param_groups])
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
 
@@ -107,28 +108,15 @@ class Prepared:
             yield from ((f"{name}/{key}", held) for key, held in sync_batchnorm.statistics(model).items())
 
     def replicated(self) -> dict[str, Tensor]:
-        """Return, by name, what has to be the same bits on every rank at the end of a step.
-
-        That is no business of statistics which each rank takes over its own samples: an evaluation takes rank 0's.
-        """
+        """Return, by name, what has to be the same bits on every rank at the end of a step."""
         found = dict(self._weights()) | optimizer_state(self._all, self.optimizers).tensors
         return found | dict(self._statistics()) if self.batchnorm == "sync" else found
-
-    def local_buffers(self) -> dict[str, Tensor]:
-        """Return, by name, the models' buffers that each rank keeps for itself."""
-        shared = dict(self._statistics()) if self.batchnorm == "sync" else {}
-        return {
-            f"{name}/{key}": held
-            for name, model in self.models.items()
-            for key, held in model.named_buffers()
-            if f"{name}/{key}" not in shared
-        }
 
     def copies(self) -> Sequence[Mapping[str, Tensor]]:
         """Return the weights as further devices of this process have them."""
         return [] if self.strategy is None else self.strategy.copies(self._all)
 
-    def facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         """Return what a checkpoint says of how batches were shared out."""
         source = self.source
         return {
@@ -140,18 +128,17 @@ class Prepared:
         }
 
     def state(self, step: int) -> State:
-        """Return all that a checkpoint holds: rank 0's, and every rank's but for local buffers (*collective*).
+        """Return all that a checkpoint holds (*collective*).
 
-        Raises `RunError`, on every rank, where weights or statistics are not finite on any of them: of the buffers,
-        others, such as a mask, may be infinite by intent.
+        Raises `RunError` where weights or statistics are not finite; other buffers, such as a mask, may be.
         """
-        if names := finite.found(self._world, dict(self._weights()) | dict(self._statistics())):
+        if names := finite.found(self.world, dict(self._weights()) | dict(self._statistics())):
             raise finite.error(step, names, self.remedy())
         held = optimizer_state(self._all, self.optimizers)
         tensors = dict(held.tensors)
         for name, model in self._groups.items():
             tensors |= model_tensors(model, under=name)
-        meta = held.meta | self.facts()
+        meta = held.meta | self._facts()
         if self.strategy is None:  # else settings follow from the config and the step
             meta["groups"] = [
                 [{key: _packed(value, tensors) for key, value in group.items() if key != "params"} for group in each]
@@ -162,63 +149,71 @@ class Prepared:
         return State(tensors, meta)
 
     def load(self, state: State) -> None:
-        """Continue from `state`, in place.
-
-        Raises `RequestError` where it is of other models, optimizers or objects, or of other data.
-        """
-        meta, now = state.meta, self.facts()
-        if ("groups" in meta) != (self.strategy is None):
-            whose = "lockstep train" if self.strategy is None else "a loop or a step of your own"
+        """Continue from `state`, in place; raise `RequestError` where it is of other parts, or of other data."""
+        is_own = self.strategy is None
+        if ("groups" in state.meta) != is_own:
+            whose = "lockstep train" if is_own else "a loop or a step of your own"
             raise RequestError(f"{shown(state.origin)} is a checkpoint of {whose}, which this run cannot go on from.")
-        for what, key in (("samples in the training set", "samples"), ("samples in a global batch", "batch")):
-            if meta.get(key, now[key]) != now[key]:
-                raise RequestError(
-                    f"{shown(state.origin)} was trained with {meta[key]} {what}, and here are {now[key]}: its order "
-                    "would be another; give it the same data, or start a new run in another --output."
-                )
-        _check_batchnorm(meta, now)
+        self._check_shares(state)
         for name, model in self._groups.items():
             load_model(model, state.part(name))
-        if self.strategy is None:
-            self._check_kinds(state)
+        if is_own:
+            self._check_parts(state)
         load_optimizer(self._all, self.optimizers, state)
-        if self.strategy is None:
+        if is_own:
             self._load_settings(state)
 
-    def _check_kinds(self, state: State) -> None:
-        for what, ours, theirs in (
-            ("optimizers", len(self.optimizers), len(state.meta["groups"])),
-            ("schedules and objects of your own", len(self.others), len(state.meta["others"])),
-        ):
-            if ours != theirs:
+    def _check_shares(self, state: State) -> None:
+        """Raise `RequestError` where the order would be another, or batch statistics be taken over other samples."""
+        now = self._facts()
+        saved = now | state.meta
+        for what, key in (("samples in the training set", "samples"), ("samples in a global batch", "batch")):
+            if saved[key] != now[key]:
                 raise RequestError(
-                    f"The checkpoint has {theirs} {what}, and session.prepare was given {ours}; give it the same ones."
+                    f"{shown(state.origin)} was trained with {saved[key]} {what}, and here are {now[key]}: its order "
+                    "would be another; give it the same data, or start a new run in another --output."
                 )
-        kinds = [type(each).__name__ for each in self.optimizers]
-        if (saved := state.meta.get("kinds", kinds)) != kinds:
+        kinds = [
+            f"local, of {each['replicas']} replicas" if each["batchnorm"] == "local" else each["batchnorm"]
+            for each in (saved, now)
+        ]
+        if kinds[0] != kinds[1]:
             raise RequestError(
-                f"{shown(state.origin)} was trained with {', '.join(map(str, saved))}, and session.prepare was given "
-                f"{', '.join(kinds)}; give it the same, or start a new run in another output."
+                f"The checkpoint was trained with batch statistics {kinds[0]}, and this run would take {kinds[1]}, "
+                "which is another model; continue with --strategy, --batchnorm and --devices as they were."
+            )
+
+    def _check_parts(self, state: State) -> None:
+        meta, kinds = state.meta, [type(each).__name__ for each in self.optimizers]
+        groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        saved, ours = (
+            f"{', '.join(map(str, names))} (groups of parameters: {sizes}) and {others} schedules or other objects"
+            for names, sizes, others in (
+                (meta.get("kinds", kinds), [len(each) for each in meta["groups"]], len(meta["others"])),
+                (kinds, groups, len(self.others)),
+            )
+        )
+        if saved != ours:
+            raise RequestError(
+                f"{shown(state.origin)} was trained with {saved}, and session.prepare was given {ours}; give it the "
+                "same, or start a new run in another output."
             )
 
     def _load_settings(self, state: State) -> None:
         own = state.part(_OWN)
         for optimizer, groups in zip(self.optimizers, state.meta["groups"], strict=True):
-            if len(groups) != len(optimizer.param_groups):
-                raise RequestError(
-                    f"The checkpoint's optimizer has {len(groups)} groups of parameters, and this one "
-                    f"{len(optimizer.param_groups)}; make it as it was."
-                )
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update({key: _unpacked(value, own) for key, value in saved.items()})
-        made = state.meta.get("made", self._made)
-        self.kept, self._made = _other_numbers(made, self._made), made
-        for each, saved in zip(self.others, state.meta["others"], strict=True):
-            each.load_state_dict(_unpacked(saved, own))
+        asked, self._made = self._made, state.meta.get("made", self._made)
+        for saved, ours in zip(chain.from_iterable(self._made), chain.from_iterable(asked), strict=True):
+            differing = {key: value for key, value in ours.items() if saved.get(key, value) != value}
+            self.kept |= {f"{key} {saved[key]}, not {value}" for key, value in differing.items()}
+        for other, saved in zip(self.others, state.meta["others"], strict=True):
+            other.load_state_dict(_unpacked(saved, own))
 
     def remedy(self) -> str:
         """Return what to do about numbers that are not finite, and where the run can be taken up again."""
-        folder = self._config.record.output
+        folder = self.config.record.output
         is_kept = folder is not None and find(folder) is not None
         kept = f"; the last checkpoint in {shown(folder)} is from before" if is_kept else ""
         return (
@@ -226,27 +221,8 @@ class Prepared:
         )
 
 
-def _check_batchnorm(meta: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise `RequestError` if batch statistics would be taken over other samples than before: another model."""
-    kinds = [(each["batchnorm"], each["replicas"] if each["batchnorm"] == "local" else 0) for each in (meta, now)]
-    if kinds[0] != kinds[1]:
-        words = [f"{kind} of {count} replicas" if count else kind for kind, count in kinds]
-        raise RequestError(
-            f"The checkpoint was trained with batch statistics {words[0]}, and this run would take {words[1]}, which "
-            "is another model; continue with --strategy, --batchnorm and --devices as they were."
-        )
-
-
-def _other_numbers(saved: Any, asked: list[list[dict[str, Any]]]) -> list[str]:
-    """Return, in words, what a checkpoint's optimizers were made with that those of the script are not, each once."""
-    found = {
-        f"{key} {theirs.get(key)}, not {value}"
-        for groups, own in zip(saved, asked, strict=True)
-        for theirs, ours in zip(groups, own, strict=True)
-        for key, value in ours.items()
-        if theirs.get(key, value) != value
-    }
-    return sorted(found)
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if isinstance(value, int | float)}
 
 
 def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -278,16 +254,3 @@ def _unpacked(value: Any, own: dict[str, Tensor]) -> Any:
         return (list if kind == "list" else tuple)(_unpacked(item, own) for item in held)
     found = {_unpacked(key, own): _unpacked(item, own) for key, item in held}
     return Counter(found) if kind == "counter" else found
-
-
-def as_float32(value: Any) -> Any:
-    """Return what a model has put out, its half-precision tensors as float32, at any depth of lists and dicts."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    if isinstance(value, dict):
-        for key in value:  # in place: a model's own type of output, such as a dataclass that is a dict, stays
-            value[key] = as_float32(value[key])
-        return value
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(as_float32(each) for each in value)
-    return value

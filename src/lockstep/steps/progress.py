@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ..checkpoint.state import State
 from ..errors import counted
 from ..record.result import Scores
 
@@ -20,69 +18,28 @@ _NONE = -1.0
 class Progress:
     """How far a run has come; the names are those in a checkpoint."""
 
-    step: int = 0
-    """Optimizer steps made: global batches."""
-    epochs: int = 0
-    """Whole epochs trained and evaluated."""
-    within: int = 0
-    """Steps made in the epoch under way."""
+    step: int = 0  # optimizer steps made
+    epochs: int = 0  # whole ones, trained and evaluated
+    within: int = 0  # batches of the epoch under way
     epoch_s: list[float] = field(default_factory=list)
-    partial_s: float = 0.0
-    """Seconds of training in the epoch under way, when it was saved."""
+    partial_s: float = 0.0  # of training in the epoch under way, when it was saved
     best_top1: float = -math.inf
-    stale: int = 0
-    """Evaluations since the best one."""
-    scores: Scores | None = None
-    """Of the last evaluation, which was at step `evaluated`."""
-    evaluated: int = 0
-    planned_epochs: int | None = None
-    """Epochs that the run was to have when it was saved; None where it begins."""
-    accumulation: int | None = None
-    """Global micro-batches that a batch had when it was saved; None where it begins."""
-    origin: Path | None = None
-    """The checkpoint that it was taken up from."""
-    caution: str = ""
-    """What is to be said of that checkpoint."""
+    stale: int = 0  # evaluations since the best one
+    scores: Scores | None = None  # of the last evaluation
+    evaluated: int = 0  # the step of the last evaluation
 
     @classmethod
-    def of(cls, state: State, steps_per_epoch: int | None) -> Progress:
-        """Return the progress that a checkpoint holds; older ones do not say what they have made within the epoch."""
-        meta = state.meta
-        scores = meta["scores"]
-        return cls(
-            step=meta["step"],
-            epochs=meta["epochs"],
-            within=meta.get("within", meta["step"] - meta["epochs"] * (steps_per_epoch or 0)),
-            epoch_s=list(meta["epoch_s"]),
-            partial_s=meta["partial_s"],
-            best_top1=-math.inf if meta["best_top1"] == _NONE else meta["best_top1"],
-            stale=meta.get("stale", 0),
-            scores=None if scores is None or "samples" not in scores else Scores(**scores),
-            evaluated=meta["evaluated"],
-            planned_epochs=meta["planned_epochs"],
-            accumulation=meta["accumulation"],
-            origin=state.origin,
-            caution=state.caution,
-        )
+    def of(cls, meta: dict[str, Any], steps_per_epoch: int | None) -> Progress:
+        """Return the progress that a checkpoint holds; older ones lack `stale`, and `within`, which then follows."""
+        within, scores = meta["step"] - meta["epochs"] * (steps_per_epoch or 0), meta["scores"]
+        held = {"stale": 0, "within": within} | {key: meta[key] for key in _KEYS if key in meta}
+        held["scores"] = None if scores is None or "samples" not in scores else Scores(**scores)
+        held["best_top1"] = -math.inf if meta["best_top1"] == _NONE else meta["best_top1"]
+        return cls(**held | {"epoch_s": list(meta["epoch_s"])})
 
     def meta(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it, but for what was planned."""
-        return {
-            "step": self.step,
-            "epochs": self.epochs,
-            "within": self.within,
-            "epoch_s": list(self.epoch_s),
-            "partial_s": self.partial_s,
-            "best_top1": _NONE if self.best_top1 == -math.inf else self.best_top1,
-            "stale": self.stale,
-            "scores": None if self.scores is None else dataclasses.asdict(self.scores),
-            "evaluated": self.evaluated,
-        }
-
-    def take(self, scores: Scores) -> None:
-        """Take the scores of an evaluation at this step."""
-        self.judge(scores.top1)
-        self.scores = scores
+        """Return what a checkpoint holds of it."""
+        return dataclasses.asdict(self) | {"best_top1": _NONE if self.best_top1 == -math.inf else self.best_top1}
 
     def judge(self, score: float) -> None:
         """Take the score of the weights at this step, by which the best are chosen: more is better."""
@@ -96,3 +53,6 @@ class Progress:
         if patience is None or self.stale < patience or self.evaluated != self.step:
             return ""
         return f"the score has not improved in {counted(self.stale, 'evaluation')} (--patience {patience})"
+
+
+_KEYS = tuple(each.name for each in dataclasses.fields(Progress))

@@ -1,8 +1,4 @@
-"""How a new run begins: with weights from elsewhere, and with parameters that are not trained.
-
-It is no continuation: it begins at step 0, with a fresh optimizer, and may have other options, data and classes. What
-does not fit the model stays as the seed has drawn it, and each tensor's case is told.
-"""
+"""How a new run begins: with weights from elsewhere, as far as they fit, and with parameters that are not trained."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import BatchNorm
-from ..checkpoint import foreign as files_of_tensors
+from ..checkpoint import foreign
 from ..checkpoint.state import few, matching, misfits
 from ..checks.digest import digest
 from ..config.schema import ModelConfig, RunConfig
@@ -32,12 +28,9 @@ class Taken:
 
     source: str
     taken: list[str]
-    drawn: list[str]
-    """Those that the source lacks: they are as the seed has drawn them."""
-    left_out: list[str]
-    """Those that the model lacks."""
-    reshaped: list[str]
-    """Those that are of another shape in the model, with both shapes: as drawn, too."""
+    drawn: list[str]  # which the source lacks: they are as the seed has drawn them
+    left_out: list[str]  # which the model lacks
+    reshaped: list[str]  # of another shape in the model, with both shapes: as drawn, too
 
     def lines(self) -> list[str]:
         """Return in words how many there are of each kind, with the first names."""
@@ -46,19 +39,15 @@ class Taken:
             "not there, and so as drawn": self.drawn,
             "not in the model, and left out": self.left_out,
         }
-        total = len(self.taken) + len(self.drawn) + len(self.reshaped)
-        counts = f"{len(self.taken):,} of the model's {counted(total, 'tensor')}"
-        return [
-            f"weights from {self.source}: {counts}",
-            *(f"{len(names):,} {what}: {few(names)}" for what, names in others.items() if names),
-        ]
+        total = counted(len(self.taken) + len(self.drawn) + len(self.reshaped), "tensor")
+        told = [f"{len(names):,} {what}: {few(names)}" for what, names in others.items() if names]
+        return [f"weights from {self.source}: {len(self.taken):,} of the model's {total}", *told]
 
 
 def load(config: ModelConfig, model: nn.Module, world: World) -> Taken | None:
     """Copy what `--init-from` names into `model`, as far as it fits; None where it names nothing (*collective*).
 
-    Raises `RequestError`, on every rank, for what cannot be read, where nothing fits, and where ranks read different
-    tensors.
+    What cannot be read, fits nowhere, or is another thing on another rank is refused on every rank.
     """
     if not config.init_from:
         return None
@@ -86,44 +75,20 @@ def load(config: ModelConfig, model: nn.Module, world: World) -> Taken | None:
 
 
 def _read(config: ModelConfig) -> tuple[str, dict[str, Tensor]]:
-    """Return what the weights are to be called, and the tensors by the model's names.
-
-    Where averaged weights were saved (EMA), they are those that were evaluated, and those that are taken.
-    """
+    """Return what the weights are to be called, and the tensors by the model's names: averaged ones where there are."""
     if config.init_from == PRETRAINED:
         return models_table.pretrained(config.name)
-    found = files_of_tensors.read(Path(config.init_from))
+    found = foreign.read(Path(config.init_from))
     for group, what in (("ema/", " (its averaged weights)"), ("model/", "")):
         if part := {name.removeprefix(group): each for name, each in found.items() if name.startswith(group)}:
             return f"{config.init_from}{what}", part
     raise RequestError(f"--init-from {config.init_from} holds no model's weights, but {few(list(found))}.")
 
 
-def reached(model: nn.Module, config: RunConfig) -> list[str]:
-    """Return a line for each pattern of --freeze and --lr-scale: how many tensors and weights of `model` it reached."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    lines = [f"frozen by {each}: {_size(matching('--freeze', each, named))}" for each in config.model.freeze]
-    if lines:
-        every = list(named.values())
-        held = _size(each for each in every if not each.requires_grad)
-        kept = sum(isinstance(each, BatchNorm) and not each.training for each in model.modules())
-        statistics = f", and the statistics of {counted(kept, 'BatchNorm layer')}" if kept else ""
-        lines.append(f"frozen in all: {held}, of {_size(every)}{statistics}")
-    rates = scaled(model, config.optim)
-    return lines + [f"learning rate × {factor:g} by {each}: {_size(those)}" for each, factor, those in rates]
-
-
-def _size(parameters: Iterable[nn.Parameter]) -> str:
-    held = set(parameters)  # one that is shared has several names
-    return f"{counted(len(held), 'tensor')} with {counted(sum(each.numel() for each in held), 'weight')}"
-
-
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     """Have the parameters whose names match one of the `patterns` not trained.
 
-    A BatchNorm layer whose parameters are all frozen goes to evaluation mode, and stays there: it normalises by its
-    running statistics, which do not move, and depends on no batch. Raises `RequestError` for a pattern that matches
-    nothing, and where nothing is left to train.
+    A BatchNorm layer whose parameters are all frozen stays in evaluation mode: it depends on no batch.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     frozen = [parameter for pattern in patterns for parameter in matching("--freeze", pattern, named)]
@@ -135,3 +100,14 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
         if isinstance(layer, BatchNorm):
             own = list(layer.parameters(recurse=False))
             layer.training &= not own or any(parameter.requires_grad for parameter in own)
+
+
+def reached(model: nn.Module, config: RunConfig) -> list[str]:
+    """Return a line for each pattern of --freeze and --lr-scale: how many tensors and weights of `model` it reached."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    found = {f"frozen by {each}": matching("--freeze", each, named) for each in config.model.freeze}
+    found |= {f"learning rate × {by:g} by {each}": those for each, by, those in scaled(model, config.optim)}
+    sizes = {what: (len({*held}), sum(each.numel() for each in {*held})) for what, held in found.items()}
+    return [
+        f"{what}: {counted(count, 'tensor')} with {counted(size, 'weight')}" for what, (count, size) in sizes.items()
+    ]

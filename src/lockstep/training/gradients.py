@@ -1,18 +1,15 @@
-"""The gradients of a user's own loop, summed over the ranks at the end of the backward pass.
+"""The gradients and losses of a user's own loop: weighed, and summed over the ranks once a global batch.
 
-DistributedDataParallel exchanges gradients while the backward pass runs, for which it has to know before the forward
-pass which parameters will have some, and how often; it must be called in the model's place, and a method of the model's
-own passes it by without a word. Here nothing is wrapped and nothing foreseen: a micro-batch's gradients are put aside
-until those of its batch's last one have come; then they are summed over the ranks, and added to whatever gradients
-there are. So what follows in a plain loop (clipping, a norm, several optimizers, a second loss) finds the gradients of
-the global batch, or none. The price is that communication overlaps with no computation.
-
-The order of the parameters decides the order of the sums, so that equal worlds come to equal bits.
+DistributedDataParallel has to know before the forward pass which parameters will have gradients, and a method of the
+model's own passes it by without a word. Here nothing is wrapped and nothing foreseen; the price is that communication
+overlaps with no computation. The parameters' order decides that of the sums: equal worlds come to equal bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,88 +17,169 @@ from torch import Tensor, nn
 from .. import _torch
 from ..errors import RequestError
 from ..world.world import World
+from .precision import Precision
 
 BUCKET_BYTES = 32 << 20
 """Of gradients that are exchanged at a time: so much memory more is needed."""
-Held = list[tuple[nn.Parameter, Tensor]]
+_Held = list[tuple[nn.Parameter, Tensor]]
+_Bucket = list[nn.Parameter]
 
 
-class Gradients:
-    """The gradients of the parameters of all models that a rank trains."""
+@dataclass
+class _Part:
+    """What the n-th backward of each of the batch's micro-batches has come to so far, on this rank."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._models: list[list[nn.Parameter]] = []
-        self._training: list[tuple[bool, ...]] = []
-        self._buckets: list[list[list[nn.Parameter]]] = []
+    loss: Tensor | None = None
+    weight: Any = 0
+    gradients: _Held = field(default_factory=list)
+
+
+class GlobalBatch:
+    """The global batch under way: its gradients, and the loss since the last optimizer step.
+
+    A micro-batch's gradients are put aside until those of its batch's last one have come; then they are summed over the
+    ranks, divided by the total weight where there are weights, and added to whatever gradients there are. So what
+    follows in a plain loop (clipping, several optimizers, a second loss) finds those of the global batch, or none.
+    """
+
+    def __init__(self, world: World, precision: Precision) -> None:
         self.parameters: list[nn.Parameter] = []
         """Those of all models, in order."""
+        self._world, self._precision = world, precision
+        self._is_alone = world.group is None and precision.scaler is None
+        self._models: list[list[nn.Parameter]] = []
+        self._buckets: dict[tuple[Any, ...], list[_Bucket]] = {}  # of each, by which of its parameters train
+        self._parts: list[_Part] = []  # by the number of the backward: a loop may drop gradients between two of them
+        self.number = 0
+        """Of the next backward of the micro-batch under way."""
+        self._has_apart = False  # gradients of earlier micro-batches
+        self._loss: Tensor | None = None
+        self._samples = 0
 
-    def add(self, model: nn.Module) -> None:
+    def add_model(self, model: nn.Module) -> None:
         """Take in the parameters of `model` that no other one has."""
         known = set(self.parameters)
-        new = [each for each in model.parameters() if each not in known]
-        self.parameters += new
-        self._models.append(new)
-        self._training.append(())
-        self._buckets.append([])
+        self._models.append([each for each in model.parameters() if each not in known])
+        self.parameters += self._models[-1]
 
-    def set_aside(self) -> Held:
+    def note(self, loss: Tensor) -> None:
+        """Take in a part of the loss (0-dim) whose gradients a strategy exchanges."""
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def backward(
+        self, loss: Tensor, factor: float | Tensor, weight: float | Tensor | None, *, last: bool, exchanges: bool
+    ) -> None:
+        """Add the gradients of `factor` · `loss` (0-dim); with the `last` micro-batch's, sum them (*collective*).
+
+        They are divided by all ranks' `weight`, where there is one. What counts nothing joins in BatchNorm's exchanges.
+        """
+        if self.number == len(self._parts):
+            self._parts.append(_Part())
+        part = self._parts[self.number]
+        self.number += 1
+        is_whole = not isinstance(factor, Tensor) and factor == 1.0  # of a tensor the host would wait for the number
+        divisor = None
+        if is_whole and self._is_alone and last and weight is None and not self._has_apart:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            others = self._set_aside()
+            self._precision.backward(loss, factor)
+            if weight is not None:
+                self._void(factor)
+            self._put_back(part.gradients)
+            part.gradients = []
+            if last:
+                divisor = None if weight is None else self._total(part.weight + weight)
+                self._sum(divisor, exchanges)
+                self._precision.unscale(self.parameters)
+            else:
+                part.gradients, self._has_apart = self._set_aside(), True
+            self._put_back(others)
+        if weight is not None:
+            part.weight = part.weight + weight
+        told = loss.detach() if is_whole else _times(loss.detach(), factor)
+        part.loss = told if part.loss is None else part.loss + told
+        if divisor is not None:
+            part.loss = part.loss / divisor
+
+    def end(self, samples: int) -> None:
+        """End a batch of so many samples, of all ranks."""
+        for part in self._parts:
+            if part.loss is not None:
+                self.note(part.loss)
+        self._samples += samples
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the batch: it was left before its last micro-batch."""
+        self._parts.clear()
+        self.number, self._has_apart = 0, False
+
+    def taken(self) -> tuple[Tensor, int]:
+        """Return this rank's part of the loss, and the samples, of the batches since the last step, which was made."""
+        loss = torch.zeros((), device=self._world.device) if self._loss is None else self._loss
+        samples, self._samples, self._loss = self._samples, 0, None
+        return loss, samples
+
+    def _set_aside(self) -> _Held:
         """Take away, and return, the gradients that are there, so that the next backward pass leaves its own alone."""
         held = [(each, each.grad) for each in self.parameters if each.grad is not None]
         for parameter, _ in held:
             parameter.grad = None
         return held
 
-    def void(self, weight: float | Tensor) -> None:
-        """Drop the gradients that are there if `weight` (0-dim) is 0: those of a mean over nothing are no numbers."""
-        if not isinstance(weight, Tensor):
-            if not weight:
-                self.set_aside()
-            return
-        for each in self.parameters:
-            if each.grad is not None:
-                each.grad.masked_fill_(weight <= 0, 0)
-
-    def put_back(self, held: Held) -> None:
-        """Add what `set_aside` returned to what there is now."""
+    def _put_back(self, held: _Held) -> None:
         for parameter, before in held:
             parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
-    def sum(self, divisor: Tensor | None = None, *, exchanges: bool = True) -> None:
-        """Sum the gradients over the ranks, in place, and divide them by `divisor` (0-dim) (*collective*).
+    def _void(self, weight: float | Tensor) -> None:
+        """Drop the gradients that are there if `weight` (0-dim) is 0: those of a mean over nothing are no numbers."""
+        if isinstance(weight, Tensor):
+            for each in self.parameters:
+                if each.grad is not None:
+                    each.grad.masked_fill_(weight <= 0, 0)
+        elif not weight:
+            self._set_aside()
 
-        A parameter without a gradient on some ranks has one of zeros there; where no rank has one, it stays without.
-        """
+    def _total(self, own: float | Tensor) -> Tensor:
+        total = self._world.sum(torch.as_tensor(own, dtype=torch.float64, device=self._world.device))
+        if not total.is_cuda and not total > 0:
+            raise RequestError(
+                f"session.backward was given weights that sum to {total.item():g} over the global batch: a mean is "
+                "over a number of things above 0; leave such a batch out of the data."
+            )
+        return total
+
+    def _sum(self, divisor: Tensor | None, exchanges: bool) -> None:
+        """Sum the gradients over the ranks, in place, and divide them; without one on any rank, there stays none."""
         if self._world.group is not None and exchanges:
             for buckets in self._taking_part():
                 for bucket in buckets:
-                    self._sum(bucket)
+                    self._sum_bucket(bucket)
         if divisor is not None and (present := [each.grad for each in self.parameters if each.grad is not None]):
             _torch.foreach_div_(present, divisor)
 
-    def _taking_part(self) -> Iterable[list[list[nn.Parameter]]]:
+    def _taking_part(self) -> Iterable[list[_Bucket]]:
         """Return the buckets of the models that any rank has gradients of (*collective* where there are several)."""
+        found = []
         for number, model in enumerate(self._models):  # a user may freeze a part, and let it train later
-            training = tuple([each.requires_grad for each in model])
-            if training != self._training[number]:
-                self._training[number] = training
-                self._buckets[number] = _buckets([each for each in model if each.requires_grad])
-        if len(self._models) == 1:
-            return self._buckets
+            key = number, *[each.requires_grad for each in model]
+            if key not in self._buckets:
+                self._buckets[key] = _buckets([each for each in model if each.requires_grad])
+            found.append(self._buckets[key])
+        if len(found) == 1:
+            return found
         own = [any(each.grad is not None for each in model) for model in self._models]
-        device = self._world.device
-        any_rank = self._world.max(torch.tensor(own, dtype=torch.int32, device=device)).tolist()
-        return [buckets for buckets, has_some in zip(self._buckets, any_rank, strict=True) if has_some]
+        any_rank = self._world.max(torch.tensor(own, dtype=torch.int32, device=self._world.device)).tolist()
+        return [buckets for buckets, has_some in zip(found, any_rank, strict=True) if has_some]
 
-    def _sum(self, bucket: Sequence[nn.Parameter]) -> None:
+    def _sum_bucket(self, bucket: _Bucket) -> None:
         first = bucket[0]
-        absent = [each for each in bucket if each.grad is None]
         parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
+        absent = [number for number, each in enumerate(bucket) if each.grad is None]
         has = torch.ones(len(bucket), dtype=first.dtype, device=first.device)
-        for number, each in enumerate(bucket):
-            if each.grad is None:
-                has[number] = 0
+        for number in absent:
+            has[number] = 0
         flat = self._world.sum_(torch.cat([*(part.reshape(-1) for part in parts), has]))
         *sums, has = torch.split(flat, [*(each.numel() for each in bucket), len(bucket)])
         _torch.foreach_copy_(parts, [one.view(each.shape) for one, each in zip(sums, bucket, strict=True)])
@@ -110,9 +188,16 @@ class Gradients:
                 each.grad = part if some else None
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _times(loss: Tensor, factor: float | Tensor) -> Tensor:
+    """Return the loss (0-dim) times its factor; where that is 0, zero: a mean over nothing is no number."""
+    if not isinstance(factor, Tensor):
+        return loss * factor if factor else torch.zeros_like(loss)
+    return torch.where(factor > 0, loss * factor, 0)
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
     """Return the parameters in lists of one dtype and device, of up to `BUCKET_BYTES` each."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
+    by_kind: dict[tuple[torch.dtype, torch.device], list[_Bucket]] = {}
     for each in parameters:
         lists = by_kind.setdefault((each.dtype, each.device), [[]])
         if lists[-1] and sum(one.nbytes for one in lists[-1]) + each.nbytes > BUCKET_BYTES:
@@ -121,7 +206,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return [bucket for lists in by_kind.values() for bucket in lists]
 
 
-def check_loss(loss: Tensor) -> None:
+def check_loss(loss: Any) -> None:
     """Raise `RequestError` where `loss` is no number of which gradients can be taken."""
     if not isinstance(loss, Tensor) or loss.dim() or loss.is_complex():
         found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

@@ -1,8 +1,7 @@
-"""Optimizers, and the learning rate as a pure function of the optimizer step.
+"""torch's optimizers, and the learning rate as a pure function of the optimizer step.
 
-torch's optimizers are used as they are. torch's schedulers are not: they hold state that has to be saved, and
-each process steps its own. Here the rate at step s follows from the config and s alone, so that a resumed run,
-or one on another world, has the same one.
+torch's schedulers hold state that has to be saved, and each process steps its own. Here the rate at step s follows from
+the config and s alone, so that a resumed run, or one on another world, has the same one.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from torch.optim import Optimizer
 
 from .. import _torch
 from ..checkpoint.state import matching
-from ..config.schema import OptimConfig
+from ..config.schema import OptimConfig, RunConfig
 from ..errors import RequestError
 
 _SCALE = "lr_scale"
 """A parameter group's own factor on the learning rate, among its settings."""
-
 Schedule = Callable[[int], float]
-"""The factor on the peak learning rate at an optimizer step, counted from 0."""
+"""The learning rate, or the factor on its peak, at an optimizer step, counted from 0."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,9 @@ class Optimizers:
 
 
 class Average:
-    """An exponential moving average of a model's weights, which starts from the weights at the start.
+    """An exponential moving average of a model's weights, from those at the start; buffers are the model's own."""
 
-    Buffers, such as running statistics, are the model's own. torch's AveragedModel asks its counter at each update
-    whether it is the first one, for which the host would wait for the GPU.
-    """
-
+    # torch's AveragedModel asks its counter at each update whether it is the first: the host would wait for the GPU.
     def __init__(self, model: nn.Module, decay: float) -> None:
         # A process group, as torch's SyncBatchNorm may hold one, cannot be copied: copies share it.
         groups = (getattr(module, "process_group", None) for module in model.modules())
@@ -63,8 +58,7 @@ class Average:
         self._share = 1 - decay
         self._ours: list[Tensor] = list(self.module.parameters())
         self._theirs: list[Tensor] = list(model.parameters())
-        self._our_buffers: list[Tensor] = list(self.module.buffers())
-        self._their_buffers: list[Tensor] = list(model.buffers())
+        self._our_buffers, self._their_buffers = list(self.module.buffers()), list(model.buffers())
 
     @torch.no_grad()
     def update(self) -> None:
@@ -77,56 +71,43 @@ class Average:
 def build(model: nn.Module, config: OptimConfig) -> Optimizers:
     """Return the configured optimizer over the parameters of `model` that train.
 
-    muon takes the matrices (parameters of two dimensions) and leaves the rest to AdamW, because torch's Muon is
-    defined for matrices alone; its rate is adjusted to AdamW's, so that one --lr serves both.
+    torch's Muon is defined for matrices alone: AdamW has the rest, and one --lr serves both.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise RequestError("The model has no parameter that trains (requires_grad); there is nothing to optimize.")
-    scales = {each: factor for _, factor, those in scaled(model, config) for each in those}
+    factors = {each: factor for _, factor, reached in scaled(model, config) for each in reached}
 
-    def grouped(those: list[nn.Parameter]) -> list[dict[str, Any]]:
+    def grouped(held: list[nn.Parameter]) -> list[dict[str, Any]]:
         by_factor: dict[float, list[nn.Parameter]] = {}
-        for each in those:
-            by_factor.setdefault(scales.get(each, 1.0), []).append(each)
-        return [{"params": held, _SCALE: factor} for factor, held in by_factor.items()]
+        for each in held:
+            by_factor.setdefault(factors.get(each, 1.0), []).append(each)
+        return [{"params": each, _SCALE: factor} for factor, each in by_factor.items()]
 
-    groups = grouped(parameters)
-    lr, decay = config.lr, config.weight_decay
+    each: list[Optimizer] = []
+    rest = parameters
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    momentum: dict[str, Any] = {"momentum": config.momentum, "nesterov": config.nesterov}
+    if config.name == "muon":
+        matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+        rest = [parameter for parameter in parameters if parameter.ndim != 2]
+        if not matrices:
+            raise RequestError("--optimizer muon needs matrices, and this model has none; use adamw or sgd.")
+        each.append(torch.optim.Muon(grouped(matrices), **common, **momentum, adjust_lr_fn="match_rms_adamw"))
     # The fused kernels update all tensors in one call; on a CPU they save a third of a small model's step.
     if config.name == "sgd":
-        sgd = torch.optim.SGD(
-            groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, weight_decay=decay, fused=True
-        )
-        if config.momentum:
-            # Made here, since the fused kernel, where an overflow skips its first step, leaves what it makes unwritten.
-            for parameter in parameters:
-                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return Optimizers((sgd,), tuple(parameters))
-    if config.name == "adamw":
-        adamw = torch.optim.AdamW(groups, lr=lr, weight_decay=decay, fused=True)
-        return Optimizers((adamw,), tuple(parameters))
-    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
-    others = [parameter for parameter in parameters if parameter.ndim != 2]
-    if not matrices:
-        raise RequestError("--optimizer muon needs matrices, and this model has none; use adamw or sgd.")
-    muon = torch.optim.Muon(
-        grouped(matrices),
-        lr=lr,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        weight_decay=decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    rest = (torch.optim.AdamW(grouped(others), lr=lr, weight_decay=decay, fused=True),) if others else ()
-    return Optimizers((muon, *rest), tuple(parameters))
+        sgd = torch.optim.SGD(grouped(parameters), **common, **momentum, fused=True)
+        # Made here, since the fused kernel, where an overflow skips its first step, leaves what it makes unwritten.
+        for parameter in parameters if config.momentum else ():
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        each.append(sgd)
+    elif rest:
+        each.append(torch.optim.AdamW(grouped(rest), **common, fused=True))
+    return Optimizers(tuple(each), tuple(parameters))
 
 
 def scaled(model: nn.Module, config: OptimConfig) -> list[tuple[str, float, list[nn.Parameter]]]:
-    """Return (pattern, factor, parameters) of each --lr-scale: the first pattern that matches a parameter has it.
-
-    Raises `RequestError` for a pattern that matches nothing, or nothing that earlier ones have left.
-    """
+    """Return (pattern, factor, parameters) of each --lr-scale: the first pattern that matches a parameter has it."""
     named = {name: each for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
     found: list[tuple[str, float, list[nn.Parameter]]] = []
     taken: set[nn.Parameter] = set()
@@ -143,68 +124,54 @@ def scaled(model: nn.Module, config: OptimConfig) -> list[tuple[str, float, list
     return found
 
 
+def rate(config: RunConfig, batch: int, steps_per_epoch: int) -> Schedule:
+    """Return the learning rate at an optimizer step, for a global batch of `batch` samples."""
+    peak = peak_lr(config.optim, batch)
+    factor = schedule(config.optim, steps_per_epoch=steps_per_epoch, epochs=config.epochs)
+    return lambda step: peak * factor(step)
+
+
 def peak_lr(config: OptimConfig, batch: int) -> float:
     """Return the peak rate for a global batch: `lr` times (batch ÷ base batch), its root, or 1.
 
     Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". Square root: Krizhevsky 2014, "One weird trick".
-    Raises `RequestError` where that is no finite number.
     """
     ratio = batch / config.base_batch if config.base_batch else 1.0
-    peak = config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_rule]
-    if not math.isfinite(peak):
-        raise RequestError(
-            f"--lr {config.lr:g} by --lr-rule {config.lr_rule} for a batch of {batch} instead of {config.base_batch} "
-            "is beyond any number; give a smaller --lr."
-        )
-    return peak
+    return config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_rule]
 
 
 def schedule(config: OptimConfig, *, steps_per_epoch: int, epochs: int) -> Schedule:
-    """Return the factor on the peak rate as a function of the optimizer step.
-
-    The config speaks in epochs, as people do; here they become steps, rounded to the nearest. Raises `RequestError`
-    where the factor grows beyond any number.
-    """
+    """Return the factor on the peak rate; the config's epochs become steps, rounded to the nearest."""
     total = steps_per_epoch * epochs
     warmup = round(config.warmup * steps_per_epoch)
     marks = [round(mark * steps_per_epoch) for mark in config.milestones]
-
-    def constant(step: int) -> float:
-        return 1.0
-
-    def every(step: int) -> float:
-        return float(config.gamma ** (step // max(1, marks[0])))
-
-    def multistep(step: int) -> float:
-        return float(config.gamma ** sum(step >= mark for mark in marks))
-
-    def cosine(step: int) -> float:
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
-
-    def warmed(step: int) -> float:
-        # From 1/warmup at the first step, so that no step is wasted at a rate of nothing.
-        return (step + 1) / warmup if step < warmup else after(step)
-
     # Smith & Topin 2018, with torch's OneCycleLR's shape: up from 1/25 of the peak, down to 1/250,000, by cosines.
     top = max(1, warmup or round(0.3 * total)) - 1
 
     def onecycle(step: int) -> float:
         if step <= top:
-            return _cosine_between(1 / 25, 1.0, step / max(1, top))
-        return _cosine_between(1.0, 1 / 250_000, min(1.0, (step - top) / max(1, total - 1 - top)))
+            return _by_cosine(1 / 25, 1.0, step / max(1, top))
+        return _by_cosine(1.0, 1 / 250_000, (step - top) / max(1, total - 1 - top))
 
-    after = {"constant": constant, "step": every, "multistep": multistep, "cosine": cosine, "onecycle": onecycle}[
-        config.schedule
-    ]
+    factors: dict[str, Schedule] = {
+        "constant": lambda step: 1.0,
+        "step": lambda step: float(config.gamma ** (step // max(1, marks[0]))),
+        "multistep": lambda step: float(config.gamma ** sum(step >= mark for mark in marks)),
+        "cosine": lambda step: _by_cosine(1.0, 0.0, (step - warmup) / max(1, total - warmup)),
+        "onecycle": onecycle,
+    }
+    factor = factors[config.schedule]
+
+    def warmed(step: int) -> float:
+        # From 1/warmup at the first step, so that no step is wasted at a rate of nothing.
+        return (step + 1) / warmup if step < warmup else factor(step)
+
     try:
-        after(total)
+        factor(total)
     except OverflowError:
-        raise RequestError(
-            f"--gamma {config.gamma:g} raises the learning rate beyond any number before the last epoch; give a factor "
-            "below 1, or fewer cuts by --milestones."
-        ) from None
-    return warmed if warmup and config.schedule != "onecycle" else after
+        raise RequestError(f"--gamma {config.gamma:g} raises the learning rate beyond any number; give less.") from None
+    return warmed if warmup and config.schedule != "onecycle" else factor
 
 
-def _cosine_between(start: float, end: float, share: float) -> float:
-    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * share))
+def _by_cosine(start: float, end: float, share: float) -> float:
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))

@@ -1,11 +1,7 @@
 """The arithmetic: which dtype the weights have, which one the products run in, and how gradients stay finite.
 
-| name | weights and data | products          | gradients          |
-| fp32 | float32          | float32           | as they are        |
-| tf32 | float32          | TF32 tensor cores | as they are        |
-| bf16 | float32          | bfloat16 autocast | as they are        |
-| fp16 | float32          | float16 autocast  | scaled, unscaled before clipping |
-| fp64 | float64          | float64           | as they are        |
+Weights and data are float32, under fp64 float64. Products are so too, but under tf32 on TF32 tensor cores, under bf16
+and fp16 by autocast; under fp16 gradients are scaled, and unscaled before clipping.
 """
 
 from __future__ import annotations
@@ -30,20 +26,15 @@ class Precision:
     """One way to compute. `autocast` is entered around forward and loss, `backward` and `step` do the rest."""
 
     name: str
-    dtype: torch.dtype
-    """dtype of weights and images."""
+    dtype: torch.dtype  # of weights and images
     channels_last: bool
-    context: AbstractContextManager[Any]
-    """Made once and entered at each micro-batch: constructing an autocast costs more than entering one."""
+    context: AbstractContextManager[Any]  # made once: constructing an autocast costs more than entering one
     scaler: Scaler | None = None
     _begins: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: PrecisionConfig, device: torch.device) -> Precision:
-        """Return the precision asked for on `device`.
-
-        Raises `RequestError` where the device does not have it.
-        """
+        """Return the precision asked for on `device`; raise `RequestError` where the device does not have it."""
         name = resolve(config.name, device)
         if name == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
             raise RequestError(f"--precision tf32 needs an NVIDIA GPU of Ampere or newer, found {device}; use fp32.")
@@ -65,21 +56,19 @@ class Precision:
             scaler=Scaler(device) if name == "fp16" else None,
         )
 
-    def place(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """Return the model on `device`, in this precision's dtype and, for what has four dimensions, memory order.
+    @property
+    def cast(self) -> torch.dtype | None:
+        """The dtype to which a user's own model and data are cast: float64; None where they stay as they are."""
+        return self.dtype if self.name == "fp64" else None
 
-        Every buffer then has memory of its own for each element.
-        """
+    def place(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Return the model on `device`, in this dtype and memory order."""
         model = model.to(device=device, dtype=self.dtype)
-        for buffer in model.buffers():
-            if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
-                buffer.data = buffer.data.clone()  # of an expanded one, rank 0's could not be written into it
-        if self.channels_last:
-            # Module.to would convert tensors of five dimensions (Conv3d) too, for which this order is not defined.
-            for held in (*model.parameters(), *model.buffers()):
-                if held.dim() == 4:
-                    # `to`, not `contiguous`, which leaves a 1 × 1 kernel strides that its gradient will not have.
-                    held.data = held.data.to(memory_format=torch.channels_last)
+        # Module.to would convert tensors of five dimensions (Conv3d) too, for which this order is not defined.
+        for held in (*model.parameters(), *model.buffers()) if self.channels_last else ():
+            if held.dim() == 4:
+                # `to`, not `contiguous`, which leaves a 1 × 1 kernel strides that its gradient will not have.
+                held.data = held.data.to(memory_format=torch.channels_last)
         return model
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -89,16 +78,15 @@ class Precision:
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
         """Add the gradients of `weight` · `loss` (both 0-dim) to the parameters', scaled where float16 needs it."""
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        # As the gradient that the pass begins with, the weight costs no operation of its own.
-        scaled.backward(weight.to(loss) if isinstance(weight, Tensor) else self._begin(loss, weight))  # type: ignore[no-untyped-call]
-
-    def _begin(self, loss: Tensor, weight: float) -> Tensor:
-        """Return `weight` as a tensor like `loss` (0-dim), made once: all batches but the last have one weight."""
-        key = (weight, loss.dtype, loss.device)
-        if key not in self._begins:
+        if isinstance(weight, Tensor):
+            begin = weight.to(loss)
+        elif (found := self._begins.get(key := (weight, loss.dtype, loss.device))) is not None:
+            begin = found
+        else:  # made once: all batches but the last have one weight
             self._begins.clear()
-            self._begins[key] = loss.new_full((), weight)
-        return self._begins[key]
+            begin = self._begins[key] = loss.new_full((), weight)
+        # As the gradient that the pass begins with, the weight costs no operation of its own.
+        scaled.backward(begin)  # type: ignore[no-untyped-call]
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take the scale out of the gradients of `parameters`, in place, once they are summed over the ranks."""
@@ -106,11 +94,14 @@ class Precision:
             self.scaler.unscale([each.grad for each in parameters if each.grad is not None])
 
     def step(self, optimizers: Sequence[Optimizer], *, clip: float | None, measure: bool = False) -> Tensor | None:
-        """Clip and apply unscaled gradients; return the norm before clipping if `clip` is set, or it is to be measured.
-
-        Under fp16, where a gradient is not finite, nothing changes but the scale.
-        """
-        norm = _clipped(optimizers, clip, measure)
+        """Clip and apply unscaled gradients; return the norm before, where `clip` is set or it is to be measured."""
+        norm = None
+        if clip is not None or measure:
+            parameters = [item for each in optimizers for group in each.param_groups for item in group["params"]]
+            if clip is not None:
+                norm = nn.utils.clip_grad_norm_(parameters, clip)
+            else:
+                norm = nn.utils.get_total_norm([item.grad for item in parameters if item.grad is not None])
         for each in optimizers:
             if self.scaler is None:
                 _torch.step(each)
@@ -131,18 +122,16 @@ class Precision:
 
 
 class Scaler:
-    """Loss scaling as torch's GradScaler does it, of all optimizers as one; the host waits for nothing.
+    """Loss scaling as torch's GradScaler does it, but of all optimizers as one, and the host waits for nothing.
 
-    Gradients are unscaled as soon as they are summed, several times to a step if need be. Where any of them since the
-    last `update` was not finite, no optimizer steps.
+    Gradients are unscaled as soon as they are summed. Where any of them was not finite, no optimizer steps.
     """
 
     _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
 
     def __init__(self, device: torch.device) -> None:
         self._scale = torch.full((), 65536.0, device=device)
-        self._clean = torch.zeros((), dtype=torch.int32, device=device)
-        """Steps without an overflow since the scale was changed."""
+        self._clean = torch.zeros((), dtype=torch.int32, device=device)  # steps without an overflow since it changed
         self._overflow: Tensor | None = None
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -196,32 +185,17 @@ class Scaler:
 
 @torch.no_grad()
 def _step_unless(optimizer: Optimizer, step: Callable[[], Any], overflow: Tensor) -> None:
-    """Step, and put everything back as it was where `overflow` (0-dim, bool) holds, without asking the host.
+    """Step, and put all back where `overflow` (0-dim, bool) holds, state made in this step to zeros (as Muon's is)."""
 
-    That takes a copy of parameters and state for the time of the step. State made in this step becomes zeros, which is
-    what Muon's momentum begins with.
-    """
-    before = {held: held.clone() for held in _held(optimizer)}
+    def held() -> list[Tensor]:
+        parameters = [item for group in optimizer.param_groups for item in group["params"]]
+        states = [value for item in parameters for value in optimizer.state[item].values() if isinstance(value, Tensor)]
+        return [*parameters, *states]
+
+    before = {each: each.clone() for each in held()}
     step()
-    for held in _held(optimizer):
-        held.copy_(torch.where(overflow, before.get(held, 0), held))
-
-
-def _held(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors that a step changes: parameters and state."""
-    parameters = [item for group in optimizer.param_groups for item in group["params"]]
-    states = [value for item in parameters for value in optimizer.state[item].values() if isinstance(value, Tensor)]
-    return [*parameters, *states]
-
-
-def _clipped(optimizers: Sequence[Optimizer], clip: float | None, measure: bool) -> Tensor | None:
-    """Scale the gradients to a norm of at most `clip`, if it is set; return the norm before, if either is asked."""
-    if clip is None and not measure:
-        return None
-    parameters = [item for each in optimizers for group in each.param_groups for item in group["params"]]
-    if clip is not None:
-        return nn.utils.clip_grad_norm_(parameters, clip)
-    return nn.utils.get_total_norm([item.grad for item in parameters if item.grad is not None])
+    for each in held():
+        each.copy_(torch.where(overflow, before.get(each, 0), each))
 
 
 def resolve(name: str, device: torch.device) -> str:

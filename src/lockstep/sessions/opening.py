@@ -1,0 +1,60 @@
+"""`lockstep.session()`: this rank of the job that a script was started in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+from ..config.options import apply, flatten, leaves
+from ..config.schema import RunConfig
+from ..errors import RequestError
+from ..record.base import Nothing
+from ..record.console import Notices
+from ..runs.run import Opened, opened
+from . import script
+from .session import Session
+
+OPTIONS = (
+    *("output", "resume", "checkpoint-every", "log-every", "verify-every", "ledger", "seed", "max-steps"),
+    *("accumulate", "micro-batch", "batchnorm", "precision", "deterministic"),
+    *("timeout", "stall-timeout", "collectives"),
+)
+"""The options of `lockstep train` that a session takes; on all else the script decides."""
+_SECTIONS = ("parallel", "checkpoint", "record")
+_RECORDED = {"model", "data", *OPTIONS, *(leaf.key for leaf in leaves() if leaf.section in _SECTIONS)}
+"""The options that a script leaves to the command, and its name."""
+
+
+def session(**options: Any) -> Session:
+    """Return this rank of the job that the script was started in, or alone where nothing has started it.
+
+    `options` are those of `lockstep train` in `OPTIONS`, by their names (`output="runs/mnist"`, `resume="auto"`,
+    `accumulate=4`, `precision="bf16"`, `seed=1` …); flags of `lockstep run` beat them. Call it once, before the model
+    is made: the weights follow from the seed. Raises `RequestError` for options that cannot be honoured.
+    """
+    named = {name.replace("_", "-"): value for name, value in options.items()}
+    if strange := [name for name in named if name not in OPTIONS]:
+        raise RequestError(f"lockstep.session takes no {strange[0]!r}; it takes {', '.join(OPTIONS)}.")
+    # A model keeps the order of memory that its user gave it.
+    config = apply(apply(RunConfig(), {"channels-last": "off"}, source="a session"), named, source="lockstep.session")
+    again, started = "", script.take()
+    has_folder = started is not None or config.record.output is not None
+    if started is not None:
+        decided = started.given | {"launcher", "strategy", "accelerator", "model", "data"}
+        flags = {key: value for key, value in flatten(started.config).items() if key in decided}
+        config = apply(config, flags, source="the flags")
+    else:
+        started = script.own_process(config)
+        config = dataclasses.replace(config, parallel=started.config.parallel)  # what started it, and how many
+        how = "" if config.checkpoint.resume == "auto" else ' and lockstep.session(output=…, resume="auto")'
+        again = f"continue with the same command{how}"
+    world = started.world
+    run: contextlib.AbstractContextManager[Opened] = contextlib.nullcontext(
+        Opened(config, Notices() if world.is_main else Nothing(), None)
+    )
+    if has_folder:
+        run = opened(config, world, keys=("seed",), console=Notices(), only=_RECORDED)
+    made = Session(config, world, run, again=again)
+    started.closing.append(made.close)
+    return made

@@ -1,0 +1,101 @@
+"""What `session.prepare` makes of models, optimizers, schedules and loaders."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from .. import _torch
+from ..data.share import SharedLoader
+from ..training.precision import Precision
+from ..world.world import World
+
+
+def place(model: nn.Module, world: World, precision: Precision) -> nn.Module:
+    """Return the model on this rank's device, with rank 0's weights, computing in `precision` (*collective*)."""
+    model = model.to(world.device, precision.cast)
+    with torch.no_grad():
+        world.broadcast([*model.parameters(), *model.buffers()])
+
+    def forward(own: Any, *given: Any, **named: Any) -> Any:
+        with precision.autocast():
+            found = own(*given, **named)
+        return found if torch.is_autocast_enabled(world.device.type) else _as_float32(found)
+
+    if precision.name in ("bf16", "fp16"):
+        refine(model, "forward", forward)
+    return model
+
+
+def refine(owner: Any, name: str, by: Callable[..., Any]) -> None:
+    """Have `owner.name(…)` call `by(what it was, …)`, by its class: a copy is its own, and its state as before."""
+    kind: Any = type(owner)
+
+    def refined(self: Any, *given: Any, **named: Any) -> Any:
+        return by(types.MethodType(getattr(kind, name), self), *given, **named)
+
+    owner.__class__ = type(kind.__name__, (kind,), {name: refined, "__module__": kind.__module__})
+
+
+def step_by(optimizer: Optimizer, by: Callable[[Optimizer, Callable[[], Any], Any], Any]) -> None:
+    """Have `optimizer.step(closure)` call `by(optimizer, what its step was, closure)`."""
+    own = optimizer.step
+    before = own if "step" in vars(optimizer) else functools.partial(_torch.step_with_hooks, optimizer)
+
+    def step(optimizer: Optimizer, closure: Any = None) -> Any:
+        return by(optimizer, before, closure)
+
+    # A bound method of the object: schedules bind anew what they find, and look for the mark of their own.
+    optimizer.step = types.MethodType(functools.update_wrapper(step, own), optimizer)  # type: ignore[method-assign]
+    if type(optimizer).zero_grad is Optimizer.zero_grad:
+        optimizer.zero_grad = types.MethodType(_zero_grad, optimizer)  # type: ignore[method-assign]
+
+
+def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    """Do what torch's own does, less a profiler's range, which costs more than the work."""
+    if not set_to_none:
+        Optimizer.zero_grad(optimizer, set_to_none=False)
+        return
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            each.grad = None
+
+
+class Loader:
+    """A prepared DataLoader: yields this rank's shares. Other attributes are those of the user's own."""
+
+    def __init__(self, shared: SharedLoader, batches: Callable[[SharedLoader], Iterator[Any]]) -> None:
+        self.loader: DataLoader[Any] = shared.loader
+        self.shared, self._batches = shared, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches(self.shared)
+
+    def __len__(self) -> int:
+        """Return the number of optimizer steps in an epoch, which is what a schedule counts."""
+        steps = self.shared.steps()
+        if steps is None:
+            raise TypeError("the length of this loader's data set is not known")
+        return steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def _as_float32(value: Any) -> Any:
+    """Return what a model has put out, its half-precision tensors as float32, at any depth of lists and dicts."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, dict):
+        for key in value:  # in place: a model's own type of output, such as a dataclass that is a dict, stays
+            value[key] = _as_float32(value[key])
+    elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_as_float32(each) for each in value)
+    return value
