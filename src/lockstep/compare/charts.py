@@ -5,16 +5,20 @@ Sizes are in units of the drawing, which scales to the width that there is.
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple
 
-_WIDTH = 720
+from .numbers import Interval
+
+_WIDTH, _HEIGHT = 720, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 150, 70, 12, 40
 _BAR, _GAP = 22, 10
-_HEIGHT = 260
-_LETTER = 7.2
+_LONGEST = 19
+"""Letters of a name that fit into `_LEFT`."""
+_POINTS, _DOTTED = 400, 20
+"""Points of a line that are drawn, and those that each have a dot, at most."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c7a00", "#666666")
 """Okabe and Ito's, which people with any colour vision tell apart; the seventh is darkened for white paper."""
 STYLE = (
@@ -24,24 +28,15 @@ STYLE = (
 )
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A bar of a chart: its name, its parts by what they are, its interval where there is one, and what it says."""
+class Bar(NamedTuple):
+    """A bar of a chart: its name, the lengths of its parts, and the interval of their sum where that is known."""
 
     name: str
     parts: Mapping[str, float]
-    says: str
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def length(self) -> float:
-        """Of all parts."""
-        return sum(self.parts.values())
+    interval: Interval | None = None
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of a chart: its name and its points (x, y)."""
 
     name: str
@@ -49,109 +44,111 @@ class Line:
 
 
 def bars(title: str, given: Sequence[Bar], unit: str) -> str:
-    """Return a chart of horizontal bars; parts have one colour each, and a key where there are several."""
+    """Return a chart of horizontal bars, "" of none; parts have one colour each, and a key where there are several."""
+    given = [bar for bar in given if any(bar.parts.values())]
+    if not given:
+        return ""
     kinds = list(dict.fromkeys(kind for bar in given for kind in bar.parts))
-    key = len(kinds) > 1
-    top = _TOP + 24 * key
-    height = top + len(given) * (_BAR + _GAP) + _BOTTOM
-    most = max([*(bar.high or bar.length for bar in given), 0.0]) or 1.0
-    ticks = _ticks(0, most)
-    scale = (_WIDTH - _LEFT - _RIGHT) / max(most, ticks[-1])
-    drawn = _key(kinds) if key else []
+    drawn = _key(kinds, 5) if len(kinds) > 1 else []
+    top = _TOP + 24 * bool(drawn)
+    bottom = top + len(given) * (_BAR + _GAP)
+    known = [bar.interval if bar.interval and bar.interval.low > 0 else None for bar in given]
+    ends = [held.high if held else sum(bar.parts.values()) for bar, held in zip(given, known, strict=True)]
+    ticks = _ticks(0, max(ends) or 1.0)
+    scale = (_WIDTH - _LEFT - _RIGHT) / max(*ends, ticks[-1])
     for tick in ticks:
-        x = _LEFT + tick * scale
-        drawn.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - _BOTTOM}"/>')
-        drawn.append(f'<text x="{x:.1f}" y="{height - _BOTTOM + 18}" text-anchor="middle">{_short(tick)}</text>')
-    drawn.append(f'<text x="{_LEFT}" y="{height - 6}">{html.escape(unit)}</text>')
-    for number, bar in enumerate(given):
+        drawn += _tick_x(_LEFT + tick * scale, top, bottom, tick)
+    drawn.append(_text(_LEFT, bottom + _BOTTOM - 6, unit))
+    for number, (bar, held, end) in enumerate(zip(given, known, ends, strict=True)):
         y = top + number * (_BAR + _GAP) + _GAP / 2
-        middle = y + _BAR / 2 + 4.5
-        drawn.append(f'<text x="{_LEFT - 8}" y="{middle:.1f}" text-anchor="end">{html.escape(_cut(bar.name))}</text>')
+        drawn.append(_text(_LEFT - 8, y + _BAR / 2 + 4.5, _cut(bar.name), "end"))
         x = float(_LEFT)
         for kind, length in bar.parts.items():
-            colour = COLOURS[kinds.index(kind) % len(COLOURS)] if key else COLOURS[0]
             wide = max(0.0, length * scale)
-            told = html.escape(f"{bar.name}: {kind} {_short(length)} {unit}" if key else f"{bar.name}: {bar.says}")
-            drawn.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{_BAR}" fill="{colour}">'
-                f"<title>{told}</title></rect>"
-            )
+            colour = COLOURS[kinds.index(kind) % len(COLOURS)]
+            hint = escape(f"{bar.name}: {kind} {_short(length)} {unit}")
+            size = f'x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{_BAR}"'
+            drawn.append(f'<rect {size} fill="{colour}"><title>{hint}</title></rect>')
             x += wide
-        if bar.low is not None and bar.high is not None:
-            low, high = (_LEFT + each * scale for each in (bar.low, bar.high))
-            line = y + _BAR / 2
-            whisker = f"M{low:.1f} {line - 5}v10m0 -5H{high:.1f}m0 -5v10"
-            drawn.append(f'<path class="whisker" fill="none" d="{whisker}"/>')
-            x = max(x, high)
-        drawn.append(f'<text x="{x + 6:.1f}" y="{middle:.1f}">{html.escape(bar.says)}</text>')
-    told = "; ".join(f"{bar.name} {bar.says}" for bar in given)
-    return _svg(title, told, height, drawn)
+        if held:
+            whisker = f"M{_LEFT + held.low * scale:.1f} {y + _BAR / 2 - 5}v10m0 -5H{_LEFT + held.high * scale:.1f}"
+            drawn.append(f'<path class="whisker" fill="none" d="{whisker}m0 -5v10"/>')
+        drawn.append(_text(_LEFT + end * scale + 6, y + _BAR / 2 + 4.5, _short(sum(bar.parts.values()))))
+    told = "; ".join(f"{bar.name} {_short(sum(bar.parts.values()))} {unit}" for bar in given)
+    return _svg(title, told, bottom + _BOTTOM, drawn)
 
 
 def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal: bool = False) -> str:
-    """Return a chart of lines; `ideal` draws y = x beside them."""
-    points = [point for line in given for point in line.points if all(map(math.isfinite, point))]
-    if not points:
+    """Return a chart of lines, "" of none; `ideal` draws y = x beside them. Points that are not finite are left out."""
+    finite = [Line(name, [each for each in _thin(points) if all(map(math.isfinite, each))]) for name, points in given]
+    finite = [line for line in finite if line.points]
+    if not finite:
         return ""
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    if ideal:
-        ys = [*ys, *xs, 0.0]
+    xs, ys = ([point[axis] for line in finite for point in line.points] for axis in (0, 1))
+    ys = [*ys, *xs, 0.0] if ideal else ys
     x_ticks, y_ticks = sorted(set(xs)) if ideal else _ticks(min(xs), max(xs)), _ticks(min(ys), max(ys))
-    (x_low, x_high), (y_low, y_high) = _ends(x_ticks, xs), _ends(y_ticks, ys)
-    top, left = _TOP + 24 * math.ceil(len(given) / 4), 64
-    height = top + _HEIGHT
-    wide, high = _WIDTH - left - 16, _HEIGHT - _BOTTOM
+    (x_low, x_high), (y_low, y_high) = _ends([*x_ticks, *xs]), _ends([*y_ticks, *ys])
+    top, left, right = _TOP + 24 * math.ceil(len(finite) / 4), 64, _WIDTH - 16
+    bottom = top + _HEIGHT - _BOTTOM
 
-    def at(x: float, y: float) -> str:
+    def at(x: float, y: float) -> tuple[float, float]:
         across, up = (x - x_low) / (x_high - x_low), (y - y_low) / (y_high - y_low)
-        return f"{left + across * wide:.1f} {top + high - up * high:.1f}"
+        return left + across * (right - left), bottom - up * (bottom - top)
 
-    drawn = _key([line.name for line in given], per_row=4)
+    def path(points: Sequence[tuple[float, float]]) -> str:
+        return "M" + "L".join("{:.1f} {:.1f}".format(*at(*point)) for point in points)
+
+    drawn = _key([line.name for line in finite], 4)
     for tick in y_ticks:
-        y = top + high - (tick - y_low) / (y_high - y_low) * high
-        drawn.append(f'<line class="grid" x1="{left}" x2="{left + wide}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{_short(tick)}</text>')
+        y = at(x_low, tick)[1]
+        drawn.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        drawn.append(_text(left - 6, y + 4, _short(tick), "end"))
     for tick in x_ticks:
-        x = left + (tick - x_low) / (x_high - x_low) * wide
-        drawn.append(f'<text x="{x:.1f}" y="{top + high + 18}" text-anchor="middle">{_short(tick)}</text>')
-    drawn.append(f'<line class="axis" x1="{left}" x2="{left + wide}" y1="{top + high}" y2="{top + high}"/>')
-    drawn.append(f'<text x="{left + wide}" y="{height - 4}" text-anchor="end">{html.escape(x_unit)}</text>')
-    drawn.append(f'<text x="4" y="{height - 4}">{html.escape(y_unit)}</text>')
+        drawn += _tick_x(at(tick, y_low)[0], bottom - 4, bottom, tick)
+    drawn.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    drawn += [_text(right, bottom + _BOTTOM - 4, x_unit, "end"), _text(4, bottom + _BOTTOM - 4, y_unit)]
     if ideal:
-        drawn.append(f'<path class="ideal" d="M{at(x_low, x_low)}L{at(x_high, x_high)}"><title>ideal</title></path>')
-    for number, line in enumerate(given):
-        whole = [point for point in line.points if all(map(math.isfinite, point))]
-        path = "L".join(at(*point) for point in whole)
+        drawn.append(f'<path class="ideal" d="{path([(x_low, x_low), (x_high, x_high)])}"><title>ideal</title></path>')
+    for number, (name, points) in enumerate(finite):
         colour = COLOURS[number % len(COLOURS)]
-        name = html.escape(line.name)
-        drawn.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"><title>{name}</title></path>')
-        if len(whole) <= 20:
-            drawn += [
-                f'<circle cx="{at(*point).split()[0]}" cy="{at(*point).split()[1]}" r="3.5" fill="{colour}">'
-                f"<title>{name}: {html.escape(x_unit)} {_short(point[0])}, {html.escape(y_unit)} "
-                f"{_short(point[1])}</title>"
-                "</circle>"
-                for point in whole
-            ]
-    ends = [(line.name, [y for _, y in line.points if math.isfinite(y)]) for line in given]
-    told = "; ".join(f"{name} ends at {_short(ys[-1])}" for name, ys in ends if ys)
-    return _svg(title, told, height, drawn)
+        style = f'fill="none" stroke="{colour}" stroke-width="2"'
+        drawn.append(f'<path d="{path(points)}" {style}><title>{escape(name)}</title></path>')
+        for x, y in points if len(points) <= _DOTTED else ():
+            cx, cy = at(x, y)
+            hint = escape(f"{name}: {x_unit} {_short(x)}, {y_unit} {_short(y)}")
+            dot = f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="3.5" fill="{colour}">'
+            drawn.append(f"{dot}<title>{hint}</title></circle>")
+    told = "; ".join(f"{name} ends at {_short(points[-1][1])}" for name, points in finite)
+    return _svg(title, told, bottom + _BOTTOM, drawn)
+
+
+def _thin(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    every = -(-len(points) // _POINTS)
+    return [*points[::every], *points[-1:]] if every > 1 else points
 
 
 def _svg(title: str, told: str, height: float, drawn: Sequence[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" '
-        f'aria-label="{html.escape(f"{title}: {told}")}"><style>{STYLE}</style>{"".join(drawn)}</svg>'
-    )
+    size = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}"'
+    label = f'role="img" aria-label="{escape(f"{title}: {told}")}"'
+    return f"<svg {size} {label}><style>{STYLE}</style>{''.join(drawn)}</svg>"
 
 
-def _key(kinds: Sequence[str], per_row: int = 5) -> list[str]:
-    drawn, step = [], (_WIDTH - 16) / per_row
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _tick_x(x: float, top: float, bottom: float, value: float) -> list[str]:
+    line = f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
+    return [line, _text(x, bottom + 18, _short(value), "middle")]
+
+
+def _key(kinds: Sequence[str], per_row: int) -> list[str]:
+    drawn = []
     for number, kind in enumerate(kinds):
-        x, y = 8 + number % per_row * step, 12 + number // per_row * 22
+        x, y = 8 + number % per_row * (_WIDTH - 16) / per_row, 12 + number // per_row * 22
         colour = COLOURS[number % len(COLOURS)]
         drawn.append(f'<rect x="{x:.1f}" y="{y - 9}" width="12" height="12" fill="{colour}"/>')
-        drawn.append(f'<text x="{x + 17:.1f}" y="{y + 2}">{html.escape(_cut(kind))}</text>')
+        drawn.append(_text(x + 17, y + 2, _cut(kind)))
     return drawn
 
 
@@ -164,8 +161,8 @@ def _ticks(low: float, high: float) -> list[float]:
     return [step * number for number in range(first, math.ceil(high / step - 1e-9) + 1)]
 
 
-def _ends(ticks: Sequence[float], given: Sequence[float]) -> tuple[float, float]:
-    low, high = min([*ticks, *given]), max([*ticks, *given])
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
@@ -174,5 +171,4 @@ def _short(value: float) -> str:
 
 
 def _cut(name: str) -> str:
-    most = int((_LEFT - 12) / _LETTER)
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"

@@ -1,84 +1,126 @@
-"""How long steps last, and the phases in them: by the device's own time, since the host runs ahead of a GPU."""
+"""Seconds of steps and of what happens in them, by the device's own time, since the host runs ahead of a GPU."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-def moments(on_gpu: bool) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """Return what tells this moment, and what tells the seconds between two.
-
-    On a GPU a moment is an event of its stream, and it has to be over before seconds are asked for.
-    """
-    if not on_gpu:
-        return time.perf_counter, lambda begin, end: float(end - begin)
-    import torch
-
-    def now() -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    return now, lambda begin, end: float(begin.elapsed_time(end) / 1000)
+_FLOAT64_BYTES = 8
+"""Of a number that SyncBatchNorm exchanges."""
 
 
 class Clock:
-    """Seconds of steps, and of the phases in them; what lies between an epoch's end and the next is left out."""
+    """Notes when each phase, or other mark, of a step is reached; the time from an epoch to the next is left out."""
 
     def __init__(self, *, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
-        self._now, self._between = moments(on_gpu)
         self.restart()
 
     def restart(self) -> None:
-        """Forget all, and begin a step now."""
-        self._marks: list[tuple[str | None, bool, Any]] = []
-        """(the phase that is over, whether the step is, when); no phase where a step begins."""
-        self._whole = 0
+        """Forget all steps, and begin one now."""
+        self._steps: list[list[tuple[Any, Any]]] = []
         self.go_on()
 
     def go_on(self) -> None:
-        """Begin the step now: what was since the last one's end is none of it."""
-        del self._marks[self._whole :]
-        self._marks.append((None, False, self._now()))
+        """Begin a step now: the time since the end of the last one belongs to none."""
+        self._marks: list[tuple[Any, Any]] = [(None, self._now())]
 
-    def note(self, phase: str) -> None:
-        """Take note that a phase is over."""
-        self._marks.append((phase, False, self._now()))
+    def mark(self, label: Any) -> None:
+        """Note that what `label` names ends now."""
+        self._marks.append((label, self._now()))
 
-    def end_step(self, phase: str) -> None:
-        """End a step, in this phase, and begin the next one."""
-        self._marks.append((phase, True, self._now()))
-        self._whole = len(self._marks)
+    def end_step(self, label: Any = None) -> None:
+        """End a step, and what `label` names; begin the next step."""
+        self.mark(label)
+        self._steps.append(self._marks)
+        self._marks = self._marks[-1:]
 
     @property
     def step_s(self) -> list[float]:
-        """Of each step that is over."""
-        return self._read()[0]
+        """Seconds of each step that is over."""
+        return [seconds for seconds, _ in self._read()]
 
     @property
-    def phase_s(self) -> dict[str, float]:
-        """Of each phase, in all steps that are over."""
-        return self._read()[1]
+    def phase_s(self) -> dict[Any, float]:
+        """Seconds of each label in all steps that are over."""
+        found: dict[Any, float] = {}
+        for _, marks in self._read():
+            for label, seconds in marks:
+                found[label] = found.get(label, 0.0) + seconds
+        return found
 
-    def _read(self) -> tuple[list[float], dict[str, float]]:
+    def profile(self) -> dict[str, Any]:
+        """Return the labels of a step ("points"), and "seconds": (steps, points + 1), before each and after the last.
+
+        A step with other labels than most have is left out.
+        """
+        steps = [marks for _, marks in self._read()]
+        paths = [[label for label, _ in marks[:-1]] for marks in steps]
+        points = max(paths, key=paths.count)
+        seconds = [[each for _, each in marks] for marks, path in zip(steps, paths, strict=True) if path == points]
+        return {"points": points, "seconds": seconds}
+
+    def _read(self) -> list[tuple[float, list[tuple[Any, float]]]]:
+        """Return of each step its seconds, and those of each label in it."""
         if self._on_gpu:
             import torch
 
             torch.cuda.synchronize()
-        steps: list[float] = []
-        phases: defaultdict[str, float] = defaultdict(float)
-        begun = since = None
-        for phase, is_end, at in self._marks[: self._whole]:
-            if phase is None:
-                begun = at
-            else:
-                phases[phase] += self._between(since, at)
-            if is_end:
-                steps.append(self._between(begun, at))
-                begun = at
-            since = at
-        return steps, phases
+        return [
+            (
+                self._between(marks[0][1], marks[-1][1]),
+                [(label, self._between(begin, end)) for (_, begin), (label, end) in itertools.pairwise(marks)],
+            )
+            for marks in self._steps
+        ]
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
+
+
+def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -> None:
+    """Have the clock mark where steps of one rank come to what several ranks exchange.
+
+    A mark is (kind, bytes that a rank gives to the exchange, a number that tells parameters apart).
+    """
+    from torch import nn
+
+    from ..nn.sync_batchnorm import SyncBatchNorm
+    from .timeline import GATHER, GRADIENT, REDUCE
+
+    def before_norm(module: SyncBatchNorm, _: Any) -> None:
+        if module.training:  # mean, variance, count
+            clock.mark((GATHER, (2 * module.num_features + 1) * _FLOAT64_BYTES, -1))
+
+    def after_norm(module: SyncBatchNorm, _: Any, output: Tensor) -> None:
+        if module.training and output.requires_grad:
+            kind = REDUCE if on_gpu else GATHER  # as nn/cuda_kernels.py and nn/cpu_kernels.py have it
+            mark = (kind, 2 * module.num_features * _FLOAT64_BYTES, -1)
+            output.register_hook(lambda _: clock.mark(mark))  # type: ignore[no-untyped-call]
+
+    def after_gradient(mark: Any) -> Any:
+        return lambda _: clock.mark(mark)
+
+    held = nn.ModuleList(models)  # so that what models share is seen once
+    for module in held.modules():
+        if isinstance(module, SyncBatchNorm):
+            module.register_forward_pre_hook(before_norm)
+            module.register_forward_hook(after_norm)
+    for number, each in enumerate(held.parameters()):
+        if each.requires_grad:
+            mark = (GRADIENT, each.nbytes, number)
+            each.register_post_accumulate_grad_hook(after_gradient(mark))  # type: ignore[no-untyped-call]

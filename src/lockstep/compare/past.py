@@ -1,20 +1,19 @@
-"""Runs that were made before, on this machine or others, as their own records tell: a list, and rows of a report."""
+"""Runs that were made before, on this machine or others, as their own records tell."""
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..config.options import read_named
 from ..errors import RequestError
-from ..files import parse_json, read, shown, understanding
+from ..files import shown
 from ..runs import folders
 from . import records
-from .numbers import Interval, spread
-from .rows import Row
+from .records import Record, json_of
 
 JOB = ("model", "data", "step", "augment", "image-size", "samples", "holdout", "classes")
 """The options that make runs ways of one job."""
@@ -35,6 +34,11 @@ class Run:
     summary: Mapping[str, Any] = field(default_factory=dict)
     trouble: str = ""
     """Why its records cannot be read."""
+
+    @functools.cached_property
+    def record(self) -> Record:
+        """Its steps.jsonl. Raises `RequestError` where that is damaged."""
+        return records.record(self.folder)
 
     @property
     def samples_per_s(self) -> float | None:
@@ -62,19 +66,18 @@ class Run:
 def below(folder: Path) -> list[Run]:
     """Return the runs below `folder`, at most two levels deep, and whole trainings of comparisons; the newest last.
 
-    A folder that is a run itself is the only one.
+    A folder that is a run itself is the only one. Runs of a comparison's races are left out, which end in their midst.
     """
     if (folder / "manifest.json").exists():
         return [_listed(folder, folder.parent)]
-    whole = ("*/seed-*/run", "*/*/seed-*/run")
-    paths = {path.parent for depth in ("*", "*/*", *whole) for path in folder.glob(f"{depth}/manifest.json")}
-    found = sorted(path for path in paths if not _is_of_race(path))
-    return sorted((_listed(each, folder) for each in found), key=lambda run: str(run.manifest.get("date", "")))
-
-
-def _is_of_race(folder: Path) -> bool:
-    """Whether a comparison has made the run to race it: it is ended in its midst."""
-    return folder.parent.name.startswith("race-") and (folder.parents[1] / "plan.json").exists()
+    depths = ("*", "*/*", "*/seed-*/run", "*/*/seed-*/run")
+    paths = {path.parent for depth in depths for path in folder.glob(f"{depth}/manifest.json")}
+    found = [
+        _listed(path, folder)
+        for path in sorted(paths)
+        if not (path.parent.name.startswith("race-") and (path.parents[1] / "plan.json").exists())
+    ]
+    return sorted(found, key=lambda run: str(run.manifest.get("date", "")))
 
 
 def _listed(folder: Path, above: Path) -> Run:
@@ -89,7 +92,7 @@ def load(folder: Path) -> Run:
     """Return what a run has recorded. Raises `RequestError` where `folder` is no run that has ended, or is damaged."""
     if not folder.is_dir():
         raise RequestError(f"{shown(folder)} is not there; give the folder of a run that has ended.")
-    for name in ("summary.json", "config.toml", "steps.jsonl"):
+    for name in ("summary.json", "config.toml", records.FILE):
         if not (folder / name).exists():
             page = folder / "report.html"
             what = f"a comparison, reported in {shown(page)}" if page.exists() else "no run that has ended"
@@ -98,21 +101,14 @@ def load(folder: Path) -> Run:
 
 
 def _read(folder: Path, name: str) -> Run:
-    manifest, summary = (_json(folder / file) for file in ("manifest.json", "summary.json"))
+    manifest, summary = (json_of(folder / file) for file in ("manifest.json", "summary.json"))
     return Run(name=name, folder=folder, options=read_named(folder / "config.toml"), manifest=manifest, summary=summary)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    with understanding(path):
-        return {**parse_json(read(path))}
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return, for each run, the options that are not the same in all."""
-    keys = {key for run in runs for key in run.options if key not in _BORING}
-    vary = sorted(key for key in keys if len({repr(run.options.get(key)) for run in runs}) > 1)
+    keys = {key: None for run in runs for key in run.options if key not in _BORING}
+    vary = [key for key in keys if len({repr(run.options.get(key)) for run in runs}) > 1]
     return [{key: run.options[key] for key in vary if key in run.options} for run in runs]
 
 
@@ -120,60 +116,10 @@ def check_one_job(runs: Sequence[Run], *more: str) -> None:
     """Raise `RequestError` where the runs are not ways of one job, in which `more` options too are the same."""
     first, *others = runs
     for run in others:
-        differ = [
-            f"{key} {run.options.get(key)!r} (not {first.options.get(key)!r})"
-            for key in (*JOB, *more)
-            if run.options.get(key) != first.options.get(key)
-        ]
-        if differ:
+        pairs = [(key, run.options.get(key), first.options.get(key)) for key in (*JOB, *more)]
+        if differ := [f"{key} {mine!r} (not {its!r})" for key, mine, its in pairs if mine != its]:
             more_of = f" and {len(differ) - _TOLD} more" if len(differ) > _TOLD else ""
             raise RequestError(
                 f"{run.name} is of another job than {first.name}: {', '.join(differ[:_TOLD])}{more_of}; "
                 "compare runs of one job."
             )
-
-
-def rows(runs: Sequence[Run]) -> list[Row]:
-    """Return a row for each run; speeds have no interval, since each was measured once."""
-    found = [_row(run, _flags(run, runs)) for run in runs]
-    rates = [row.samples_per_s.middle for row in found if row.samples_per_s is not None]
-    alone = [row for row in found if row.devices == 1 and row.samples_per_s is not None]
-    base = alone[0].samples_per_s.middle if alone and alone[0].samples_per_s else next(iter(rates), None)
-    return [_against(row, base) for row in found]
-
-
-def _against(row: Row, base: float | None) -> Row:
-    if row.samples_per_s is None or not base:
-        return row
-    ratio = row.samples_per_s.middle / base
-    return replace(row, ratio=Interval(ratio, 0.0, math.inf))
-
-
-def _row(run: Run, flags: tuple[str, ...]) -> Row:
-    summary, began, rate = run.summary, records.start(run.folder), run.samples_per_s
-    plan, chosen = began.get("plan") or {}, began.get("chosen") or {}
-    memory = summary.get("peak_memory_bytes") or {}
-    epochs = [float(each) for each in summary.get("epoch_s") or []]
-    return Row(
-        name=run.name,
-        flags=flags,
-        devices=int(chosen.get("devices") or plan.get("ranks") or 1),
-        ranks=int(plan.get("ranks") or 1),
-        batch=plan.get("global_size"),
-        samples_per_s=None if not rate else Interval(rate, 0.0, math.inf),
-        failed="" if rate else f"ended with exit code {summary.get('exit')}, and no speed was recorded",
-        step_p50_s=summary.get("step_p50_s"),
-        step_p95_s=summary.get("step_p95_s"),
-        epoch_s=sum(epochs) / len(epochs) if epochs else None,
-        host_memory_bytes=memory.get("host"),
-        device_memory_bytes=memory.get("device") or None,
-        proved=records.proved(summary.get("proof")),
-        accuracy=None if (top1 := summary.get("top1")) is None else spread([float(top1)]),
-    )
-
-
-def _flags(run: Run, runs: Sequence[Run]) -> tuple[str, ...]:
-    """Return, as flags, the options in which a run is not the first."""
-    first = runs[0].options
-    differ = [key for key, value in run.options.items() if key not in _BORING and value != first.get(key)]
-    return tuple(word for key in differ for word in (f"--{key}", str(run.options[key])))

@@ -1,9 +1,10 @@
-"""What a run's own steps.jsonl tells of it."""
+"""What a run's folder tells: its steps.jsonl, read once, and its summary.json."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,85 +14,90 @@ from ..record.checks import SUMMARY, Check, from_json
 FILE = "steps.jsonl"
 
 
-def start(folder: Path) -> dict[str, Any]:
-    """Return the first start event of a run."""
-    with understanding(path := folder / FILE):
-        return {**parse_json(next(lines_of(path), b"{}"))}
+@dataclass
+class Record:
+    """A run's steps.jsonl: of steps that were made again, after a resume, the last ones count."""
+
+    start: dict[str, Any] = field(default_factory=dict)
+    """The first start event."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """By step; NaN for what was no finite number."""
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds since the start, percent of a processor, or of the GPUs), of rank 0."""
+    step_s: list[float] = field(default_factory=list)
+    """The mean step of each interval that was logged."""
+    step: int = 0
+    train_s: float = 0.0
+    """Seconds of its steps."""
+    epoch_s: list[float] = field(default_factory=list)
+    """Of each whole epoch."""
+    evals: list[list[Any]] = field(default_factory=list)
+    """[step, seconds of training until then, accuracy] of each evaluation."""
+    reached: bool = False
+    """Whether the last evaluation reaches the accuracy up to which the record was read."""
 
 
-def step_s(folder: Path) -> list[float]:
-    """Return the mean seconds of a step in each interval that a run has logged, but for the first."""
-    with understanding(path := folder / FILE):
-        rows = map(parse_json, lines_of(path))
-        return [float(row["step_s"]) for row in rows if row["event"] == "log"][1:]
+def record(folder: Path, until: float | None = None) -> Record:
+    """Return what a run's steps.jsonl tells, up to the evaluation whose accuracy reaches `until`.
 
-
-def curves(folder: Path, *, steps: int | None = None) -> tuple[list[float], list[tuple[float, float]]]:
-    """Return a run's losses by step, and (seconds since its start, percent) of a processor, or of its GPUs.
-
-    `steps` is how many of them are wanted, by default all.
+    Raises `RequestError` where the file is damaged.
     """
-    losses: dict[int, float] = {}  # a run that was resumed may have made a step twice
-    busy: list[tuple[float, float]] = []
-    begun: float | None = None
+    found, logged, is_part = Record(), [(0, 0.0)], False
     with understanding(path := folder / FILE):
-        for line in lines_of(path):
-            row = parse_json(line)
-            if row["event"] == "step":
-                losses[row["step"]] = math.nan if row["loss"] is None else float(row["loss"])
-            elif row["event"] == "start" and begun is None:
-                begun = float(row["time"])
-            elif row["event"] == "log" and begun is not None:
+        for row in map(parse_json, lines_of(path)):
+            event = row["event"]
+            if event == "start":
+                found.start = found.start or {**row}
+                first = row.get("first_step", 0)
+                logged = [each for each in logged if each[0] <= first]
+                found.step, found.train_s = logged[-1]
+                found.evals = [each for each in found.evals if each[0] <= first]
+                found.epoch_s, is_part = list(row.get("epoch_s", [])), bool(first % (row.get("steps_per_epoch") or 1))
+            elif event == "step":
+                found.losses[row["step"]] = math.nan if row["loss"] is None else float(row["loss"])
+            elif event == "log":
+                found.step_s.append(float(row["step_s"]))
+                found.train_s += row["step_s"] * (row["step"] - found.step)
+                found.step = row["step"]
+                logged.append((found.step, found.train_s))
                 percent = row.get("device_percent", row.get("process_cpu_percent"))
                 if percent is not None:
-                    busy.append((float(row["time"]) - begun, float(percent)))
-    return [loss for _, loss in sorted(losses.items())][:steps], busy
+                    found.busy.append((float(row["time"]) - float(found.start["time"]), float(percent)))
+            elif event == "epoch":
+                found.epoch_s += [] if is_part else [row["epoch_s"]]
+                is_part = False
+            elif event == "eval" and row.get("top1") is not None:
+                found.evals.append([row["step"], found.train_s, row["top1"]])
+                if until is not None and row["top1"] >= until:
+                    found.reached = True
+                    break
+    return found
 
 
-def proved(held: Any) -> str:
-    """Return the names of the checks that hold, and of those that fail; `held` is "proof" of a summary.json."""
-    judged = [each for each in from_json(held) if each.outcome in (Check.HOLDS, Check.FAILS)]
+def training(folder: Path, target: float | None) -> dict[str, Any]:
+    """Return what is kept of a whole training, up to the evaluation that reaches `target`."""
+    found = record(folder, target)
+    kept = {key: getattr(found, key) for key in ("step", "train_s", "epoch_s", "evals", "reached")}
+    return kept | {"proved": proved(json_of(folder / SUMMARY).get("proof"))}
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    """Return the object that a file holds; nothing where there is none. Raises `RequestError` where it is damaged."""
+    if not path.exists():
+        return {}
+    with understanding(path):
+        return {**parse_json(read(path))}
+
+
+def proved(proof: Any) -> str:
+    """Return the names of the checks that hold, and of those that fail; `proof` is as in a summary.json."""
+    judged = [each for each in from_json(proof) if each.outcome in (Check.HOLDS, Check.FAILS)]
     return ", ".join(each.name + " fails" * each.fails for each in judged)
 
 
-def training(path: Path, target: float | None) -> dict[str, Any]:
-    """Return what a run's steps.jsonl tells of its training, up to the evaluation that reaches `target` if one does.
-
-    step, train_s: how many steps, and their seconds. epoch_s: of each epoch. evals: [step, seconds until then,
-    accuracy] of each evaluation. reached: whether the last one reaches the target. proved: as of the whole run. Of
-    steps that a run made again, since it was killed and went on from a checkpoint, the last ones count. Raises
-    `RequestError` where a file is damaged.
-    """
-    told: dict[str, Any] = {"step": 0, "train_s": 0.0, "epoch_s": [], "evals": [], "reached": False, "proved": ""}
-    logged, is_part = [(0, 0.0)], False
-    if (summary := path.parent / SUMMARY).exists():
-        with understanding(summary):
-            told["proved"] = proved(parse_json(read(summary)).get("proof"))
-    with understanding(path):
-        for row in map(parse_json, lines_of(path)):
-            if row["event"] == "start":
-                first = row.get("first_step", 0)
-                logged = [each for each in logged if each[0] <= first]
-                told["evals"] = [each for each in told["evals"] if each[0] <= first]
-                told["epoch_s"], is_part = list(row.get("epoch_s", [])), bool(first % (row.get("steps_per_epoch") or 1))
-                told["step"], told["train_s"] = logged[-1]
-            elif row["event"] == "log":  # of the steps since the last one, by their mean
-                told["train_s"] += row["step_s"] * (row["step"] - told["step"])
-                told["step"] = row["step"]
-                logged.append((told["step"], told["train_s"]))
-            elif row["event"] == "epoch":
-                told["epoch_s"] += [] if is_part else [row["epoch_s"]]
-                is_part = False
-            elif row["event"] == "eval" and row.get("top1") is not None:
-                told["evals"].append([row["step"], told["train_s"], row["top1"]])
-                if target is not None and row["top1"] >= target:
-                    return told | {"reached": True}
-    return told
-
-
-def reaching(path: Path, target: float) -> Callable[[], bool]:
-    """Return what follows the records, and tells whether an evaluation reaches the target with steps left."""
-    read_to, total = 0, 0
+def reaching(folder: Path, target: float) -> Callable[[], bool]:
+    """Return a function that follows a run's records: whether an evaluation reaches the target with steps left."""
+    path, read_to, total = folder / FILE, 0, 0
 
     def look() -> bool:
         nonlocal read_to, total

@@ -1,16 +1,19 @@
-"""The table of a comparison: a row a variant, each number with what it covers."""
+"""The table of a comparison: a row a variant, or a run that has ended; each number with what it covers."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.options import IDENTITY
 from ..verify import curve
-from . import numbers, records, rounds
+from . import numbers, records, rounds, trainings
+from .grid import Cell
 from .numbers import Interval, Spread
+from .past import Run, differing
 from .rounds import Series
 
 PARTS = ("data", "compute", "communication", "optimizer", "rest")
@@ -19,9 +22,9 @@ _COMPARED = 5
 """First steps whose losses are compared: rounding that grows from step to step is no other model."""
 _FEWEST = 20
 """Steps of which a 95th percentile is told."""
-_PHASES = {"data": "data", "step": "optimizer"}
 _EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
-_COMPUTE = ("forward", "backward")
+_PART_OF = {"data": "data", "forward": "compute", "backward": "compute", "step": "optimizer"}
+_PART_OF |= dict.fromkeys(_EXCHANGES, "communication")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,8 @@ class Row:
     name: str
     flags: tuple[str, ...]
     failed: str = ""
+    series: Series = field(default_factory=lambda: Series(Cell(name="", flags=())))
+    """What it was made of; empty of a run that has ended."""
     devices: int = 1
     ranks: int = 1
     turns: int = 0
@@ -60,6 +65,8 @@ class Row:
     to_first_step_s: float | None = None
     accuracy: Spread | None = None
     """At the end of whole trainings: the share of samples that are right. This and what follows: over seeds."""
+    best_accuracy: float | None = None
+    """Of all evaluations."""
     seeds: int | None = None
     """Whole trainings."""
     trained_s: Spread | None = None
@@ -90,66 +97,54 @@ class Row:
         return None if self.speed_up is None else self.speed_up.middle / self.devices
 
 
-def rows(found: Sequence[Series], *, tolerance: float | None = None) -> list[Row]:
+def of_series(found: Sequence[Series], *, tolerance: float | None = None, target: float | None = None) -> list[Row]:
     """Return a row for each variant that was tried, in their order.
 
-    `tolerance` is the relative difference of losses that counts as the same model, by default what rounding explains.
+    `tolerance` is the relative difference of losses that counts as the same model, by default what rounding explains;
+    `target` the accuracy to which they were trained.
     """
     working = [each for each in found if each.races and not each.failed and each.trial is not None]
-    return [_row(each, working, tolerance) for each in found]
+    rows = []
+    for each in found:
+        row = Row(name=each.cell.name, flags=each.cell.flags, failed=each.failed or "it was not run")
+        rows.append(_of_working(each, working, tolerance) if each in working else row)
+    return [replace(row, **trainings.fields(each, target)) for row, each in zip(rows, found, strict=True)]
 
 
-def _row(series: Series, working: Sequence[Series], tolerance: float | None) -> Row:
-    cell, trial = series.cell, series.trial
-    if series not in working or trial is None:
-        return Row(name=cell.name, flags=cell.flags, failed=series.failed or "it was not run")
+def _of_working(series: Series, working: Sequence[Series], tolerance: float | None) -> Row:
+    cell, told, step_s, batch = series.cell, series.told, series.told["step_s"], series.batch
     base = rounds.base_of(working)
     alone = next((each for each in working if each.cell.is_alone_of(cell)), None)
-    start, told, step_s = series.start, trial.told, trial.step_s
-    batch = series.batch
     rate = numbers.of_groups([[each * batch for each in race] for race in series.races])
     middle_s = batch / rate.middle
-    flops = told["flops_a_step"] or 0
-    gap = _loss_gap(series, base) if batch == base.batch else None
-    # What decides the model may vary too: then other losses are no fault.
-    is_judged = cell.options.keys().isdisjoint(IDENTITY) and _precision(series) == _precision(base)
-    if tolerance is None and base.cell.config is not None:
-        tolerance = curve.default_tolerance(base.cell.config)
-    another = _another(series, base, gap, tolerance or 0.0) if gap is not None and is_judged else None
-    steps = start["steps_per_epoch"]
+    steps, flops, matrix_rate = series.record.start["steps_per_epoch"], told["flops_a_step"], told["matrix_flops_per_s"]
     return Row(
         name=cell.name,
         flags=cell.flags,
+        series=series,
         devices=series.devices,
         ranks=told["ranks"],
         turns=sum(map(len, series.races)),
-        batch=start["plan"].get("global_size"),
+        batch=series.plan.get("global_size"),
         samples_per_s=rate,
-        ratio=_samples_ratio(series, base),
-        speed_up=None if alone is None else _samples_ratio(series, alone),
+        ratio=series.ratio(base),
+        speed_up=None if alone is None else series.ratio(alone),
         step_p50_s=statistics.median(step_s),
         step_p95_s=statistics.quantiles(step_s, n=20, method="inclusive")[18] if len(step_s) >= _FEWEST else None,
         epoch_s=steps * middle_s if steps else None,
         parts_s=_parts_of(told),
         teraflops=flops / middle_s / 1e12 if flops else None,
-        matrix_share=flops / middle_s / rate_s if flops and (rate_s := told["matrix_flops_per_s"]) else None,
+        matrix_share=flops / middle_s / matrix_rate if flops and matrix_rate else None,
         bytes_a_step=told["bytes_a_step"],
         host_memory_bytes=told["peak_memory_bytes"]["host"],
         device_memory_bytes=told["peak_memory_bytes"]["device"],
         busy_processors=told["busy_processors"],
         busy_gpus=told.get("busy_gpus"),
         joules_a_step=told["joules_a_step"],
-        to_first_step_s=trial.to_first_step_s,
-        loss_gap=gap,
+        to_first_step_s=series.trial.to_first_step_s if series.trial else None,
         proved=records.proved(told.get("proof")),
-        another=another or "",
-        same_model=None if another is None else not another,
+        **_likeness(series, base, tolerance),
     )
-
-
-def _samples_ratio(ours: Series, theirs: Series) -> Interval:
-    factor = ours.batch / theirs.batch
-    return Interval(*(each * factor for each in rounds.ratio(ours, theirs)))
 
 
 def _parts_of(told: dict[str, Any]) -> dict[str, float]:
@@ -157,12 +152,9 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
     step_s = sum(steps) / len(steps)
     found = dict.fromkeys(PARTS, 0.0)
     for phase, seconds in phases.items():
-        part = (
-            "communication" if phase in _EXCHANGES else "compute" if phase in _COMPUTE else _PHASES.get(phase, "rest")
-        )
+        # The forward pass of a loop of one's own is in its own code, which no phase names.
+        part = "compute" if phase == "" and "forward" not in phases else _PART_OF.get(phase, "rest")
         found[part] += seconds
-    if "forward" not in phases:  # a loop of one's own, whose forward pass is in its own code
-        found["compute"], found["rest"] = found["compute"] + phases.get("", 0.0), found["rest"] - phases.get("", 0.0)
     if unsynchronised := told.get("unsynchronised_step_s"):
         # What a backward pass waits for inside, no phase tells. Steps that exchange no gradients are faster by that and
         # by what the phases do tell of gradients: their exchanges, but for those that such steps have too.
@@ -175,19 +167,60 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _another(ours: Series, theirs: Series, gap: float, tolerance: float) -> str:
-    """Return why the model is not the other's; "" where it is."""
-    parts, whole = ours.statistics, theirs.statistics
-    if parts != whole:  # another one, however near the first losses are
-        return f"each {'replica' if parts[0] != whole[0] else 'micro-batch'} has batch statistics of its own"
-    return f"its losses differ by {gap:.1e}" if gap > tolerance else ""
+def _likeness(ours: Series, base: Series, tolerance: float | None) -> dict[str, Any]:
+    """Return whether two variants are one model, as fields of a `Row`; of other global batches nothing is known."""
+    if ours.batch != base.batch:
+        return {}
+    a, b = ours.record.losses, base.record.losses
+    gap = max((curve.gap(a[step], b[step]) for step in sorted(a.keys() & b.keys())[:_COMPARED]), default=None)
+    configs = [each.cell.config for each in (ours, base)]
+    precisions = {"" if config is None else config.precision.name for config in configs}
+    # What decides the model may vary too: then other losses are no fault.
+    if gap is None or len(precisions) > 1 or not ours.cell.options.keys().isdisjoint(IDENTITY):
+        return {"loss_gap": gap}
+    if tolerance is None:
+        tolerance = 0.0 if configs[1] is None else curve.default_tolerance(configs[1])
+    another = f"its losses differ by {gap:.1e}" if gap > tolerance else ""
+    if (parts := ours.batch_parts) != (whole := base.batch_parts):  # another model, however near the first losses are
+        another = f"each {'replica' if parts[0] != whole[0] else 'micro-batch'} has batch statistics of its own"
+    return {"loss_gap": gap, "another": another, "same_model": not another}
 
 
-def _loss_gap(ours: Series, theirs: Series) -> float | None:
-    """Return the largest relative difference of the first losses that both have; None where they have none."""
-    a, b = (curve.losses_of(each.run) for each in (ours, theirs))
-    return max((curve.gap(a[step], b[step]) for step in sorted(a.keys() & b.keys())[:_COMPARED]), default=None)
+def of_runs(runs: Sequence[Run]) -> list[Row]:
+    """Return a row for each run; speeds have no interval, since each was measured once."""
+    found = [_of_run(run, runs[0]) for run in runs]
+    rated = [row for row in found if row.samples_per_s is not None]
+    base = next((row for row in rated if row.devices == 1), rated[0] if rated else None)
+    if base is None or base.samples_per_s is None:
+        return found
+    base_rate = base.samples_per_s.middle
+    return [
+        row if row.samples_per_s is None else replace(row, ratio=_once(row.samples_per_s.middle / base_rate))
+        for row in found
+    ]
 
 
-def _precision(series: Series) -> str:
-    return "" if series.cell.config is None else series.cell.config.precision.name
+def _of_run(run: Run, first: Run) -> Row:
+    summary, plan, chosen = run.summary, run.record.start.get("plan") or {}, run.record.start.get("chosen") or {}
+    memory, rate, epochs = summary.get("peak_memory_bytes") or {}, run.samples_per_s, summary.get("epoch_s") or []
+    differ = differing([first, run])[1] if run is not first else {}
+    return Row(
+        name=run.name,
+        flags=tuple(word for key, value in differ.items() for word in (f"--{key}", str(value))),
+        devices=int(chosen.get("devices") or plan.get("ranks") or 1),
+        ranks=int(plan.get("ranks") or 1),
+        batch=plan.get("global_size"),
+        samples_per_s=_once(rate) if rate else None,
+        failed="" if rate else f"ended with exit code {summary.get('exit')}, and no speed was recorded",
+        step_p50_s=summary.get("step_p50_s"),
+        step_p95_s=summary.get("step_p95_s"),
+        epoch_s=statistics.fmean(map(float, epochs)) if epochs else None,
+        host_memory_bytes=memory.get("host"),
+        device_memory_bytes=memory.get("device") or None,
+        proved=records.proved(summary.get("proof")),
+        accuracy=None if (top1 := summary.get("top1")) is None else numbers.spread([float(top1)]),
+    )
+
+
+def _once(value: float) -> Interval:
+    return Interval(value, 0.0, math.inf)
