@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import hardware
-from ..compare import answer, grid, measured, past, report, rounds, rows, trainings
+from ..compare import answer, grid, measured, records, report, rounds, rows
 from ..compare.grid import Cell
 from ..compare.report import HTML, Report
-from ..compare.trainings import Aim
+from ..compare.rounds import Aim
 from ..config.options import flatten
 from ..config.schema import RunConfig
 from ..errors import RequestError, RunError, counted
@@ -28,7 +28,7 @@ from ..sessions.script import Script
 from ..versions import version_of
 from . import flags, output, run, words
 from .train import entry
-from .variants import Job, busy, kept_in, machine, made, telling, whole_number
+from .variants import Job, kept_in, machine, made, telling, whole_number
 
 if TYPE_CHECKING:
     from ..world.world import World
@@ -82,9 +82,6 @@ def main(given: list[str]) -> int:
     job = Job(given, OWN, prog="lockstep compare")
     asked, base = job.asked, job.config()
     varied = grid.axes(asked.get("--vary", [])) or _usual(job, base)
-    for key, values in varied.items():
-        for value in values:
-            job.check_value(grid.words(key, value))
     cells = grid.cells(varied, job.config, is_weak=job.is_weak, is_confirmed="--yes" in asked)
     left_out = [each for each in cells if each.why_not]
     if len(left_out) == len(cells) - 1:
@@ -99,35 +96,25 @@ def main(given: list[str]) -> int:
     folder = job.folder("comparison", {"cells": listed, "steps": steps})
     screen = Screen(stderr=True)
     _announce(screen, cells, plan, aim)
-    notes = [busy(screen, "intervals")]
 
     def tried(series: Sequence[rounds.Series]) -> None:
-        many, seconds = trainings.left(series, aim)
-        if many:
+        if seconds := rounds.training_s(series, aim):
             most = "" if aim.to_accuracy is None else "at most "
-            known = f"{most}about {duration(seconds)} and evaluations" if seconds < math.inf else "of unknown length"
-            screen.say(f"{counted(many, 'whole training')} after the races: {known}")
+            known = f"{most}about {duration(sum(seconds))} and evaluations"
+            known = known if sum(seconds) < math.inf else "no loop tells how many steps it has"
+            screen.say(f"{counted(len(seconds), 'whole training')} after the races: {known}")
 
     with telling(screen) as tell, kept_in(folder):
-        found = rounds.run(cells, lambda cell, path: job.command(cell.flags, path), folder, plan, tell, tried)
-        trainings.run(found, lambda cell, path, seed: job.training(cell.flags, path, seed), aim, tell)
+        found = rounds.run(cells, job.command, folder, plan, tell, tried)
+        rounds.train(found, job.training, aim, tell)
     table = rows.of_series(found, tolerance=asked.get("--tolerance"), target=aim.to_accuracy)
+    told = answer.sentences(table, job.shown, aim.to_accuracy)
     if any(row.samples_per_s and row.batch is None for row in table):
-        notes.append(
-            "Without a loader that the session has prepared nothing tells samples: samples/s are steps/s here."
-        )
-    told = Report(
-        title=f"{folders.default_name(base)}: ways to train",
-        about=f"{machine()}; {', '.join(f'{name} {version_of(name)}' for name in ('lockstep-torch', 'torch'))}",
-        made=made(),
-        rows=table,
-        answer=[*answer.sentences(table, job.shown, aim.to_accuracy), *filter(None, notes)],
-        losses={each.cell.name: [*each.record.losses.values()][: each.timed_to] for each in found if each.races},
-        busy={each.cell.name: each.record.busy for each in found if each.races},
-        accuracy={each.cell.name: trainings.curve(each) for each in found if each.trainings},
-    )
-    _write(told, folder)
-    return 0 if told.whole else 1
+        told.append("Without a loader that the session has prepared nothing tells samples: samples/s are steps/s here.")
+    made_with = ", ".join(f"{name} {version_of(name)}" for name in ("lockstep-torch", "torch"))
+    title, about = f"{folders.default_name(base)}: ways to train", f"{machine()}; {made_with}"
+    _write(Report(title=title, about=about, made=made(), rows=table, answer=told), folder)
+    return 0 if any(row.samples_per_s for row in table) else 1
 
 
 def report_of(given: Sequence[Path], folder: Path | None) -> Path:
@@ -137,8 +124,8 @@ def report_of(given: Sequence[Path], folder: Path | None) -> Path:
     """
     if not given:
         raise RequestError("There is no run to report on; give the folders of some that have ended.")
-    runs = [past.load(each) for each in given]
-    past.check_one_job(runs)
+    runs = [records.load(each) for each in given]
+    records.check_one_job(runs)
     folder = folder or folders.fresh("compared")
     table = rows.of_runs(runs)
     rates = {row.name: row.samples_per_s.middle for row in table if row.samples_per_s}
@@ -146,17 +133,8 @@ def report_of(given: Sequence[Path], folder: Path | None) -> Path:
     told = [f"{fastest}; each run was measured once."]
     if len(batches := sorted({row.batch for row in table if row.batch})) > 1:
         told.append(f"Their global batches differ ({', '.join(map(str, batches))}): they are other models.")
-    found = Report(
-        title=counted(len(runs), "run"),
-        about="Runs that have ended, each as its manifest.json tells.",
-        made=made(),
-        rows=table,
-        answer=told,
-        losses={run.name: [*run.record.losses.values()] for run in runs},
-        busy={run.name: run.record.busy for run in runs},
-        is_past=True,
-    )
-    _write(found, folder)
+    title, about = counted(len(runs), "run"), "Runs that have ended, each as its manifest.json tells."
+    _write(Report(title=title, about=about, made=made(), rows=table, answer=told, is_past=True), folder)
     return folder / HTML
 
 

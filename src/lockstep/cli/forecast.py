@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from .. import hardware
-from ..compare import forecast, networks, past, tables
+from ..compare import forecast, networks, records, tables
 from ..compare.forecast import Cluster
-from ..compare.grid import Words
+from ..compare.grid import Cell, Words
 from ..compare.networks import Links
 from ..config.options import flatten
 from ..errors import RequestError, counted
@@ -18,7 +19,7 @@ from ..launchers import table as launchers
 from ..runs import folders
 from ..screen import Screen
 from . import output, words
-from .variants import Job, busy, kept_in, machine, made, telling, whole_number
+from .variants import Job, kept_in, machine, made, telling, whole_number
 
 _USAGE = """\
 usage: lockstep forecast [RECIPE] --network NETWORK [--devices N:M] [flags of lockstep train]
@@ -63,7 +64,7 @@ def main(given: list[str]) -> int:
     if job.is_weak and job.is_script:
         raise RequestError("--scaling weak: a script's loader says how large the global batch is; enlarge it there.")
     within = networks.links("--within", asked.get("--within", "PCIe4"))
-    run = _Run.load(Path(network), job) if Path(network).is_dir() else None
+    run = _recorded(Path(network), job) if Path(network).is_dir() else None
     between = within if run else networks.links("--network", network)
     cluster = Cluster(
         between=between,
@@ -74,13 +75,12 @@ def main(given: list[str]) -> int:
     )
     folder = job.folder("forecast", {"scaling": "weak" if job.is_weak else "strong"})
     screen = Screen(stderr=True)
-    busy(screen, "error bars")
     batch, epochs = (None, None) if job.is_script else (base.batch.size, base.epochs)
 
     def command(ranks: int, path: Path) -> Words:
         strategy = () if job.is_script else ("--strategy", "ddp")
         grown = ("--batch", str(base.batch.size * ranks)) if job.is_weak and ranks > 1 else ()
-        return job.command(("--devices", "1", *strategy, *grown), path)
+        return job.command(Cell(name="", flags=("--devices", "1", *strategy, *grown)), path)
 
     with telling(screen) as tell, kept_in(folder):
         measured = {*forecast.chosen(devices, batch, is_weak=job.is_weak), *([run.ranks] if run else [])}
@@ -113,28 +113,26 @@ def main(given: list[str]) -> int:
     return 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """A run on several devices, whose steps tell how fast their links are."""
 
     ranks: int
     step_s: list[float]
 
-    @classmethod
-    def load(cls, folder: Path, job: Job) -> _Run:
-        """Return what a run of the same job has recorded. Raises `RequestError` where it tells nothing of its links."""
-        run, base = past.load(folder), job.config()
-        ranks, step_s = int(run.record.start["plan"].get("ranks", 1)), run.record.step_s[1:]
-        if not job.is_script:
-            options = flatten(base) | ({"batch": base.batch.size * ranks} if job.is_weak else {})
-            past.check_one_job([past.Run(name="what is forecast", folder=folder, options=options), run], "batch")
-        if ranks < 2 or len(step_s) < 2:
-            raise RequestError(
-                f"{shown(folder)} tells nothing of links: it had {counted(ranks, 'rank')}, and logged "
-                f"{counted(len(step_s), 'interval')} of its steps after the first; give a run of several, with "
-                "--log-every."
-            )
-        return cls(ranks, step_s)
+
+def _recorded(folder: Path, job: Job) -> _Run:
+    """Return what a run of the same job has recorded. Raises `RequestError` where it tells nothing of its links."""
+    run, base = records.load(folder), job.config()
+    ranks, step_s = int(run.record.plan.get("ranks", 1)), run.record.step_s[1:]
+    if not job.is_script:
+        options = flatten(base) | ({"batch": base.batch.size * ranks} if job.is_weak else {})
+        records.check_one_job([records.Run(name="what is forecast", folder=folder, options=options), run], "batch")
+    if ranks < 2 or len(step_s) < 2:
+        raise RequestError(
+            f"{shown(folder)} tells nothing of links: it had {counted(ranks, 'rank')}, and logged "
+            f"{counted(len(step_s), 'interval')} of its steps after the first; give a run of several, with --log-every."
+        )
+    return _Run(ranks, step_s)
 
 
 def _devices(text: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 
-from ..compare import past
+from ..compare import records
 from ..errors import RequestError
 from ..runs import folders
 from ..screen import Screen
@@ -31,12 +31,12 @@ def main(given: list[str]) -> int:
     for folder in given_folders:
         if not folder.is_dir():
             raise RequestError(f"{folder} is not a folder; give folders that have runs.")
-    found = [run for folder in given_folders for run in past.below(folder)]
+    found = [run for folder in given_folders for run in records.below(folder)]
     reports = sorted(page for folder in given_folders for page in folder.glob("*/report.html"))
     if not found and not reports:
         raise RequestError(f"There are no runs in {', '.join(map(str, given_folders))}.")
     rows = []
-    for run, options in zip(found, past.differing(found), strict=True):
+    for run, options in zip(found, records.differing(found), strict=True):
         named = [(key, ",".join(map(str, it)) if isinstance(it, list) else it) for key, it in options.items()]
         top1, rate, date = run.summary.get("top1"), run.samples_per_s, str(run.manifest.get("date", ""))
         rows.append(

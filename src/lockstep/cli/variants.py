@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from .. import hardware
-from ..compare.grid import Words
+from ..compare.grid import Cell, Words
 from ..compare.records import json_of
 from ..config.options import recipes
 from ..config.schema import RunConfig
@@ -27,10 +25,7 @@ from ..runs import folders
 from ..screen import Screen, line
 from ..versions import version_of
 from . import flags, run, words
-from .train import check, preflight
-
-_BUSY = 0.15
-"""Share of the processors that other programs use, from which on that is told."""
+from .train import check
 
 
 class Job:
@@ -55,10 +50,6 @@ class Job:
                 f"--scaling {self.asked['--scaling']}: give strong (one global batch) or weak (one batch a device)."
             )
 
-    def check_value(self, words: Words) -> None:
-        """Raise `RequestError` for a flag whose value can never be one, whatever else is asked for."""
-        preflight(flags.parse([*words], prog=self._prog, base=RunConfig(), check=_anything))
-
     def config(self, more: Words = ()) -> RunConfig:
         """Return the config of the job with more flags. Raises `RequestError` where it cannot be."""
         config = self._parsed([*self._kept, *more])
@@ -71,13 +62,14 @@ class Job:
             return run.asked([*given, *self._script], prog=self._prog)[0]
         return flags.parse(given, prog=self._prog, **how)
 
-    def command(self, flags: Words, folder: Path) -> Words:
-        """Return the command, with more flags, that is measured: it writes to this folder, and evaluates nothing."""
-        return self._with(*flags, "--output", str(folder), *(() if self.is_script else ("--eval-every", str(10**9))))
+    def command(self, cell: Cell, folder: Path) -> Words:
+        """Return the cell's command that is measured: it writes to this folder, and evaluates nothing."""
+        never = () if self.is_script else ("--eval-every", str(10**9))
+        return self._with(*cell.flags, "--output", str(folder), *never)
 
-    def training(self, flags: Words, folder: Path, seed: int) -> Words:
-        """Return the command, with more flags, of a whole training."""
-        return self._with(*flags, "--output", str(folder), "--seed", str(seed), "--resume", "auto")
+    def training(self, cell: Cell, folder: Path, seed: int) -> Words:
+        """Return the command of a whole training of the cell's."""
+        return self._with(*cell.flags, "--output", str(folder), "--seed", str(seed), "--resume", "auto")
 
     def shown(self, flags: Sequence[str] = ()) -> list[str]:
         """Return the command as a person would give it, with more flags."""
@@ -141,15 +133,6 @@ def machine() -> str:
 def made() -> str:
     """Return when a report was made, and by which command."""
     return f"Made {time.strftime('%Y-%m-%d %H:%M')} by: {shlex.join(['lockstep', *sys.argv[1:]])}"
-
-
-def busy(screen: Screen, what: str) -> str:
-    """Warn where other programs use the processors now, which widens `what`; return the sentence, "" for none."""
-    share: float = psutil.cpu_percent(0.5) / 100
-    if share <= _BUSY:
-        return ""
-    screen.say((f"warning: other programs use {share:.0%} of the processors; {what} will be wider", "yellow"))
-    return f"Other programs used {share:.0%} of the processors when it began, which widens {what}."
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Callable, Sequence
 
 from .numbers import CONFIDENCE, Interval, Spread
-from .rows import Row
-from .trainings import ACCURACY, SECONDS, difference
+from .records import ACCURACY, SECONDS
+from .rows import Row, difference
 
 _LIMITS = {
     "data": ("waiting for data", "more --workers, or data that stay in memory, would lift that"),
@@ -51,7 +51,7 @@ def sentences(
 def _soonest(reaching: Sequence[Row], target: float) -> tuple[Row, list[str]]:
     """Return the variant that reaches the accuracy with most seeds, of those the soonest; and why it is that one."""
     first, *others = sorted(reaching, key=lambda row: (-(row.reached or 0), row.to_accuracy_s or Spread(0, None, 0)))
-    gaps = [difference(row.series, first.series, SECONDS, reached=True) for row in others]
+    gaps = [difference(row, first, SECONDS, reached=True) for row in others]
     equal = [row for row, gap in zip(others, gaps, strict=True) if row.reached == first.reached and gap.low <= 0]
     told = f"{first.name} reaches {100 * target:g}% first, after {_plus_minus(first.to_accuracy_s)} s of training"
     if equal:
@@ -164,7 +164,7 @@ def _times(found: Interval) -> str:
 
 
 def _gap(row: Row, other: Row) -> Interval:
-    return difference(row.series, other.series, ACCURACY)
+    return difference(row, other, ACCURACY)
 
 
 def _rate(row: Row) -> float:

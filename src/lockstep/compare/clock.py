@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -43,39 +44,35 @@ class Clock:
     @property
     def step_s(self) -> list[float]:
         """Seconds of each step that is over."""
-        return [seconds for seconds, _ in self._read()]
+        return [sum(seconds for _, seconds in step) for step in self._read()]
 
     @property
     def phase_s(self) -> dict[Any, float]:
         """Seconds of each label in all steps that are over."""
-        found: dict[Any, float] = {}
-        for _, marks in self._read():
-            for label, seconds in marks:
-                found[label] = found.get(label, 0.0) + seconds
-        return found
+        found: defaultdict[Any, float] = defaultdict(float)
+        for label, seconds in itertools.chain(*self._read()):
+            found[label] += seconds
+        return {**found}
 
     def profile(self) -> dict[str, Any]:
         """Return the labels of a step ("points"), and "seconds": (steps, points + 1), before each and after the last.
 
         A step with other labels than most have is left out.
         """
-        steps = [marks for _, marks in self._read()]
-        paths = [[label for label, _ in marks[:-1]] for marks in steps]
+        steps = self._read()
+        paths = [[label for label, _ in step[:-1]] for step in steps]
         points = max(paths, key=paths.count)
-        seconds = [[each for _, each in marks] for marks, path in zip(steps, paths, strict=True) if path == points]
+        seconds = [[each for _, each in step] for step, path in zip(steps, paths, strict=True) if path == points]
         return {"points": points, "seconds": seconds}
 
-    def _read(self) -> list[tuple[float, list[tuple[Any, float]]]]:
-        """Return of each step its seconds, and those of each label in it."""
+    def _read(self) -> list[list[tuple[Any, float]]]:
+        """Return the labels of each step, and the seconds up to each."""
         if self._on_gpu:
             import torch
 
             torch.cuda.synchronize()
         return [
-            (
-                self._between(marks[0][1], marks[-1][1]),
-                [(label, self._between(begin, end)) for (_, begin), (label, end) in itertools.pairwise(marks)],
-            )
+            [(label, self._seconds(begin, end)) for (_, begin), (label, end) in itertools.pairwise(marks)]
             for marks in self._steps
         ]
 
@@ -88,7 +85,7 @@ class Clock:
         event.record()
         return event
 
-    def _between(self, begin: Any, end: Any) -> float:
+    def _seconds(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
 
 
@@ -102,18 +99,17 @@ def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -
     from ..nn.sync_batchnorm import SyncBatchNorm
     from .timeline import GATHER, GRADIENT, REDUCE
 
+    def marking(kind: str, size_bytes: int, number: int = -1) -> Any:
+        return lambda *_: clock.mark((kind, size_bytes, number))
+
     def before_norm(module: SyncBatchNorm, _: Any) -> None:
         if module.training:  # mean, variance, count
-            clock.mark((GATHER, (2 * module.num_features + 1) * _FLOAT64_BYTES, -1))
+            marking(GATHER, (2 * module.num_features + 1) * _FLOAT64_BYTES)()
 
     def after_norm(module: SyncBatchNorm, _: Any, output: Tensor) -> None:
         if module.training and output.requires_grad:
             kind = REDUCE if on_gpu else GATHER  # as nn/cuda_kernels.py and nn/cpu_kernels.py have it
-            mark = (kind, 2 * module.num_features * _FLOAT64_BYTES, -1)
-            output.register_hook(lambda _: clock.mark(mark))  # type: ignore[no-untyped-call]
-
-    def after_gradient(mark: Any) -> Any:
-        return lambda _: clock.mark(mark)
+            output.register_hook(marking(kind, 2 * module.num_features * _FLOAT64_BYTES))  # type: ignore[no-untyped-call]
 
     held = nn.ModuleList(models)  # so that what models share is seen once
     for module in held.modules():
@@ -122,5 +118,4 @@ def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -
             module.register_forward_hook(after_norm)
     for number, each in enumerate(held.parameters()):
         if each.requires_grad:
-            mark = (GRADIENT, each.nbytes, number)
-            each.register_post_accumulate_grad_hook(after_gradient(mark))  # type: ignore[no-untyped-call]
+            each.register_post_accumulate_grad_hook(marking(GRADIENT, each.nbytes, number))  # type: ignore[no-untyped-call]

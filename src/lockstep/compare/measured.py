@@ -34,17 +34,14 @@ if TYPE_CHECKING:
 
 FILE = "measured.json"
 """In the run's folder."""
+WARM_UP, _WARM_S = 3, 1.0
+"""Steps before anything is timed, in the second of which operations are counted; then seconds at full speed: memory
+never touched before comes slowly."""
+_TIMED_S, _FEWEST, _MOST = 1.5, 4, 500
+"""How long steps are timed by default, and at least and at most how many."""
 _UNSYNCHRONISED = 0.5
 """Steps that exchange nothing, as a share of those that are timed."""
-_TIMED_S = 1.5
-_FEWEST, _MOST = 4, 500
-WARM_UP = 3
-"""Steps before anything is timed: what happens once is over, and the operations of the second one are counted."""
-_WARM_S = 1.0
-"""For which the job then runs at full speed before the timed steps: memory never touched before comes slowly."""
-_MATRIX = {"cpu": 1024, "cuda": 8192}
-_MATRIX_S = 0.2
-_PACKAGES = Path("/sys/class/powercap")
+_MATRIX, _MATRIX_S = {"cpu": 1024, "cuda": 8192}, 0.2
 Job = Callable[[RunConfig, "World"], Any]
 
 
@@ -69,8 +66,12 @@ def measure_share(job: Job, ranks: int, config: RunConfig, world: World) -> None
 
 def race(job: Job, address: str, config: RunConfig, world: World) -> None:
     """Run steps of a job on command from a Unix socket, until that is closed; raises as `measure` does."""
-    with contextlib.closing(_Racer(world, address)) as racer:
-        _watch(job, config, world, racer)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        try:
+            _watch(job, config, world, _Racer(world, connection))
+        finally:
+            _signal_workers(signal.SIGCONT)
 
 
 class Watcher:
@@ -111,20 +112,14 @@ class Watcher:
 class _EnoughError(BaseException):
     """Ends the job once its steps are measured; no `except Exception` of a script's may hold it up."""
 
-    def __init__(self, folder: Path | None, found: dict[str, Any]) -> None:
-        super().__init__("measured")
-        self.folder, self.found = folder, found
-
 
 def _watch(job: Job, config: RunConfig, world: World, watcher: Watcher) -> None:
-    """Run the job until the watcher has seen enough, and write what it has found."""
+    """Run the job until the watcher has seen enough."""
     world.pulse.listener = watcher
     try:
         with _schedules_without_end():
             job(config, world)
-    except _EnoughError as enough:
-        if world.is_main and enough.folder is not None and enough.found:
-            write_json(enough.folder / FILE, enough.found)
+    except _EnoughError:
         return
     finally:
         world.pulse.listener = None
@@ -152,7 +147,6 @@ class _Probe(Watcher):
     def __init__(self, world: World, steps: int, *, is_profiled: bool) -> None:
         super().__init__(world)
         self._steps, self._is_profiled = steps, is_profiled
-        self._cpu_s = self._joules = 0.0
 
     def course(self) -> Generator[None, Loop, None]:
         """Measure."""
@@ -164,9 +158,9 @@ class _Probe(Watcher):
         while (more := self._number_in(_WARM_S) - (self.made - WARM_UP)) > 0:
             yield from _pass(more)
         found["warm_up"], steps = self.made, self._steps or max(_FEWEST, self._number_in(_TIMED_S))
-        self._begin(loop)
+        begun = self._begin(loop)
         yield from _pass(steps)
-        found |= self._timed(loop, counts)
+        found |= self._timed(loop, begun, counts)
         if self._is_profiled:
             found["overlaps"] = loop.prepared.strategy is not None  # a loop of one's own exchanges after the backward
             self._marks_phases = False
@@ -180,32 +174,41 @@ class _Probe(Watcher):
             yield from _pass(max(1, round(steps * _UNSYNCHRONISED)))
             found["unsynchronised_step_s"] = step_s = self.clock.step_s
             found["unsynchronised_phase_s"] = {name: each / len(step_s) for name, each in self.clock.phase_s.items()}
-        raise _EnoughError(loop.folder, found)
+        if self._world.is_main and loop.folder is not None:
+            write_json(loop.folder / FILE, found)
+        raise _EnoughError
 
     def _number_in(self, seconds: float) -> int:
         """Return how many steps fill so many seconds, the same on every rank (*collective*)."""
         return int(self._world.gather(min(_MOST, round(seconds / self.clock.step_s[-1])))[0])
 
-    def _begin(self, loop: Loop) -> None:
+    def _begin(self, loop: Loop) -> tuple[float, float]:
+        """Begin to time steps; return what was used until now, as `_used` does (*collective*)."""
         self._world.barrier()
-        self._cpu_s, self._joules = _cpu_s(), self._joules_now(loop)
+        used = self._used(loop)
         self.clock.restart()
+        return used
 
-    def _joules_now(self, loop: Loop) -> float:
-        return _joules(loop.meter.telemetry.handles, has_processors=self._world.topology.local_rank == 0)
+    def _used(self, loop: Loop) -> tuple[float, float]:
+        """Return the seconds that this process and its data workers have had of processors, and joules."""
+        cpu_s = time.process_time()
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                cpu_s += sum(child.cpu_times()[:2])
+        return cpu_s, _joules(loop.meter.telemetry.handles, has_processors=self._world.topology.local_rank == 0)
 
-    def _timed(self, loop: Loop, counts: dict[str, int]) -> dict[str, Any]:
+    def _timed(self, loop: Loop, begun: tuple[float, float], counts: dict[str, int]) -> dict[str, Any]:
         """Return what the steps since `_begin` have cost, over all ranks (*collective*)."""
         import torch
 
         world, telemetry, step_s = self._world, loop.meter.telemetry, self.clock.step_s
-        cpu_s, joules = _cpu_s() - self._cpu_s, self._joules_now(loop) - self._joules
+        used = [now - before for now, before in zip(self._used(loop), begun, strict=True)]
         gpus_busy = len(telemetry.handles) * telemetry.sample().get("device_percent", 0) / 100
         peak = telemetry.peak_memory_bytes()
         # Replicas in threads are not counted: the counter belongs to this one.
         flops = counts["flops"] if len(loop.prepared.devices) == 1 else 0
         rate = _matrix_rate(world.device, loop.precision.name)  # by all ranks at the same time
-        numbers = [cpu_s, joules, gpus_busy, peak["host"] or 0, peak["device"] or 0, flops, rate]
+        numbers = [*used, gpus_busy, peak["host"] or 0, peak["device"] or 0, flops, rate]
         own = torch.tensor(numbers, dtype=torch.float64, device=world.device)
         cpu_s, joules, gpus_busy, host, device, flops, rate = world.sum(own).tolist()
         found: dict[str, Any] = {
@@ -232,29 +235,20 @@ class _Racer(Watcher):
     Its data workers are stopped while it waits: they would fill their queue meanwhile, at the cost of others' turns.
     """
 
-    def __init__(self, world: World, address: str) -> None:
-        """Connect to the socket at `address`."""
+    def __init__(self, world: World, connection: socket.socket) -> None:
         super().__init__(world)
         self._marks_phases = False
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(address)
-        self._lines = self._socket.makefile("rw", encoding="ascii", newline="\n")
-
-    def close(self) -> None:
-        """Let data workers go on, and close the socket."""
-        _signal_workers(signal.SIGCONT)
-        self._socket.close()
+        self._lines = connection.makefile("rw", encoding="ascii", newline="\n")
 
     def course(self) -> Generator[None, Loop, None]:
         """Run turns."""
-        loop = yield
-        yield from _pass(WARM_UP - 1)
+        yield from _pass(WARM_UP)
         told = f"{self._world.rank} {self._world.size}"
         while steps := self._next_turn(told):
             self.clock.restart()
             yield from _pass(1 + steps)
             told = f"{sum(self.clock.step_s[1:])}"  # the first one finds another variant's data in the caches
-        raise _EnoughError(loop.folder, {})
+        raise _EnoughError
 
     def _next_turn(self, told: str) -> int:
         """Tell what the last turn has come to; return how many steps the next one has, 0 where there is none."""
@@ -322,15 +316,6 @@ def _gradient_bytes(loop: Loop, world: World) -> int:
     return sum(each.nbytes for model in models for each in model.parameters() if each.requires_grad)
 
 
-def _cpu_s() -> float:
-    """Return the seconds that this process and its data workers have had of processors."""
-    workers = 0.0
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            workers += sum(child.cpu_times()[:2])
-    return time.process_time() + workers
-
-
 def _joules(gpus: list[Any], *, has_processors: bool) -> float:
     """Return the energy counted so far, of GPUs (by NVML handles) and, if asked, the host's processors (Intel's RAPL).
 
@@ -339,11 +324,10 @@ def _joules(gpus: list[Any], *, has_processors: bool) -> float:
     import pynvml
 
     total = sum((hardware.asked(pynvml.nvmlDeviceGetTotalEnergyConsumption, gpu) or 0) / 1000 for gpu in gpus)
-    # intel-rapl:0 is a whole package, of which intel-rapl:0:1 is a part.
-    for counter in _PACKAGES.glob("intel-rapl:[0-9]*/energy_uj") if has_processors else ():
-        if counter.parent.name.count(":") == 1:
-            with contextlib.suppress(OSError, ValueError):
-                total += int(counter.read_text()) / 1e6
+    packages = Path("/sys/class/powercap").glob("intel-rapl:[0-9]/energy_uj")  # intel-rapl:0:1 is a part of one
+    for counter in packages if has_processors else ():
+        with contextlib.suppress(OSError, ValueError):
+            total += int(counter.read_text()) / 1e6
     return total
 
 
@@ -355,21 +339,13 @@ def _matrix_rate(device: torch.device, precision: str) -> float:
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(precision, torch.float32)
-    size = _MATRIX.get(device.type, _MATRIX["cpu"])
+    size, at_once = _MATRIX.get(device.type, _MATRIX["cpu"]), 1 if device.type == "cpu" else 20
     with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):
         matrix = torch.randn(size, size, dtype=torch.float32, device=device).to(dtype)
-
-        def multiplied_s(times: int) -> float:
-            begun_s = time.perf_counter()
-            for _ in range(times):
+        clock = Clock(on_gpu=device.type == "cuda")
+        while len(clock.step_s) < 2 or sum(clock.step_s[1:]) <= _MATRIX_S:  # the first one is not timed
+            for _ in range(at_once):
                 matrix @ matrix
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            return time.perf_counter() - begun_s
-
-        count, took_s, times = 0, 0.0, 1 if device.type == "cpu" else 20
-        multiplied_s(1)
-        while took_s <= _MATRIX_S:
-            took_s, count = took_s + multiplied_s(times), count + times
-        return 2 * float(size) ** 3 * count / took_s
+            clock.end_step()
+        return 2 * float(size) ** 3 * at_once * (len(clock.step_s) - 1) / sum(clock.step_s[1:])
     return math.nan

@@ -27,14 +27,12 @@ _TURN, _LEAST_TURN_S = 50.0, 60.0
 
 
 class Entrant(NamedTuple):
-    """A variant in a race."""
+    """A variant in a race: its command, whose ranks connect to an address, and its turns."""
 
     name: str
     command: Callable[[str], Words]
-    """Returns the command whose ranks connect to this address."""
     log: Path
     steps: int
-    """Timed in each turn."""
     turn_s: float
     """What a turn should take."""
 
@@ -92,11 +90,10 @@ class _Runner(contextlib.ExitStack):
 
     def turn(self) -> None:
         """Run some steps, and note their speed, by rank 0's clock."""
-        steps, turn_s = self._entrant.steps, self._entrant.turn_s
+        steps, until_s = self._entrant.steps, time.monotonic() + max(_LEAST_TURN_S, _TURN * self._entrant.turn_s)
         for connection in self._ranks.values():
             with contextlib.suppress(ConnectionError):  # its command has ended, and tells why
                 connection.sendall(f"{steps}\n".encode())
-        until_s = time.monotonic() + max(_LEAST_TURN_S, _TURN * turn_s)
         took_s = {rank: float(self._hear(connection, until_s)) for rank, connection in self._ranks.items()}
         self.rates.append(steps / took_s[0])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from ..files import legal, write_json, write_whole
 from . import charts, tables
 from .charts import Bar, Line
 from .numbers import CONFIDENCE
-from .rows import PARTS, Row
+from .rows import PARTS, Row, accuracy_curve
 from .tables import Column
 
 HTML, MARKDOWN, JSON, CSV = "report.html", "report.md", "report.json", "report.csv"
@@ -24,52 +23,17 @@ COVERS = (
     "step times: over all timed steps of rank 0; memory and processors: the sum over all ranks; losses: the largest "
     "relative difference of the first steps"
 )
-COVERS_PAST = (
-    "each run was measured once, on the machine and with the versions that its manifest.json names; ratio: of "
-    "samples/s, to the first run on one device, else to the first; step times: over all steps of rank 0"
-)
 COVERS_TRAINED = (
     "accuracy and training: mean ± sample standard deviation over the seeds, of the last evaluations, and of the "
     "seconds of training steps alone, without starts, evaluations and checkpoints"
 )
-_CHARTS = {
-    "throughput": (
-        "Throughput",
-        ["samples/s"],
-        f"Samples a second; the line on a bar is the interval that holds it with {CONFIDENCE:.0%}.",
-    ),
-    "time": (
-        "Where a step's time goes",
-        ["ms"],
-        "A mean step. Communication is what no computation hides; the parts sum to the step.",
-    ),
-    "scaling": (
-        "Scaling",
-        ["devices", "×"],
-        "Speed over the same on one device; dashed: as many times as fast as there are devices.",
-    ),
-    "memory": (
-        "Memory",
-        ["GiB"],
-        "The most that all ranks held together: tensors on GPUs where there are some, else all of the processes.",
-    ),
-    "losses": ("Losses", ["step", "loss"], "Of the global batch, by optimizer step: the same model has one curve."),
-    "accuracy": (
-        "Accuracy",
-        ["seconds of training", "%"],
-        "Of each evaluation: the mean over the seeds, as long as all of them were trained.",
-    ),
-    "utilisation": (
-        "Utilisation",
-        ["seconds since the start", "%"],
-        "Rank 0's process (100 % is one processor), or its GPUs.",
-    ),
-}
-"""{file name: title, units, caption}"""
-Curves = Mapping[str, Sequence[tuple[float, float]]]
+COVERS_PAST = (
+    "each run was measured once, on the machine and with the versions that its manifest.json names; ratio: of "
+    "samples/s, to the first run on one device, else to the first; step times: over all steps of rank 0"
+)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
     """What a report tells."""
 
@@ -78,21 +42,14 @@ class Report:
     made: str
     rows: Sequence[Row]
     answer: Sequence[str]
-    losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """By variant, of each step."""
-    busy: Curves = field(default_factory=dict)
-    """By variant, (seconds since its start, percent of a processor or of the GPUs)."""
-    accuracy: Curves = field(default_factory=dict)
-    """By variant, (seconds of training, accuracy) of its evaluations, means over its seeds."""
     is_past: bool = False
     """Whether it is on runs that have ended, which were not measured side by side."""
 
     @property
     def covers(self) -> str:
         """What the numbers cover."""
-        if self.is_past:
-            return COVERS_PAST
-        return f"{COVERS}; {COVERS_TRAINED}" if any(row.seeds for row in self.rows) else COVERS
+        trained = f"; {COVERS_TRAINED}" if any(row.seeds for row in self.rows) else ""
+        return COVERS_PAST if self.is_past else COVERS + trained
 
     @property
     def whole(self) -> list[Row]:
@@ -106,11 +63,11 @@ class Report:
 
 
 def _of(name: str, factor: float = 1) -> Callable[[Row], Any]:
-    return lambda row: None if (value := getattr(row, name)) is None else value if factor == 1 else factor * value
+    return lambda row: value if (value := getattr(row, name)) is None or factor == 1 else factor * value
 
 
 def _part_ms(part: str) -> Callable[[Row], float | None]:
-    return lambda row: 1000 * row.parts_s[part] if row.parts_s and row.tells(part) else None
+    return lambda row: 1000 * row.parts_s[part] if row.tells(part) else None
 
 
 def _over_seeds(head: str, name: str, text: str) -> Column:
@@ -154,13 +111,13 @@ _CSV = (_VARIANT, Column("flags", lambda row: " ".join(row.flags)), *_COLUMNS, C
 
 def write(report: Report, folder: Path) -> list[str]:
     """Write the report's files into `folder` and return their names. Raises OSError."""
-    drawn = _charts(report)
+    drawn = _charts(report.whole)
     columns = tables.filled((_VARIANT, *_COLUMNS), report.whole)
     named = {
-        HTML: _html(report, columns, list(drawn.values())),
+        HTML: _html(report, columns, drawn),
         MARKDOWN: _markdown(report, columns),
         CSV: tables.as_csv(_CSV, report.rows),
-        **{f"{name}.svg": chart["svg"] for name, chart in drawn.items()},
+        **{f"{name}.svg": svg for name, svg in drawn.items()},
     }
     for name, text in named.items():
         write_whole(folder / name, text.encode())
@@ -172,40 +129,34 @@ def write(report: Report, folder: Path) -> list[str]:
 def console(report: Report) -> list[tuple[list[str], list[list[str]]]]:
     """Return heads and rows of what a console shows: what was measured, and what whole trainings have told."""
     measured = [each for each in _COLUMNS if each.brief and each not in _TRAINED]
-    kept = [tables.filled(columns, report.whole) for columns in (measured, _TRAINED)]
-    return [
-        ([each.brief for each in (_VARIANT, *columns)], tables.cells((_VARIANT, *columns), report.whole))
-        for columns in kept
-        if columns
-    ]
+    kept = [[_VARIANT, *tables.filled(columns, report.whole)] for columns in (measured, _TRAINED)]
+    return [([each.brief for each in columns], tables.cells(columns, report.whole)) for columns in kept if columns[1:]]
 
 
 def _as_json(row: Row) -> dict[str, Any]:
-    found = {each.name: getattr(row, each.name) for each in dataclasses.fields(row) if each.name != "series"}
-    cleaned = legal({key: each._asdict() if hasattr(each, "_asdict") else each for key, each in found.items()})
-    return {**cleaned}
+    names = [each.name for each in dataclasses.fields(row) if each.name not in ("series", "record")]
+    values = [getattr(row, name) for name in names]
+    told = {
+        name: each._asdict() if hasattr(each, "_asdict") else each for name, each in zip(names, values, strict=True)
+    }
+    return {**legal(told)}
 
 
-def _html(report: Report, columns: Sequence[Column], drawn: Sequence[Mapping[str, str]]) -> str:
+def _html(report: Report, columns: Sequence[Column], drawn: Mapping[str, str]) -> str:
     from jinja2 import Environment
 
     def key(column: Column, row: Row) -> float | None:
         return None if isinstance(value := column.values(row)[0], str) else value
 
-    template = Environment(autoescape=True).from_string(
-        files(__package__).joinpath("report.html.jinja").read_text("utf-8")
-    )
+    template = Environment(autoescape=True).from_string((files(__package__) / "report.html.jinja").read_text("utf-8"))
     table = [[(column.shown(row), key(column, row)) for column in columns] for row in report.whole]
+    options = [re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(row.flags)) for row in report.rows]
+    differ = [[each for each in words if words is options[0] or each not in options[0]] for words in options]
+    configs = [(row.name, " ".join(words)) for row, words in zip(report.rows, differ, strict=True)]
     heads = [column.head for column in columns]
-    return template.render(report=report, heads=heads, table=table, charts=drawn, configs=_configs(report.rows))
-
-
-def _configs(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return the first row's options, and of the others those that are not the first one's."""
-    options = [re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(row.flags)) for row in rows]
-    first = options[0] if options else []
-    kept = [first, *([each for each in other if each not in first] for other in options[1:])]
-    return [(row.name, " ".join(words)) for row, words in zip(rows, kept, strict=True)]
+    return template.render(
+        report=report, heads=heads, table=table, charts=drawn, configs=configs, confidence=CONFIDENCE
+    )
 
 
 def _markdown(report: Report, columns: Sequence[Column]) -> str:
@@ -215,30 +166,24 @@ def _markdown(report: Report, columns: Sequence[Column]) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
-def _charts(report: Report) -> dict[str, dict[str, str]]:
-    """Return {file name: title, caption and drawing} of what there is to draw."""
-    rows = report.whole
-    peaks_gib = [(row.name, (row.device_memory_bytes or row.host_memory_bytes or 0.0) / 2**30) for row in rows]
-    bars = {
-        "throughput": [Bar(row.name, {"samples/s": rate.middle}, rate) for row in rows if (rate := row.samples_per_s)],
-        "time": [Bar(row.name, {part: 1000 * max(0.0, row.parts_s[part]) for part in row.parts_s}) for row in rows],
-        "memory": [Bar(name, {"memory": gib}) for name, gib in peaks_gib],
+def _charts(rows: Sequence[Row]) -> dict[str, str]:
+    """Return {name: drawing} of what there is to draw."""
+    rates = [Bar(row.name, {"samples/s": rate.middle}, rate) for row in rows if (rate := row.samples_per_s)]
+    times = [Bar(row.name, {part: 1000 * max(0.0, each) for part, each in row.parts_s.items()}) for row in rows]
+    held = [(row.name, row.device_memory_bytes or row.host_memory_bytes or 0.0) for row in rows]
+    accuracy = [Line(row.name, [(x, 100 * y) for x, y in accuracy_curve(row)]) for row in rows]
+    found = {
+        "throughput": charts.bars("Throughput", rates, "samples/s"),
+        "time": charts.bars("Where a step's time goes", times, "ms"),
+        "scaling": charts.lines("Scaling", _scaling(rows), "devices", "×", ideal=True),
+        "memory": charts.bars("Memory", [Bar(name, {"memory": each / 2**30}) for name, each in held], "GiB"),
+        "losses": charts.lines(
+            "Losses", [Line(row.name, [*row.record.losses.items()]) for row in rows], "step", "loss"
+        ),
+        "accuracy": charts.lines("Accuracy", accuracy, "seconds of training", "%"),
+        "utilisation": charts.lines("Utilisation", [Line(row.name, row.record.busy) for row in rows], "seconds", "%"),
     }
-    lines = {
-        "scaling": _scaling(rows),
-        "losses": [Line(name, list(enumerate(each, 1))) for name, each in report.losses.items()],
-        "accuracy": [Line(name, [(x, 100 * y) for x, y in each]) for name, each in report.accuracy.items()],
-        "utilisation": [Line(name, each) for name, each in report.busy.items() if len(each) > 1],
-    }
-    found = {}
-    for name, (title, units, caption) in _CHARTS.items():
-        if name in bars:
-            svg = charts.bars(title, bars[name], *units)
-        else:
-            svg = charts.lines(title, lines[name], *units, ideal=name == "scaling")
-        if svg:
-            found[name] = {"title": title, "caption": caption, "svg": svg}
-    return found
+    return {name: svg for name, svg in found.items() if svg}
 
 
 def _scaling(rows: Sequence[Row]) -> list[Line]:

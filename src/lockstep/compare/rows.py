@@ -1,4 +1,4 @@
-"""The table of a comparison: a row a variant, or a run that has ended; each number with what it covers."""
+"""The table of a comparison: a row a variant, or a run that has ended. docs/compare.md says what each number covers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from ..config.options import IDENTITY
 from ..verify import curve
-from . import numbers, records, rounds, trainings
+from . import numbers, records, rounds
 from .grid import Cell
 from .numbers import Interval, Spread
-from .past import Run, differing
+from .records import ACCURACY, SECONDS, STEP, Record, Run
 from .rounds import Series
 
 PARTS = ("data", "compute", "communication", "optimizer", "rest")
@@ -25,6 +25,7 @@ _FEWEST = 20
 _EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
 _PART_OF = {"data": "data", "forward": "compute", "backward": "compute", "step": "optimizer"}
 _PART_OF |= dict.fromkeys(_EXCHANGES, "communication")
+_AS_TOLD = ("ranks", "bytes_a_step", "busy_processors", "joules_a_step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class Row:
     failed: str = ""
     series: Series = field(default_factory=lambda: Series(Cell(name="", flags=())))
     """What it was made of; empty of a run that has ended."""
+    record: Record = field(default_factory=Record)
+    """Of its run."""
     devices: int = 1
     ranks: int = 1
     turns: int = 0
@@ -51,31 +54,25 @@ class Row:
     parts_s: dict[str, float] = field(default_factory=dict)
     """Of a mean step, by `PARTS`: they sum to it."""
     teraflops: float | None = None
-    """Floating-point operations of matrix products and convolutions, in 10¹² a second."""
     matrix_share: float | None = None
     """Of the rate at which all ranks multiply large matrices, measured then."""
     bytes_a_step: float | None = None
-    """That a rank gives to collectives: gradients, and statistics of BatchNorm."""
     host_memory_bytes: float | None = None
     device_memory_bytes: float | None = None
     busy_processors: float | None = None
     busy_gpus: float | None = None
-    """In which a kernel ran, as NVML tells of its last second: 2 where two were busy all the time."""
     joules_a_step: float | None = None
     to_first_step_s: float | None = None
     accuracy: Spread | None = None
     """At the end of whole trainings: the share of samples that are right. This and what follows: over seeds."""
     best_accuracy: float | None = None
-    """Of all evaluations."""
     seeds: int | None = None
-    """Whole trainings."""
     trained_s: Spread | None = None
     """Of their training steps, without evaluations; `trained_epoch_s`: of a mean epoch."""
     trained_epoch_s: Spread | None = None
     reached: int | None = None
     """Seeds for which an evaluation reached the accuracy that was asked for; None where none was."""
     to_accuracy_steps: Spread | None = None
-    """Steps, and their seconds, until then."""
     to_accuracy_s: Spread | None = None
     loss_gap: float | None = None
     """The largest relative difference of the first steps' losses to those of the row that `ratio` is to."""
@@ -89,7 +86,7 @@ class Row:
 
     def tells(self, part: str) -> bool:
         """Whether a part of the step is known: replicas in one process exchange within their computation."""
-        return part != "communication" or self.ranks > 1 or self.devices == 1
+        return bool(self.parts_s) and (part != "communication" or self.ranks > 1 or self.devices == 1)
 
     @property
     def efficiency(self) -> float | None:
@@ -103,48 +100,47 @@ def of_series(found: Sequence[Series], *, tolerance: float | None = None, target
     `tolerance` is the relative difference of losses that counts as the same model, by default what rounding explains;
     `target` the accuracy to which they were trained.
     """
-    working = [each for each in found if each.races and not each.failed and each.trial is not None]
+    working = [each for each in found if each.races and not each.failed]
     rows = []
     for each in found:
-        row = Row(name=each.cell.name, flags=each.cell.flags, failed=each.failed or "it was not run")
-        rows.append(_of_working(each, working, tolerance) if each in working else row)
-    return [replace(row, **trainings.fields(each, target)) for row, each in zip(rows, found, strict=True)]
+        row = Row(name=each.cell.name, flags=each.cell.flags, failed=each.failed or "it was not run", series=each)
+        if each in working:
+            row = replace(row, **{"failed": ""} | _measured(each, working, tolerance) | _trained(each, target))
+        rows.append(row)
+    return rows
 
 
-def _of_working(series: Series, working: Sequence[Series], tolerance: float | None) -> Row:
-    cell, told, step_s, batch = series.cell, series.told, series.told["step_s"], series.batch
+def _measured(series: Series, working: Sequence[Series], tolerance: float | None) -> dict[str, Any]:
+    told, record, batch, step_s = series.told, series.record, series.batch, series.told["step_s"]
     base = rounds.base_of(working)
-    alone = next((each for each in working if each.cell.is_alone_of(cell)), None)
+    alone = next((each for each in working if each.cell.is_alone_of(series.cell)), None)
     rate = numbers.of_groups([[each * batch for each in race] for race in series.races])
     middle_s = batch / rate.middle
-    steps, flops, matrix_rate = series.record.start["steps_per_epoch"], told["flops_a_step"], told["matrix_flops_per_s"]
-    return Row(
-        name=cell.name,
-        flags=cell.flags,
-        series=series,
-        devices=series.devices,
-        ranks=told["ranks"],
-        turns=sum(map(len, series.races)),
-        batch=series.plan.get("global_size"),
-        samples_per_s=rate,
-        ratio=series.ratio(base),
-        speed_up=None if alone is None else series.ratio(alone),
-        step_p50_s=statistics.median(step_s),
-        step_p95_s=statistics.quantiles(step_s, n=20, method="inclusive")[18] if len(step_s) >= _FEWEST else None,
-        epoch_s=steps * middle_s if steps else None,
-        parts_s=_parts_of(told),
-        teraflops=flops / middle_s / 1e12 if flops else None,
-        matrix_share=flops / middle_s / matrix_rate if flops and matrix_rate else None,
-        bytes_a_step=told["bytes_a_step"],
-        host_memory_bytes=told["peak_memory_bytes"]["host"],
-        device_memory_bytes=told["peak_memory_bytes"]["device"],
-        busy_processors=told["busy_processors"],
-        busy_gpus=told.get("busy_gpus"),
-        joules_a_step=told["joules_a_step"],
-        to_first_step_s=series.trial.to_first_step_s if series.trial else None,
-        proved=records.proved(told.get("proof")),
+    steps, flops, matrix_rate = record.start["steps_per_epoch"], told["flops_a_step"], told["matrix_flops_per_s"]
+    timed_to = told["warm_up"] + len(step_s)  # from there on, nothing is exchanged
+    losses = {step: loss for step, loss in record.losses.items() if step <= timed_to}
+    return {
+        **{name: told[name] for name in _AS_TOLD},
+        "record": replace(record, losses=losses),
+        "devices": record.devices,
+        "turns": sum(map(len, series.races)),
+        "batch": record.plan.get("global_size"),
+        "samples_per_s": rate,
+        "ratio": series.ratio(base),
+        "speed_up": None if alone is None else series.ratio(alone),
+        "step_p50_s": statistics.median(step_s),
+        "step_p95_s": statistics.quantiles(step_s, n=20, method="inclusive")[18] if len(step_s) >= _FEWEST else None,
+        "epoch_s": steps * middle_s if steps else None,
+        "parts_s": _parts_of(told),
+        "teraflops": flops / middle_s / 1e12 if flops else None,
+        "matrix_share": flops / middle_s / matrix_rate if flops and matrix_rate else None,
+        "host_memory_bytes": told["peak_memory_bytes"]["host"],
+        "device_memory_bytes": told["peak_memory_bytes"]["device"],
+        "busy_gpus": told.get("busy_gpus"),
+        "to_first_step_s": series.trial.to_first_step_s if series.trial else None,
+        "proved": records.proved(told.get("proof")),
         **_likeness(series, base, tolerance),
-    )
+    }
 
 
 def _parts_of(told: dict[str, Any]) -> dict[str, float]:
@@ -168,7 +164,7 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
 
 
 def _likeness(ours: Series, base: Series, tolerance: float | None) -> dict[str, Any]:
-    """Return whether two variants are one model, as fields of a `Row`; of other global batches nothing is known."""
+    """Return whether two variants are one model; of other global batches nothing is known."""
     if ours.batch != base.batch:
         return {}
     a, b = ours.record.losses, base.record.losses
@@ -186,39 +182,82 @@ def _likeness(ours: Series, base: Series, tolerance: float | None) -> dict[str, 
     return {"loss_gap": gap, "another": another, "same_model": not another}
 
 
+def _trained(series: Series, target: float | None) -> dict[str, Any]:
+    if not series.trainings:
+        return {}
+    told = [each.told for each in series.trainings.values() if not each.failed]
+    ends = [each["evals"][-1] for each in told if each["evals"]]
+    reached = [each["evals"][-1] for each in told if each["reached"]]
+    failed = [
+        f"training with seed {seed} failed: {each.failed}" for seed, each in series.trainings.items() if each.failed
+    ]
+    proved = "; ".join(dict.fromkeys(each["proved"] for each in told if each.get("proved")))
+    return {
+        "seeds": len(told),
+        "accuracy": numbers.spread([each[ACCURACY] for each in ends]),
+        "best_accuracy": max((each[ACCURACY] for run in told for each in run["evals"]), default=None),
+        "trained_s": numbers.spread([each["train_s"] for each in told]),
+        "trained_epoch_s": numbers.spread([statistics.fmean(each["epoch_s"]) for each in told if each["epoch_s"]]),
+        "reached": None if target is None else len(reached),
+        "to_accuracy_steps": numbers.spread([each[STEP] for each in reached]),
+        "to_accuracy_s": numbers.spread([each[SECONDS] for each in reached]),
+        **({"failed": failed[0]} if failed else {}),
+        **({"proved": proved} if proved else {}),
+    }
+
+
+def difference(ours: Row, theirs: Row, at: int, *, reached: bool = False) -> Interval:
+    """Return the mean difference of the last evaluations, over the seeds that both have, in `SECONDS` or `ACCURACY`.
+
+    With `reached`, over the seeds for which both reached the accuracy.
+    """
+    kind = "reached" if reached else "evals"
+    mine, other = (
+        {seed: each.told["evals"][-1][at] for seed, each in row.series.trainings.items() if each.told.get(kind)}
+        for row in (ours, theirs)
+    )
+    return numbers.mean([value - other[seed] for seed, value in mine.items() if seed in other])
+
+
+def accuracy_curve(row: Row) -> list[tuple[float, float]]:
+    """Return (seconds of training, accuracy) of each evaluation that all seeds have, their means."""
+    seeds = [each.told["evals"] for each in row.series.trainings.values() if not each.failed]
+    by_place = [list(zip(*same, strict=True)) for same in zip(*seeds, strict=False)]
+    return [(statistics.fmean(each[SECONDS]), statistics.fmean(each[ACCURACY])) for each in by_place]
+
+
 def of_runs(runs: Sequence[Run]) -> list[Row]:
     """Return a row for each run; speeds have no interval, since each was measured once."""
     found = [_of_run(run, runs[0]) for run in runs]
     rated = [row for row in found if row.samples_per_s is not None]
     base = next((row for row in rated if row.devices == 1), rated[0] if rated else None)
-    if base is None or base.samples_per_s is None:
-        return found
-    base_rate = base.samples_per_s.middle
+    rate = base.samples_per_s if base else None
     return [
-        row if row.samples_per_s is None else replace(row, ratio=_once(row.samples_per_s.middle / base_rate))
+        replace(row, ratio=row.samples_per_s and rate and _once(row.samples_per_s.middle / rate.middle))
         for row in found
     ]
 
 
 def _of_run(run: Run, first: Run) -> Row:
-    summary, plan, chosen = run.summary, run.record.start.get("plan") or {}, run.record.start.get("chosen") or {}
-    memory, rate, epochs = summary.get("peak_memory_bytes") or {}, run.samples_per_s, summary.get("epoch_s") or []
-    differ = differing([first, run])[1] if run is not first else {}
+    summary, record, rate = run.summary, run.record, run.samples_per_s
+    memory, epochs, top1 = summary.get("peak_memory_bytes") or {}, summary.get("epoch_s") or [], summary.get("top1")
+    differ = records.differing([first, run])[1]
     return Row(
         name=run.name,
         flags=tuple(word for key, value in differ.items() for word in (f"--{key}", str(value))),
-        devices=int(chosen.get("devices") or plan.get("ranks") or 1),
-        ranks=int(plan.get("ranks") or 1),
-        batch=plan.get("global_size"),
-        samples_per_s=_once(rate) if rate else None,
         failed="" if rate else f"ended with exit code {summary.get('exit')}, and no speed was recorded",
+        record=record,
+        devices=record.devices,
+        ranks=int(record.plan.get("ranks") or 1),
+        batch=record.plan.get("global_size"),
+        samples_per_s=_once(rate) if rate else None,
         step_p50_s=summary.get("step_p50_s"),
         step_p95_s=summary.get("step_p95_s"),
         epoch_s=statistics.fmean(map(float, epochs)) if epochs else None,
         host_memory_bytes=memory.get("host"),
         device_memory_bytes=memory.get("device") or None,
         proved=records.proved(summary.get("proof")),
-        accuracy=None if (top1 := summary.get("top1")) is None else numbers.spread([float(top1)]),
+        accuracy=None if top1 is None else numbers.spread([float(top1)]),
     )
 
 

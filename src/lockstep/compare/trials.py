@@ -1,4 +1,4 @@
-"""A command that measures or trains a variant, in a folder of its own; its result is kept there."""
+"""A command that measures or trains a variant, in a folder of its own, which keeps its result."""
 
 from __future__ import annotations
 
@@ -29,16 +29,10 @@ class Trial:
     """What one command has measured; or why it has not."""
 
     told: dict[str, Any]
-    """What `measured`, or the records of a whole training, tell; empty where it failed."""
+    """What `measured`, or the record of a whole training, tells; empty where it failed."""
     seconds: float
-    """From its start to its end."""
     to_first_step_s: float | None = None
     failed: str = ""
-
-    @property
-    def step_s(self) -> list[float]:
-        """Seconds of each timed step."""
-        return [float(each) for each in self.told["step_s"]]
 
 
 def done(folder: Path) -> Trial | None:
@@ -51,17 +45,17 @@ def done(folder: Path) -> Trial | None:
 def once(
     name: str,
     folder: Path,
-    watched: Words,
+    words: Words,
     *,
     limit_s: float = math.inf,
     result: Callable[[], dict[str, Any]] | None = None,
     is_enough: Callable[[], bool] | None = None,
     goes_on: bool = False,
 ) -> Trial:
-    """Return the trial that `folder` holds; otherwise run the command `watched`, a verb of lockstep's, and keep it.
+    """Return the trial that `folder` holds; otherwise run lockstep with these `words`, and keep what it has measured.
 
-    What fails is a trial too. `result` returns what it has measured, by default what `measured` has left; as soon as
-    `is_enough` returns True, the command is stopped, which is no failure. What was begun there is dropped, unless the
+    What fails is a trial too. `result` returns what was measured, by default what `measured` has left; as soon as
+    `is_enough` returns True the command is stopped, which is no failure. What was begun there is dropped, unless the
     command `goes_on` with it. Raises KeyboardInterrupt, `Stopped` where somebody else stops the command, OSError where
     the folder cannot be written, and `RequestError` where a command that was left behind still uses it.
     """
@@ -71,7 +65,7 @@ def once(
     begun_s, begun_time = time.monotonic(), time.time()
     failed, told = "", {}
     try:
-        commands.run(name, [command(*watched)], [folder / "log"], limit_s=limit_s, enough=is_enough)
+        commands.run(name, [command(*words)], [folder / "log"], limit_s=limit_s, enough=is_enough)
         told = result() if result else json_of(folder / RUN / measured.FILE)
         failed = "" if told else "it has left no measurements; its log may say why."
     except Stopped:
@@ -96,11 +90,8 @@ def reason(name: str, error: LockstepError) -> str:
 
 
 def make_free(folder: Path, *, keeps: bool = False) -> None:
-    """Make a folder in which nothing runs, empty unless it `keeps` what is in it.
-
-    Raises `RequestError` where a comparison that was killed has left a command that trains on.
-    """
-    folders.check_free(folder / RUN)
+    """Make a folder in which nothing runs, empty unless it `keeps` what is in it."""
+    folders.check_free(folder / RUN)  # a comparison that was killed may have left a command that trains on
     if folder.exists() and not keeps:
         shutil.rmtree(folder)
     own_folder(folder)
