@@ -148,8 +148,9 @@ def _write(found: Report, folder: Path) -> None:
         for heads, cells in report.console(found):
             screen.table(heads, cells)
             screen.print()
-        for row in found.failed:
-            screen.say((f"{row.name}: {row.failed}", "dim"))
+        for row in found.rows:
+            if row.failed:
+                screen.say((f"{row.name}: {row.failed}", "dim"))
         for sentence in found.answer:
             screen.say(sentence)
         screen.say((f"{', '.join(names)} in {shown(folder)}", "dim"))

@@ -75,7 +75,7 @@ def main(given: list[str]) -> int:
     )
     folder = job.folder("forecast", {"scaling": "weak" if job.is_weak else "strong"})
     screen = Screen(stderr=True)
-    batch, epochs = (None, None) if job.is_script else (base.batch.size, base.epochs)
+    batch = None if job.is_script else base.batch.size
 
     def command(ranks: int, path: Path) -> Words:
         strategy = () if job.is_script else ("--strategy", "ddp")
@@ -84,7 +84,8 @@ def main(given: list[str]) -> int:
 
     with telling(screen) as tell, kept_in(folder):
         measured = {*forecast.chosen(devices, batch, is_weak=job.is_weak), *([run.ranks] if run else [])}
-        shares, facts = forecast.measure(sorted(measured), command, folder, epochs, tell)
+        shares, facts = forecast.measure(sorted(measured), command, folder, tell)
+        facts = facts if job.is_script else facts._replace(epochs=base.epochs)  # measured without an end
         if not facts.on_gpu and not network.endswith(".json"):
             tell("measuring what gloo itself takes for a message")
             gloo = forecast.gloo(folder)

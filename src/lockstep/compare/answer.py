@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .numbers import CONFIDENCE, Interval, Spread
 from .records import ACCURACY, SECONDS
 from .rows import Row, difference
 
+_LARGER = "a larger --batch has less of it a sample"
 _LIMITS = {
     "data": ("waiting for data", "more --workers, or data that stay in memory, would lift that"),
     "compute": ("computation", "a lower --precision, another model, or more devices would lift that"),
-    "communication": (
-        "exchanging gradients and statistics",
-        "a faster link would lift that; a larger --batch, or --accumulate, has less of it a sample",
-    ),
-    "optimizer": ("the optimizer's own step", "a larger --batch has less of it a sample"),
-    "rest": ("what a step costs besides the model", "a larger --batch has less of it a sample"),
+    "communication": ("exchanging gradients and statistics", f"a faster link would lift that; {_LARGER}"),
+    "optimizer": ("the optimizer's own step", _LARGER),
+    "rest": ("what a step costs besides the model", _LARGER),
 }
 _WIDE = 0.15
 """Half of a ratio's interval, relative to it, from which on a larger budget is advised."""
@@ -36,23 +34,22 @@ def sentences(
     tried = [row for row in rows if not row.failed]
     if not tried:
         return [f"No variant could be {'trained to its end; the table says why' if rows else 'measured'}."]
-    missed = [_missed(row, target) for row in rows if target is not None and (row.reached or 0) < (row.seeds or 0)]
     if target is not None and (reaching := [row for row in tried if row.reached]):
         chosen, told = _soonest(reaching, target)
-        told += missed
     else:
         chosen, told = _fastest(tried, rows, by_accuracy=target is None)
-        told += [*(missed or [_accuracies(chosen, rows)]), _same(rows)]
-        if others := [f"{row.name} ({row.another})" for row in rows if row.another]:
-            told.append(f"Not the same model: {', '.join(others)}.")
-    return [f"Take: {shlex.join(command(chosen.flags))}", *filter(None, told), _limit(chosen)]
+    for row in rows if target is not None else ():
+        if (row.reached or 0) < (row.seeds or 0):
+            best = "" if row.best_accuracy is None else f"; the best of its evaluations is {row.best_accuracy:.2%}"
+            told.append(f"{row.name}: {row.reached} of {row.seeds} seeds reached {100 * target:g}%{best}.")
+    return [f"Take: {shlex.join(command(chosen.flags))}", *told, _limit(chosen)]
 
 
 def _soonest(reaching: Sequence[Row], target: float) -> tuple[Row, list[str]]:
     """Return the variant that reaches the accuracy with most seeds, of those the soonest; and why it is that one."""
     first, *others = sorted(reaching, key=lambda row: (-(row.reached or 0), row.to_accuracy_s or Spread(0, None, 0)))
-    gaps = [difference(row, first, SECONDS, reached=True) for row in others]
-    equal = [row for row, gap in zip(others, gaps, strict=True) if row.reached == first.reached and gap.low <= 0]
+    later = {row.name: difference(row, first, SECONDS, reached=True) for row in others}
+    equal = [row for row in others if row.reached == first.reached and later[row.name].low <= 0]
     told = f"{first.name} reaches {100 * target:g}% first, after {_plus_minus(first.to_accuracy_s)} s of training"
     if equal:
         chosen = min([first, *equal], key=lambda row: (row.devices, reaching.index(row)))
@@ -60,15 +57,15 @@ def _soonest(reaching: Sequence[Row], target: float) -> tuple[Row, list[str]]:
         return chosen, [f"{told}; {_not_told_apart(equal, first.seeds)}, and {chosen.name} {few}."]
     if not others:
         return first, [f"{told}, and is the only one that does."]
-    gap, second = gaps[0], others[0]
-    sooner = f": {gap.middle:.3g} s ({gap.low:.3g}–{gap.high:.3g}) before {second.name}" if gap.low > 0 else ""
+    second, (middle, low, high) = others[0].name, later[others[0].name]
+    sooner = f": {middle:.3g} s ({low:.3g}–{high:.3g}) before {second}" if low > 0 else ""
     return first, [f"{told}{sooner}, and with {first.reached} of {first.seeds} seeds."]
 
 
 def _fastest(tried: Sequence[Row], rows: Sequence[Row], *, by_accuracy: bool) -> tuple[Row, list[str]]:
     """Return the fastest variant that is the job's model, and as accurate as any; and why it is that one."""
     fair = [row for row in tried if row.same_model is not False] or [*tried]
-    worse = [row for row in fair if by_accuracy and any(_gap(row, each).high < 0 for each in fair)]
+    worse = [row for row in fair if by_accuracy and any(difference(row, each, ACCURACY).high < 0 for each in fair)]
     fair = [row for row in fair if row not in worse]
     best = max(fair, key=_rate)
     equal = [row for row in fair if row is best or row.series.ratio(best.series).high >= 1]
@@ -76,60 +73,45 @@ def _fastest(tried: Sequence[Row], rows: Sequence[Row], *, by_accuracy: bool) ->
     slower = [row for row in fair if row is not chosen]
     if len(equal) > 1:
         few = "it needs the fewest devices" if chosen.devices < best.devices else "it comes first"
-        names = ", ".join(row.name for row in equal if row is not chosen)
+        names = _names(row for row in equal if row is not chosen)
         told = [f"The races do not tell it and {names} apart by speed; {few}."]
-    elif not slower:
-        why = "could be measured" if len(rows) == 1 else "is the same model, and as accurate"
-        told = [f"No other variant {why}."]
-    else:
+    elif slower:
         second = max(slower, key=_rate)
         alone = f", and {_times(chosen.speed_up)} one device" if chosen.devices > 1 and chosen.speed_up else ""
         told = [f"It is {_times(chosen.series.ratio(second.series))} {second.name}, the next{alone}."]
+    else:
+        told = [f"No other variant {'could be measured' if len(rows) == 1 else 'is the same model, and as accurate'}."]
     width = max((row.ratio.half_width for row in rows if row.ratio is not None), default=0.0)
-    if width > 1:
-        told.append("There was no time for enough races to tell how much starts differ: give a larger --budget.")
-    elif width > _WIDE:
-        told.append(f"Ratios are known to ±{width:.0%} only: a larger --budget narrows them.")
-    reasons = [(row, "its model is another one") for row in rows if row.same_model is False]
-    for row, reason in [*reasons, *((row, "is less accurate") for row in worse)]:
+    if width > _WIDE:
+        known = f"known to ±{width:.0%} only" if width < 1 else "not known: there was no time for enough races"
+        told.append(f"Ratios are {known}; a larger --budget narrows them.")
+    others = [(row, "its model is another one") for row in rows if row.same_model is False]
+    for row, reason in [*others, *((row, "is less accurate") for row in worse)]:
         if chosen.series.ratio(row.series).high < 1:
             told.append(f"{row.name} would be {_rate(row) / _rate(chosen):.2f}× as fast, but {reason}.")
+    told += _accuracies(chosen, rows) if by_accuracy and chosen.accuracy else []
+    if len(same := [row for row in rows if row.same_model]) > 1:
+        gap = max(row.loss_gap or 0.0 for row in same)
+        losses = f"differ by {gap:.1e} at most" if gap else "are equal"
+        ranks = " and all ranks hold the same bits" if any("replicas" in row.proved for row in same) else ""
+        told.append(f"The same model: {_names(same)}; their losses {losses} in the first steps{ranks}.")
+    if another := ", ".join(f"{row.name} ({row.another})" for row in rows if row.another):
+        told.append(f"Not the same model: {another}.")
     return chosen, told
 
 
-def _missed(row: Row, target: float | None) -> str:
-    """Return by how many seeds a variant has missed the accuracy."""
-    best = "" if row.best_accuracy is None else f"; the best of its evaluations is {row.best_accuracy:.2%}"
-    return f"{row.name}: {row.reached} of {row.seeds} seeds reached {100 * (target or 0):g}%{best}."
-
-
-def _accuracies(chosen: Row, rows: Sequence[Row]) -> str:
+def _accuracies(chosen: Row, rows: Sequence[Row]) -> list[str]:
     """Return how accurate the variant to take becomes, and which others do beyond the spread over the seeds."""
-    if chosen.accuracy is None:
-        return ""
     told, same = [f"{chosen.name} ends at an accuracy of {_plus_minus(chosen.accuracy, 100, 4)} %"], []
-    for row in rows:
-        gap = _gap(row, chosen)
-        if row is chosen or row.accuracy is None:
-            continue
+    for row in (row for row in rows if row is not chosen and row.accuracy is not None):
+        gap = difference(row, chosen, ACCURACY)
         if gap.holds(0.0):
             same.append(row)
         else:
             points = "–".join(f"{100 * abs(each):.2f}" for each in sorted(gap[1:], key=abs))
             told.append(f"{row.name} {points} points {'above' if gap.middle > 0 else 'below'} it")
-    return f"{'; '.join([*told, *([_not_told_apart(same, chosen.seeds)] if same else [])])}."
-
-
-def _same(rows: Sequence[Row]) -> str:
-    """Return which variants are shown to be the same model; "" for none."""
-    same = [row for row in rows if row.same_model]
-    if len(same) < 2:
-        return ""
-    gap = max(row.loss_gap or 0.0 for row in same)
-    ranks = " and all ranks hold the same bits" if any("replicas" in row.proved for row in same) else ""
-    losses = f"differ by {gap:.1e} at most" if gap else "are equal"
-    names = ", ".join(row.name for row in same)
-    return f"The same model: {names}; their losses {losses} in the first steps{ranks}."
+    told += [_not_told_apart(same, chosen.seeds)] if same else []
+    return [f"{'; '.join(told)}."]
 
 
 def _limit(row: Row) -> str:
@@ -148,23 +130,22 @@ def _limit(row: Row) -> str:
 
 
 def _not_told_apart(rows: Sequence[Row], seeds: int | None) -> str:
-    names = ", ".join(row.name for row in rows)
     if (seeds or 0) < 2:
-        return f"one seed cannot tell {names} apart from it"
-    return f"{seeds} seeds do not tell {names} apart from it at {CONFIDENCE:.0%}"
+        return f"one seed cannot tell {_names(rows)} apart from it"
+    return f"{seeds} seeds do not tell {_names(rows)} apart from it at {CONFIDENCE:.0%}"
+
+
+def _names(rows: Iterable[Row]) -> str:
+    return ", ".join(row.name for row in rows)
 
 
 def _plus_minus(found: Spread | None, factor: float = 1.0, digits: int = 3) -> str:
-    mean, sd = (0.0, None) if found is None else found[:2]
+    mean, sd = found[:2] if found else (0.0, None)
     return f"{factor * mean:.{digits}g}" + ("" if sd is None else f" ± {factor * sd:.2g}")
 
 
 def _times(found: Interval) -> str:
     return f"{found.middle:.2f}× ({found.low:.2f}–{found.high:.2f}) as fast as"
-
-
-def _gap(row: Row, other: Row) -> Interval:
-    return difference(row, other, ACCURACY)
 
 
 def _rate(row: Row) -> float:

@@ -14,9 +14,9 @@ import math
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from . import charts, networks, numbers, records, tables, timeline, trials
 from .grid import Words
 from .networks import Links
 from .numbers import Interval
+from .records import Record
 from .tables import Column
 from .timeline import FREE, GRADIENT, Link, Network, Point, Profile
 from .trials import Trial
@@ -44,8 +45,7 @@ LOSSES = ("smaller shares", "the slowest rank", "the network's rate", "the netwo
 JSON, MARKDOWN, SVG = "forecast.json", "forecast.md", "scaling.svg"
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """What was measured of the first rank of so many, which has the profile's samples of each step."""
 
     ranks: int
@@ -56,28 +56,24 @@ class Share:
     """The most that a rank held: on the GPU where it has one, else of its process."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What the job is, whatever the devices."""
+class Job(NamedTuple):
+    """What the job is, whatever the devices; None where neither the job nor its record tells."""
 
     batch: int
     steps_per_epoch: int | None
     epochs: int | None
-    """None where neither the job nor its record tells."""
     on_gpu: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What would run it."""
+    """What would run it, at a `price` of a device and hour; if it `is_weak`, each device has as many samples as one."""
 
     between: Links
     within: Links
     per_node: int
     price: float | None = None
-    """Of a device and hour."""
     is_weak: bool = False
-    """Whether each device has as many samples as one has now."""
 
     def network(self, quality: int, *, has_trees: bool) -> Network:
         """Return the network as it is at worst (0), in the middle (1) or at best (2)."""
@@ -87,11 +83,10 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What so many devices come to."""
+    """What so many devices come to; a `share` is the samples of a step that the fullest rank has."""
 
     devices: int
     share: int
-    """Samples of a step that the fullest rank has."""
     step_s: Interval
     speed_up: Interval
     """Of samples a second, over one device."""
@@ -102,9 +97,9 @@ class Forecast:
     memory_bytes: float
     """Of a device."""
     bytes_a_step: int
-    losses_s: dict[str, float] = field(default_factory=dict)
+    losses_s: dict[str, float]
     """Of a step, by `LOSSES`: with an N-th of one device's step they sum to it."""
-    dp_speed_up: float | None = None
+    dp_speed_up: float | None
     """Under dp instead; None where that cannot be."""
 
     @property
@@ -151,38 +146,32 @@ def chosen(devices: Sequence[int], batch: int | None, *, is_weak: bool) -> list[
 
 
 def measure(
-    ranks: Sequence[int],
-    command: Callable[[int, Path], Words],
-    folder: Path,
-    epochs: int | None,
-    tell: Callable[[str], None],
+    ranks: Sequence[int], command: Callable[[int, Path], Words], folder: Path, tell: Callable[[str], None]
 ) -> tuple[list[Share], Job]:
     """Measure the shares that `folder` does not hold yet, and return all. Raises `RunError` where one fails.
 
-    `command` returns the words that train one rank's share of so many, into the run's folder it is given. Without
-    `epochs` there are as many as the job's record tells.
+    `command` returns the words that train one rank's share of so many, into the run's folder it is given.
     """
     found: dict[int, list[Trial]] = {each: [] for each in ranks}
-    for number in range(1, PASSES + 1):
-        for each in ranks:
-            path = folder / f"share-{each}-{number}"
-            if trials.done(path) is None:
-                tell(f"measuring a rank's share of {each} ({number} of {PASSES})")
-            words = ("compare", "share", str(each), *command(each, path / trials.RUN))
-            trial = trials.once(f"share of {each}", path, words, limit_s=_LIMIT_S)
-            if trial.failed:
-                raise RunError(f"A rank's share of {each} cannot be measured: {trial.failed}")
-            start = records.record(path / trials.RUN).start
-            if not start["plan"]:
-                raise RunError(
-                    "The loop has no loader that lockstep shares out, so that nothing tells a rank's share of a batch."
-                )
-            found[each].append(trial)
-    first = records.record(folder / f"share-{ranks[0]}-1" / trials.RUN).start
+    record = Record()
+    for number, each in ((number, each) for number in range(1, PASSES + 1) for each in ranks):
+        path = folder / f"share-{each}-{number}"
+        if trials.done(path) is None:
+            tell(f"measuring a rank's share of {each} ({number} of {PASSES})")
+        words = ("compare", "share", str(each), *command(each, path / trials.RUN))
+        trial = trials.once(f"share of {each}", path, words, limit_s=_LIMIT_S)
+        if trial.failed:
+            raise RunError(f"A rank's share of {each} cannot be measured: {trial.failed}")
+        found[each].append(trial)
+        record = record if record.start else records.record(path / trials.RUN)
+        if not record.plan:
+            raise RunError(
+                "The loop has no loader that lockstep shares out, so that nothing tells a rank's share of a batch."
+            )
     job = Job(
-        batch=int(first["plan"]["global_size"]),
-        steps_per_epoch=first["steps_per_epoch"] or None,
-        epochs=epochs or first["epochs"] or None,
+        batch=int(record.plan["global_size"]),
+        steps_per_epoch=record.start["steps_per_epoch"] or None,
+        epochs=record.start["epochs"] or None,
         on_gpu=found[ranks[0]][0].told["peak_memory_bytes"]["device"] is not None,
     )
     return [share(each, job.batch, [trial.told for trial in found[each]]) for each in ranks], job
@@ -206,12 +195,9 @@ def gloo(folder: Path) -> Links:
 def doubt(shares: Sequence[Share]) -> str:
     """Return why the shares' times are to be doubted; "" where processes agree."""
     apart = max(max(each.process_s) / min(each.process_s) for each in shares)
-    if apart < _APART:
-        return ""
-    return (
-        f"The same steps took {apart:.1f} times as long in one process as in another, as where other programs are in "
-        "the way; error bars are as wide: measure again with another --output."
-    )
+    told = f"The same steps took {apart:.1f} times as long in one process as in another, as where other programs are in"
+    advice = "the way; error bars are as wide: measure again with another --output."
+    return f"{told} {advice}" if apart >= _APART else ""
 
 
 def share(ranks: int, batch: int, told: Sequence[dict[str, Any]]) -> Share:
@@ -279,21 +265,23 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
     one_s = shares[0].profile.step_s * grown
     profile, memory_bytes = _at(shares, devices, math.ceil(job.batch * grown / devices))
     worst, middle, best = (cluster.network(quality, has_trees=job.on_gpu) for quality in range(3))
-    step_s = timeline.step_s(profile, devices, middle)
+    slow_s, step_s, fast_s = (timeline.step_s(profile, devices, network) for network in (worst, middle, best))
     # Of times, errors multiply: as much longer as shorter.
-    slow_s = math.hypot(timeline.step_s(profile, devices, worst) - step_s, error * profile.step_s)
-    fast_s = math.hypot(step_s - timeline.step_s(profile, devices, best), error / (1 + error) * profile.step_s)
-    times = Interval(step_s, step_s - min(fast_s, 0.99 * step_s), step_s + slow_s)
+    longer_s = math.hypot(slow_s - step_s, error * profile.step_s)
+    shorter_s = math.hypot(step_s - fast_s, error / (1 + error) * profile.step_s)
+    times = Interval(step_s, step_s - min(shorter_s, 0.99 * step_s), step_s + longer_s)
     epoch_s = None if job.steps_per_epoch is None else math.ceil(job.steps_per_epoch / grown) * step_s
-    has_cost = cluster.price is not None and epoch_s is not None and job.epochs is not None
+    cost = None
+    if cluster.price is not None and epoch_s is not None and job.epochs is not None:
+        cost = devices * cluster.price * epoch_s * job.epochs / 3600
     speed_up, losses_s, dp_speed_up = Interval(1.0, 1.0, 1.0), {}, None
     if devices > 1:
         own = math.log1p(error)  # of one device's time
         less, more = (math.exp(math.hypot(math.log(each), own)) for each in (times.high / step_s, step_s / times.low))
         speed_up = Interval(one_s / step_s, one_s / step_s / less, one_s / step_s * more)
         # What each cause adds to the ideal step, taken in one after the other.
-        stages = [timeline.step_s(profile, devices, network) for network in (FREE, middle.instant())]
-        stages = [one_s / devices, profile.step_s, *stages, step_s]
+        free_s, instant_s = (timeline.step_s(profile, devices, network) for network in (FREE, middle.instant()))
+        stages = [one_s / devices, profile.step_s, free_s, instant_s, step_s]
         losses_s = {name: b - a for name, a, b in zip(LOSSES, stages, stages[1:], strict=False)}
         if job.on_gpu and devices <= cluster.per_node:
             dp_speed_up = one_s / timeline.data_parallel_s(profile, devices, middle)
@@ -304,7 +292,7 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
         speed_up=speed_up,
         samples_per_s=job.batch * grown / step_s,
         epoch_s=epoch_s,
-        cost=devices * (cluster.price or 0) * (epoch_s or 0) * (job.epochs or 0) / 3600 if has_cost else None,
+        cost=cost,
         memory_bytes=memory_bytes,
         bytes_a_step=profile.bytes_a_step if devices > 1 else 0,
         losses_s=losses_s,

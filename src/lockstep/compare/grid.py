@@ -15,25 +15,23 @@ from ..launchers import table
 MOST = 64
 """Variants that are run without --yes."""
 Words = tuple[str, ...]
-_WAYS = ("strategy", "devices")
-_DECIDED = ("output", "resume", "eval-every", "quiet")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One variant: the flags that make it, and its config; or why there is none."""
+    """One variant: what varies by option, the flags for that, and its config; or why there is none."""
 
     name: str
     flags: Words
     options: Mapping[str, str] = field(default_factory=dict)
-    """What varies, by option."""
     config: RunConfig | None = None
     why_not: str = ""
 
     def is_alone_of(self, other: Cell) -> bool:
         """Whether this is, but for the strategy, the other one on one device."""
-        mine, theirs = ({k: v for k, v in each.options.items() if k not in _WAYS} for each in (self, other))
-        if self.config is None or mine != theirs:
+        mine, theirs = (each.options.items() for each in (self, other))
+        differ = {key for key, _ in mine ^ theirs}
+        if self.config is None or not differ <= {"strategy", "devices"}:
             return False
         return self.config.parallel.devices == 1 or self.config.parallel.strategy == "single"
 
@@ -51,7 +49,7 @@ def axes(vary: Sequence[str]) -> dict[str, list[str]]:
         if key not in known:
             hint = "lockstep train --help lists all; a script's own flags do not vary."
             raise unknown("option of --vary", key, known, hint)
-        if key in _DECIDED:
+        if key in ("output", "resume"):
             raise RequestError(f"--vary {key}: the comparison itself decides on that; leave it out.")
         found[key] = list(dict.fromkeys([*found.get(key, []), *values]))
     return found
@@ -78,17 +76,13 @@ def cells(
     return found
 
 
-def words(key: str, value: str) -> Words:
-    """Return the option as flags."""
-    if value == "true":
-        return (f"--{key}",)
-    return (f"--no-{key}",) if value == "false" else (f"--{key}", value)
-
-
 def _cell(options: dict[str, str], parse: Callable[[Words], RunConfig], is_weak: bool) -> Cell:
-    flags = tuple(word for key, value in options.items() for word in words(key, value))
-    name = "-".join(f"{key}-{value}" if value in ("true", "false") else value for key, value in options.items())
-    config, why_not = None, ""
+    switches = {"true": "--{}", "false": "--no-{}"}
+    words = [
+        (switches[value].format(key),) if value in switches else (f"--{key}", value) for key, value in options.items()
+    ]
+    flags = tuple(itertools.chain(*words))
+    name = "-".join(f"{key}-{value}" if value in switches else value for key, value in options.items())
     try:
         config = parse(flags)
         asked = config.parallel
@@ -97,25 +91,26 @@ def _cell(options: dict[str, str], parse: Callable[[Words], RunConfig], is_weak:
         if is_weak and (devices := asked.devices or 1) > 1:
             flags = (*flags, "--batch", str(config.batch.size * devices))
             config = parse(flags)
-        why_not = _contradiction(config)
+        _check_devices(config)
     except RequestError as error:
-        why_not = str(error)
-    return Cell(name=name, flags=flags, options=options, config=None if why_not else config, why_not=why_not)
+        return Cell(name=name, flags=flags, options=options, why_not=str(error))
+    return Cell(name=name, flags=flags, options=options, config=config)
 
 
-def _contradiction(config: RunConfig) -> str:
-    """Return why the devices and the strategy do not go together; "" where they do."""
+def _check_devices(config: RunConfig) -> None:
+    """Raise `RequestError` where the devices and the strategy do not go together."""
     devices, strategy = config.parallel.devices, config.parallel.strategy
     if (kind := KINDS.get(strategy)) is None:
-        return ""  # auto: the job itself finds out which devices there are
-    several = kind.has_ranks or kind.drives_all
+        return  # auto: the job itself finds out which devices there are
+    if kind.has_two_levels:
+        raise RequestError(f"{strategy} needs several nodes, which are started by hand.")
     if devices is None:
-        is_one = kind.process_per_device and table.least_ranks(config) == 1
-        return f"{strategy} on one device is what single is; give --devices." if is_one else ""
-    if several != (devices > 1):
-        found = f"is one device, and {devices} were asked for." if devices > 1 else "on one device is what single is."
-        return f"{strategy} {found}"
-    return f"{strategy} needs several nodes, which are started by hand." if kind.has_two_levels else ""
+        devices = table.least_ranks(config) if kind.process_per_device else 2 if kind.drives_all else 1
+    is_several = kind.has_ranks or kind.drives_all
+    if devices == 1 and is_several:
+        raise RequestError(f"{strategy} on one device is what single is; give --devices.")
+    if devices > 1 and not is_several:
+        raise RequestError(f"{strategy} is one device, and {devices} were asked for.")
 
 
 def usual(
@@ -123,17 +118,17 @@ def usual(
 ) -> dict[str, list[str]]:
     """Return what is varied by default: the ways to train that make sense on this machine.
 
-    `given` has the job's own flags, by option: of the ways, that one is compared with one device, and a precision that
-    was asked for is the only one.
+    `given` has the job's own flags, by option: that strategy and these devices are compared with one device, and a
+    precision that was asked for is the only one.
     """
     given = given or {}
-    devices = ["1", given.get("devices", str(gpus or min(max(2, cpus), 4)))]
+    devices = given.get("devices", str(gpus or min(max(2, cpus), 4)))
     ways = [name for name, kind in KINDS.items() if name != "single" and not kind.has_two_levels]
-    found: dict[str, list[str]] = {}
-    if not is_script and devices[1] != "1":  # on one device all are what single is
-        found["strategy"] = ["single", *([given["strategy"]] if "strategy" in given else ways)]
-    found["devices"] = devices
-    if (has_bf16 or gpus) and "precision" not in given:
-        found["precision"] = ["fp32", "bf16"]
+    ways = [given["strategy"]] if "strategy" in given else ways
+    found = {
+        "strategy": [] if is_script or devices == "1" else ["single", *ways],  # on one device all are what single is
+        "devices": ["1", devices],
+        "precision": ["fp32", "bf16"] if (has_bf16 or gpus) and "precision" not in given else [],
+    }
     found = {key: list(dict.fromkeys(values)) for key, values in found.items()}
     return {key: values for key, values in found.items() if len(values) > 1}

@@ -21,11 +21,8 @@ COVERS = (
     "ratio: of samples/s, to the first variant on one device, else to the first that is its model; both with "
     f"{CONFIDENCE:.0%} intervals over all races; efficiency: of samples/s, to the same on one device, by the devices; "
     "step times: over all timed steps of rank 0; memory and processors: the sum over all ranks; losses: the largest "
-    "relative difference of the first steps"
-)
-COVERS_TRAINED = (
-    "accuracy and training: mean ± sample standard deviation over the seeds, of the last evaluations, and of the "
-    "seconds of training steps alone, without starts, evaluations and checkpoints"
+    "relative difference of the first steps; accuracy and training: mean ± sample standard deviation over the seeds, "
+    "of the last evaluations, and of the seconds of training steps alone, without starts, evaluations and checkpoints"
 )
 COVERS_PAST = (
     "each run was measured once, on the machine and with the versions that its manifest.json names; ratio: of "
@@ -46,20 +43,14 @@ class Report:
     """Whether it is on runs that have ended, which were not measured side by side."""
 
     @property
-    def covers(self) -> str:
-        """What the numbers cover."""
-        trained = f"; {COVERS_TRAINED}" if any(row.seeds for row in self.rows) else ""
-        return COVERS_PAST if self.is_past else COVERS + trained
-
-    @property
     def whole(self) -> list[Row]:
         """The rows that have numbers."""
         return [row for row in self.rows if row.samples_per_s is not None]
 
     @property
-    def failed(self) -> list[Row]:
-        """The rows that have a reason why they failed."""
-        return [row for row in self.rows if row.failed]
+    def covers(self) -> str:
+        """What the numbers cover."""
+        return COVERS_PAST if self.is_past else COVERS
 
 
 def _of(name: str, factor: float = 1) -> Callable[[Row], Any]:
@@ -133,13 +124,10 @@ def console(report: Report) -> list[tuple[list[str], list[list[str]]]]:
     return [([each.brief for each in columns], tables.cells(columns, report.whole)) for columns in kept if columns[1:]]
 
 
-def _as_json(row: Row) -> dict[str, Any]:
-    names = [each.name for each in dataclasses.fields(row) if each.name not in ("series", "record")]
-    values = [getattr(row, name) for name in names]
-    told = {
-        name: each._asdict() if hasattr(each, "_asdict") else each for name, each in zip(names, values, strict=True)
-    }
-    return {**legal(told)}
+def _as_json(row: Row) -> Any:
+    named = {each.name: getattr(row, each.name) for each in dataclasses.fields(row)}
+    del named["series"], named["record"]
+    return legal({name: each._asdict() if hasattr(each, "_asdict") else each for name, each in named.items()})
 
 
 def _html(report: Report, columns: Sequence[Column], drawn: Mapping[str, str]) -> str:
@@ -150,36 +138,30 @@ def _html(report: Report, columns: Sequence[Column], drawn: Mapping[str, str]) -
 
     template = Environment(autoescape=True).from_string((files(__package__) / "report.html.jinja").read_text("utf-8"))
     table = [[(column.shown(row), key(column, row)) for column in columns] for row in report.whole]
-    options = [re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(row.flags)) for row in report.rows]
-    differ = [[each for each in words if words is options[0] or each not in options[0]] for words in options]
-    configs = [(row.name, " ".join(words)) for row, words in zip(report.rows, differ, strict=True)]
     heads = [column.head for column in columns]
-    return template.render(
-        report=report, heads=heads, table=table, charts=drawn, configs=configs, confidence=CONFIDENCE
-    )
+    return template.render(report=report, heads=heads, table=table, charts=drawn, confidence=CONFIDENCE)
 
 
 def _markdown(report: Report, columns: Sequence[Column]) -> str:
     table = tables.markdown(columns, report.whole)
-    failed = [f"- {row.name}: {row.failed}" for row in report.failed]
+    failed = [f"- {row.name}: {row.failed}" for row in report.rows if row.failed]
     parts = [[f"# {report.title}"], [report.about], report.answer, table, failed, [f"{report.covers}."], [report.made]]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
 def _charts(rows: Sequence[Row]) -> dict[str, str]:
-    """Return {name: drawing} of what there is to draw."""
+    """Return {name: drawing}, as report.html.jinja has their names, of what there is to draw."""
     rates = [Bar(row.name, {"samples/s": rate.middle}, rate) for row in rows if (rate := row.samples_per_s)]
     times = [Bar(row.name, {part: 1000 * max(0.0, each) for part, each in row.parts_s.items()}) for row in rows]
-    held = [(row.name, row.device_memory_bytes or row.host_memory_bytes or 0.0) for row in rows]
+    held = [Bar(row.name, {"GiB": (row.device_memory_bytes or row.host_memory_bytes or 0.0) / 2**30}) for row in rows]
+    losses = [Line(row.name, [*row.record.losses.items()]) for row in rows]
     accuracy = [Line(row.name, [(x, 100 * y) for x, y in accuracy_curve(row)]) for row in rows]
     found = {
         "throughput": charts.bars("Throughput", rates, "samples/s"),
         "time": charts.bars("Where a step's time goes", times, "ms"),
         "scaling": charts.lines("Scaling", _scaling(rows), "devices", "×", ideal=True),
-        "memory": charts.bars("Memory", [Bar(name, {"memory": each / 2**30}) for name, each in held], "GiB"),
-        "losses": charts.lines(
-            "Losses", [Line(row.name, [*row.record.losses.items()]) for row in rows], "step", "loss"
-        ),
+        "memory": charts.bars("Memory", held, "GiB"),
+        "losses": charts.lines("Losses", losses, "step", "loss"),
         "accuracy": charts.lines("Accuracy", accuracy, "seconds of training", "%"),
         "utilisation": charts.lines("Utilisation", [Line(row.name, row.record.busy) for row in rows], "seconds", "%"),
     }

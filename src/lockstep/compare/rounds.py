@@ -75,13 +75,8 @@ class Series:
         return ((self.trial and self.trial.to_first_step_s) or 0.0) + 3 * self.step_s
 
     @property
-    def turn_s(self) -> float:
-        """Seconds of a turn, whose first step is not timed."""
-        return (1 + self.turn_steps) * self.step_s
-
-    @property
     def turn_steps(self) -> int:
-        """How many steps of a turn are timed.
+        """How many steps of a turn are timed, after one that is not.
 
         An epoch's first and last steps cost other times than those between. Turns of as many steps as an epoch, or of a
         part of it, would always leave out the same ones.
@@ -90,6 +85,11 @@ class Series:
         while math.gcd(steps + 1, self.record.start["steps_per_epoch"] or 1) > 1:
             steps += 1
         return steps
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds of a turn."""
+        return (1 + self.turn_steps) * self.step_s
 
     @functools.cached_property
     def record(self) -> Record:
@@ -104,8 +104,7 @@ class Series:
     @property
     def batch_parts(self) -> tuple[int, int]:
         """Into how many parts, each with batch statistics of its own, a batch is cut: among replicas, and in turn."""
-        batchnorm = self.record.chosen.get("batchnorm", "none")
-        if batchnorm == "none":
+        if (batchnorm := self.record.chosen.get("batchnorm", "none")) == "none":
             return 1, 1
         return (self.record.devices if batchnorm == "local" else 1), int(self.record.plan.get("accumulation", 1))
 
@@ -155,19 +154,7 @@ def run(
     variant can be run.
     """
     series = [Series(cell, folder / _safe(cell.name)) for cell in cells]
-    able = [each for each in series if not each.failed]
-    for number, each in enumerate(able, start=1):
-        name, path, limit_s = each.cell.name, each.folder / _TRIAL, max(plan.budget_s / len(able), _LEAST_LIMIT_S)
-        if trials.done(path) is None:
-            tell(f"trying {name} ({number} of {len(able)}), at most {limit_s:.0f} s")
-        own_folder(each.folder)
-        words = ("compare", "measured", str(plan.steps or 0), *command(each.cell, path / trials.RUN))
-        each.trial = trials.once(name, path, words, limit_s=limit_s)
-    living = [each for each in able if not each.failed]
-    if not living:
-        first, what = series[0], counted(len(series), "variant")
-        where = f" Its output is in {shown(first.folder / _TRIAL / 'log')}." if first.trial else ""
-        raise RunError(f"None of {what} can be run; {first.cell.name}: {first.failed}{where}")
+    living = _try(series, command, plan, tell)
     tried(series)
     groups = [living]
     if not _fit(living):
@@ -179,7 +166,7 @@ def run(
     if spent_s + least_s > plan.budget_s:
         raise RequestError(
             f"--budget {plan.budget_s:.0f}s is too small: trying each variant took {spent_s:.0f} s, and a race takes "
-            f"{least_s:.0f} s at least; give {math.ceil(spent_s + _FEWEST * least_s)}s for {_FEWEST} races, with "
+            f"{least_s:.0f} s at least; give {math.ceil(spent_s + _FEWEST * least_s)}s for {_FEWEST} races, and "
             f"--output {shown(folder)}, which keeps what was tried."
         )
     # As long as it takes to start: more turns narrow what turns differ by, more races what starts do.
@@ -197,6 +184,24 @@ def run(
         groups = [alive for group in groups if (alive := [each for each in group if not each.failed])]
         living = [each for group in groups for each in group]
     return series
+
+
+def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) -> list[Series]:
+    """Try each variant, and return those that work."""
+    able = [each for each in series if not each.failed]
+    for number, each in enumerate(able, start=1):
+        name, path, limit_s = each.cell.name, each.folder / _TRIAL, max(plan.budget_s / len(able), _LEAST_LIMIT_S)
+        if trials.done(path) is None:
+            tell(f"trying {name} ({number} of {len(able)}), at most {limit_s:.0f} s")
+        own_folder(each.folder)
+        words = ("compare", "measured", str(plan.steps or 0), *command(each.cell, path / trials.RUN))
+        each.trial = trials.once(name, path, words, limit_s=limit_s)
+    living = [each for each in able if not each.failed]
+    if not living:
+        first, what = series[0], counted(len(series), "variant")
+        where = f" Its output is in {shown(first.folder / _TRIAL / 'log')}." if first.trial else ""
+        raise RunError(f"None of {what} can be run; {first.cell.name}: {first.failed}{where}")
+    return living
 
 
 def base_of(series: Sequence[Series]) -> Series:
@@ -291,10 +296,7 @@ def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], 
 
 
 def training_s(found: Sequence[Series], aim: Aim) -> list[float]:
-    """Return the seconds that the start and steps of each training take that is to be made yet, by trials' steps.
-
-    Infinite where a loop does not tell how many steps it has.
-    """
+    """Return the seconds that each training yet to be made has steps; infinite where nothing tells them."""
     able = [each for each in found if not each.failed]
     return [_training_s(each) for each in able for seed in aim.seeds if trials.done(aim.folder(each, seed)) is None]
 

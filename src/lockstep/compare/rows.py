@@ -25,12 +25,12 @@ _FEWEST = 20
 _EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
 _PART_OF = {"data": "data", "forward": "compute", "backward": "compute", "step": "optimizer"}
 _PART_OF |= dict.fromkeys(_EXCHANGES, "communication")
-_AS_TOLD = ("ranks", "bytes_a_step", "busy_processors", "joules_a_step")
+_AS_TOLD = ("ranks", "bytes_a_step", "busy_processors", "busy_gpus", "joules_a_step")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is known of a variant; what could not be measured is None."""
+    """What is known of a variant, or a run; what could not be measured is None. A `Spread` is over seeds."""
 
     name: str
     flags: tuple[str, ...]
@@ -38,7 +38,6 @@ class Row:
     series: Series = field(default_factory=lambda: Series(Cell(name="", flags=())))
     """What it was made of; empty of a run that has ended."""
     record: Record = field(default_factory=Record)
-    """Of its run."""
     devices: int = 1
     ranks: int = 1
     turns: int = 0
@@ -47,7 +46,7 @@ class Row:
     ratio: Interval | None = None
     """Of samples/s, to the first row that is one device, else to the first that is its model; 1 of that one itself."""
     speed_up: Interval | None = None
-    """Of samples/s, to the row that is the same on one device; None where there is none."""
+    """Of samples/s, to the row that is the same on one device."""
     step_p50_s: float | None = None
     step_p95_s: float | None = None
     epoch_s: float | None = None
@@ -55,7 +54,6 @@ class Row:
     """Of a mean step, by `PARTS`: they sum to it."""
     teraflops: float | None = None
     matrix_share: float | None = None
-    """Of the rate at which all ranks multiply large matrices, measured then."""
     bytes_a_step: float | None = None
     host_memory_bytes: float | None = None
     device_memory_bytes: float | None = None
@@ -64,25 +62,22 @@ class Row:
     joules_a_step: float | None = None
     to_first_step_s: float | None = None
     accuracy: Spread | None = None
-    """At the end of whole trainings: the share of samples that are right. This and what follows: over seeds."""
     best_accuracy: float | None = None
     seeds: int | None = None
     trained_s: Spread | None = None
-    """Of their training steps, without evaluations; `trained_epoch_s`: of a mean epoch."""
     trained_epoch_s: Spread | None = None
     reached: int | None = None
-    """Seeds for which an evaluation reached the accuracy that was asked for; None where none was."""
+    """Seeds for which an evaluation reached the accuracy that was asked for."""
     to_accuracy_steps: Spread | None = None
     to_accuracy_s: Spread | None = None
     loss_gap: float | None = None
     """The largest relative difference of the first steps' losses to those of the row that `ratio` is to."""
     proved: str = ""
-    """Checks that hold, or fail: of the trial's replicas or, after whole trainings, of all that they have proved."""
     another: str = ""
     """Why it is another model, where that is judged."""
     same_model: bool | None = None
-    """Whether the losses agree within the tolerance, and batch statistics are of as many samples; None in another
-    precision, or where what varies is the model."""
+    """Whether losses agree within the tolerance, and batch statistics are of as many samples; None where precision or
+    model vary."""
 
     def tells(self, part: str) -> bool:
         """Whether a part of the step is known: replicas in one process exchange within their computation."""
@@ -103,10 +98,10 @@ def of_series(found: Sequence[Series], *, tolerance: float | None = None, target
     working = [each for each in found if each.races and not each.failed]
     rows = []
     for each in found:
-        row = Row(name=each.cell.name, flags=each.cell.flags, failed=each.failed or "it was not run", series=each)
+        fields: dict[str, Any] = {"failed": each.failed or "it was not run"}
         if each in working:
-            row = replace(row, **{"failed": ""} | _measured(each, working, tolerance) | _trained(each, target))
-        rows.append(row)
+            fields = _measured(each, working, tolerance) | _trained(each, target)
+        rows.append(Row(name=each.cell.name, flags=each.cell.flags, series=each, **fields))
     return rows
 
 
@@ -120,7 +115,9 @@ def _measured(series: Series, working: Sequence[Series], tolerance: float | None
     timed_to = told["warm_up"] + len(step_s)  # from there on, nothing is exchanged
     losses = {step: loss for step, loss in record.losses.items() if step <= timed_to}
     return {
-        **{name: told[name] for name in _AS_TOLD},
+        **{name: told.get(name) for name in _AS_TOLD},
+        **{f"{kind}_memory_bytes": size for kind, size in told["peak_memory_bytes"].items()},
+        **_likeness(series, base, tolerance),
         "record": replace(record, losses=losses),
         "devices": record.devices,
         "turns": sum(map(len, series.races)),
@@ -134,12 +131,8 @@ def _measured(series: Series, working: Sequence[Series], tolerance: float | None
         "parts_s": _parts_of(told),
         "teraflops": flops / middle_s / 1e12 if flops else None,
         "matrix_share": flops / middle_s / matrix_rate if flops and matrix_rate else None,
-        "host_memory_bytes": told["peak_memory_bytes"]["host"],
-        "device_memory_bytes": told["peak_memory_bytes"]["device"],
-        "busy_gpus": told.get("busy_gpus"),
         "to_first_step_s": series.trial.to_first_step_s if series.trial else None,
         "proved": records.proved(told.get("proof")),
-        **_likeness(series, base, tolerance),
     }
 
 
@@ -186,13 +179,8 @@ def _trained(series: Series, target: float | None) -> dict[str, Any]:
     if not series.trainings:
         return {}
     told = [each.told for each in series.trainings.values() if not each.failed]
-    ends = [each["evals"][-1] for each in told if each["evals"]]
-    reached = [each["evals"][-1] for each in told if each["reached"]]
-    failed = [
-        f"training with seed {seed} failed: {each.failed}" for seed, each in series.trainings.items() if each.failed
-    ]
-    proved = "; ".join(dict.fromkeys(each["proved"] for each in told if each.get("proved")))
-    return {
+    ends, reached = ([each["evals"][-1] for each in told if each[kind]] for kind in ("evals", "reached"))
+    found = {
         "seeds": len(told),
         "accuracy": numbers.spread([each[ACCURACY] for each in ends]),
         "best_accuracy": max((each[ACCURACY] for run in told for each in run["evals"]), default=None),
@@ -201,9 +189,11 @@ def _trained(series: Series, target: float | None) -> dict[str, Any]:
         "reached": None if target is None else len(reached),
         "to_accuracy_steps": numbers.spread([each[STEP] for each in reached]),
         "to_accuracy_s": numbers.spread([each[SECONDS] for each in reached]),
-        **({"failed": failed[0]} if failed else {}),
-        **({"proved": proved} if proved else {}),
     }
+    for seed, each in series.trainings.items():
+        found |= {"failed": f"training with seed {seed} failed: {each.failed}"} if each.failed else {}
+    proved = "; ".join(dict.fromkeys(each["proved"] for each in told if each.get("proved")))
+    return found | ({"proved": proved} if proved else {})
 
 
 def difference(ours: Row, theirs: Row, at: int, *, reached: bool = False) -> Interval:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,7 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 GATHER, REDUCE, GRADIENT = "gather", "reduce", "gradient"
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """Where a step meets an exchange: a `GATHER` or `REDUCE` that is waited for, or a `GRADIENT`; a rank's `bytes`."""
 
     kind: str
@@ -28,10 +28,9 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Steps of one rank, as they were measured."""
+    """Steps of one rank, as they were measured, with `batch` samples each."""
 
     batch: int
-    """Samples of a step."""
     points: tuple[Point, ...]
     seconds: np.ndarray
     """(steps, points + 1): of computation before each point, from the end of the step before; the last, after all."""
@@ -42,6 +41,11 @@ class Profile:
     def step_s(self) -> float:
         """Seconds of a mean step."""
         return float(self.seconds.sum(1).mean())
+
+    @property
+    def bytes_a_step(self) -> int:
+        """Bytes that a rank gives to exchanges in a step."""
+        return sum(point.bytes for point in self.points)
 
     def scaled(self, factor: float, batch: int) -> Profile:
         """Return it with all seconds times `factor`, as of another batch."""
@@ -59,11 +63,6 @@ class Profile:
                 found[number] = held
                 held, limit = 0, BUCKET_BYTES
         return found
-
-    @property
-    def bytes_a_step(self) -> int:
-        """Bytes that a rank gives to exchanges in a step."""
-        return sum(point.bytes for point in self.points)
 
 
 @dataclass(frozen=True)
@@ -142,11 +141,11 @@ class Network:
 
     def all_gather_s(self, size_bytes: float, ranks: int) -> float:
         """Return the seconds that it takes to have so many bytes of each rank on all: messages around the ring."""
-        return max(0.0, self._around_s(size_bytes, ranks) + (ranks - 1) * self._slowest(ranks).gather_s)
+        return max(0.0, self._around_s(size_bytes, ranks) + (ranks - 1) * self.outer(ranks).gather_s)
 
-    def beside(self, ranks: int) -> float:
-        """Return what a second of an exchange and of computation at once costs; see `Link.beside`."""
-        return self._slowest(ranks).beside
+    def outer(self, ranks: int) -> Link:
+        """Return the link between nodes if so many ranks need several, else the one within a node."""
+        return self.between if self._nodes(ranks) > 1 else self.within
 
     def instant(self) -> Network:
         """Return the same without latency."""
@@ -162,13 +161,9 @@ class Network:
     def _nodes(self, ranks: int) -> int:
         return math.ceil(ranks / self.per_node)
 
-    def _slowest(self, ranks: int) -> Link:
-        return self.between if self._nodes(ranks) > 1 else self.within
-
     def _transfer_s(self, size_bytes: float, ranks: int) -> float:
         """Return what so many bytes add to a message's latency on the slowest of the links."""
-        links = [self.between] if self._nodes(ranks) > 1 else []
-        links += [self.within] if self.per_node > 1 else []
+        links = [self.between] * (self._nodes(ranks) > 1) + [self.within] * (self.per_node > 1)
         return max(link.message_s(size_bytes) - link.latency_s for link in links)
 
 
@@ -179,7 +174,7 @@ FREE = Network(between=Link.of(math.inf, 0.0), within=Link.of(math.inf, 0.0))
 def step_s(profile: Profile, ranks: int, network: Network) -> float:
     """Return the seconds of a step of so many ranks, each with the profile's batch."""
     *before, after = profile.seconds.T
-    cost = 1 + network.beside(ranks)
+    cost = 1 + network.outer(ranks).beside
     # From the moment at which the gradients are there: the optimizer's step, then the next one up to that moment.
     now_s, since, computed_s = 0.0, after.copy(), 0.0
     left_s = 0.0  # of exchanges that are under way
@@ -207,10 +202,9 @@ def step_s(profile: Profile, ranks: int, network: Network) -> float:
 
 
 def data_parallel_s(profile: Profile, ranks: int, network: Network) -> float:
-    """Return the seconds of a step of one process that drives so many devices, as torch's DataParallel does.
+    """Return the seconds of a step of torch's DataParallel, which overlaps nothing and exchanges no statistics.
 
-    Weights are sent to all devices before the forward pass and gradients summed on the first after the backward pass;
-    neither overlaps with computation, and BatchNorm exchanges nothing.
+    Weights are sent to all devices before the forward pass and gradients summed on the first after the backward pass.
     """
     size_bytes = sum(point.bytes for point in profile.points if point.kind == GRADIENT)
     exchange_s = network.all_reduce_s(size_bytes, ranks)  # a broadcast and a reduction
