@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -90,11 +89,11 @@ def main(given: list[str]) -> int:
             tell("measuring what gloo itself takes for a message")
             gloo = forecast.gloo(folder)
             between = gloo if run else Links(*(a.behind(b) for a, b in zip(between, gloo, strict=True)))
-            cluster = dataclasses.replace(cluster, between=between)
+            cluster = cluster._replace(between=between)
     if run:
         share = next(each for each in shares if each.ranks == run.ranks)
         between = forecast.fitted(cluster, share, run.step_s, has_trees=facts.on_gpu)
-        cluster = dataclasses.replace(cluster, between=between)
+        cluster = cluster._replace(between=between)
     found = forecast.forecast(shares, facts, cluster, devices)
     told = forecast.sentences(found, "GPU" if facts.on_gpu else "machine")
     if doubt := forecast.doubt(shares):

@@ -8,13 +8,12 @@ interval of all processes that were run), and how good the links are, taken toge
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +32,7 @@ from .trials import Trial
 
 CONFIDENCE = 0.9
 """That an error bar holds the time."""
-PASSES = 2
-_MOST_MEASURED = 5
-_LIMIT_S = 600.0
+PASSES, _MOST_MEASURED, _LIMIT_S = 2, 5, 600.0
 _APART = 1.5
 """Times as long as in another process, from which on a step's time is doubted."""
 _FACTORS = (1e-4, 1e4)
@@ -65,8 +62,7 @@ class Job(NamedTuple):
     on_gpu: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Cluster(NamedTuple):
     """What would run it, at a `price` of a device and hour; if it `is_weak`, each device has as many samples as one."""
 
     between: Links
@@ -81,8 +77,7 @@ class Cluster:
         return Network(between=between, within=within, per_node=self.per_node, has_trees=has_trees)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
+class Forecast(NamedTuple):
     """What so many devices come to; a `share` is the samples of a step that the fullest rank has."""
 
     devices: int
@@ -115,17 +110,17 @@ class Forecast:
 
 
 COLUMNS = (
-    Column("devices", lambda row: row.devices, "{:,}".format),
-    Column("share", lambda row: row.share, "{:,}".format),
-    Column("step, ms (90 %)", lambda row: row.step_s.times(1000), "{:.3g}".format),
-    Column("samples/s", lambda row: row.samples_per_s, "{:,.0f}".format),
-    Column("speed-up (90 %)", lambda row: row.speed_up, "{:.3g}".format),
-    Column("efficiency", lambda row: row.efficiency, "{:.0%}".format),
-    Column("epoch, s", lambda row: row.epoch_s, "{:.3g}".format),
-    Column("memory", lambda row: row.memory_bytes / 2**30, "{:.2f} GiB".format),
-    Column("cost", lambda row: row.cost, "{:,.2f}".format),
-    Column("dp", lambda row: row.dp_speed_up, "{:.3g}".format),
-    Column("limited by", lambda row: row.limit),
+    Column("devices", "devices", "{:,}"),
+    Column("share", "share", "{:,}"),
+    Column("step, ms (90 %)", lambda row: row.step_s.times(1000), "{:.3g}"),
+    Column("samples/s", "samples_per_s", "{:,.0f}"),
+    Column("speed-up (90 %)", "speed_up", "{:.3g}"),
+    Column("efficiency", "efficiency", "{:.0%}"),
+    Column("epoch, s", "epoch_s", "{:.3g}"),
+    Column("memory", "memory_bytes", tables.gib),
+    Column("cost", "cost", "{:,.2f}"),
+    Column("dp", "dp_speed_up", "{:.3g}"),
+    Column("limited by", "limit"),
 )
 
 
@@ -285,19 +280,9 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
         losses_s = {name: b - a for name, a, b in zip(LOSSES, stages, stages[1:], strict=False)}
         if job.on_gpu and devices <= cluster.per_node:
             dp_speed_up = one_s / timeline.data_parallel_s(profile, devices, middle)
-    return Forecast(
-        devices=devices,
-        share=profile.batch,
-        step_s=times,
-        speed_up=speed_up,
-        samples_per_s=job.batch * grown / step_s,
-        epoch_s=epoch_s,
-        cost=cost,
-        memory_bytes=memory_bytes,
-        bytes_a_step=profile.bytes_a_step if devices > 1 else 0,
-        losses_s=losses_s,
-        dp_speed_up=dp_speed_up,
-    )
+    bytes_a_step = profile.bytes_a_step if devices > 1 else 0
+    rate, more = job.batch * grown / step_s, (epoch_s, cost, memory_bytes, bytes_a_step, losses_s, dp_speed_up)
+    return Forecast(devices, profile.batch, times, speed_up, rate, *more)
 
 
 def _at(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, float]:
@@ -328,12 +313,8 @@ def sentences(rows: Sequence[Forecast], unit: str) -> list[str]:
 
 def write(folder: Path, found: Sequence[Forecast], told: Sequence[str], about: str, made: str) -> list[str]:
     """Write the forecast as JSON and Markdown, and its chart; return the files' names. Raises OSError."""
-    rows = [
-        dataclasses.asdict(row)
-        | {"step_s": row.step_s._asdict(), "speed_up": row.speed_up._asdict()}
-        | {"efficiency": row.efficiency, "limit": row.limit}
-        for row in found
-    ]
+    rows = [row._asdict() | {"efficiency": row.efficiency, "limit": row.limit} for row in found]
+    rows = [row | {key: row[key]._asdict() for key in ("step_s", "speed_up")} for row in rows]
     table = tables.markdown(tables.filled(COLUMNS, found), found)
     text = [f"# Forecast: {about}", "", *(f"- {each}" for each in told), "", *table, "", made]
     lines = [

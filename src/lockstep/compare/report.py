@@ -53,8 +53,8 @@ class Report:
         return COVERS_PAST if self.is_past else COVERS
 
 
-def _of(name: str, factor: float = 1) -> Callable[[Row], Any]:
-    return lambda row: value if (value := getattr(row, name)) is None or factor == 1 else factor * value
+def _ms(name: str) -> Callable[[Row], float | None]:
+    return lambda row: None if (seconds := getattr(row, name)) is None else 1000 * seconds
 
 
 def _part_ms(part: str) -> Callable[[Row], float | None]:
@@ -62,42 +62,42 @@ def _part_ms(part: str) -> Callable[[Row], float | None]:
 
 
 def _over_seeds(head: str, name: str, text: str) -> Column:
-    return Column(head, _of(name), text.format, head, (f"{head} sd",))
+    return Column(head, name, text, head, (f"{head} sd",))
 
 
-_VARIANT = Column("variant", _of("name"), brief="variant")
+_VARIANT = Column("variant", "name", brief="variant")
 _TRAINED = (
     _over_seeds("accuracy", "accuracy", "{:.2%}"),
     _over_seeds("training, s", "trained_s", "{:.3g}"),
     _over_seeds("its epoch, s", "trained_epoch_s", "{:.3g}"),
-    Column("seeds", _of("seeds"), "{:.0f}".format, "seeds"),
-    Column("reached", _of("reached"), "{:.0f}".format, "reached"),
+    Column("seeds", "seeds", brief="seeds"),
+    Column("reached", "reached", brief="reached"),
     _over_seeds("steps to accuracy", "to_accuracy_steps", "{:.4g}"),
     _over_seeds("s to accuracy", "to_accuracy_s", "{:.3g}"),
 )
 _COLUMNS = (
-    Column("samples/s", lambda row: row.samples_per_s and row.samples_per_s.middle, "{:,.0f}".format, "samples/s"),
-    Column("ratio", _of("ratio"), "{:.2f}".format, "ratio", ("low", "high")),
-    Column("efficiency", _of("efficiency"), "{:.0%}".format, "efficiency"),
+    Column("samples/s", lambda row: row.samples_per_s and row.samples_per_s.middle, "{:,.0f}", "samples/s"),
+    Column("ratio", "ratio", "{:.2f}", "ratio", ("low", "high")),
+    Column("efficiency", "efficiency", "{:.0%}", "efficiency"),
     *_TRAINED,
-    Column("step p50, ms", _of("step_p50_s", 1000), "{:.3g}".format, "step ms"),
-    Column("step p95, ms", _of("step_p95_s", 1000), "{:.3g}".format, "p95"),
-    Column("epoch, s", _of("epoch_s"), "{:.3g}".format),
-    *(Column(f"{part}, ms", _part_ms(part), "{:.3g}".format, part) for part in PARTS),
-    Column("TFLOP/s", _of("teraflops"), "{:.3g}".format),
-    Column("of matrix rate", _of("matrix_share"), "{:.1%}".format),
-    Column("bytes a step", _of("bytes_a_step"), "{:,.0f}".format),
-    Column("host memory", _of("host_memory_bytes", 2**-30), "{:.2f} GiB".format, "memory"),
-    Column("device memory", _of("device_memory_bytes", 2**-30), "{:.2f} GiB".format, "on devices"),
-    Column("processors busy", _of("busy_processors"), "{:.2f}".format),
-    Column("GPUs busy", _of("busy_gpus"), "{:.2f}".format),
-    Column("J a step", _of("joules_a_step"), "{:.3g}".format),
-    Column("first step, s", _of("to_first_step_s"), "{:.1f}".format, "first step"),
-    Column("losses", _of("loss_gap"), lambda gap: f"{gap:.1e}" if gap else "the same", "losses"),
-    Column("proved", lambda row: row.proved or None, brief="proved"),
-    Column("turns", lambda row: row.turns or None, "{:.0f}".format),
+    Column("step p50, ms", _ms("step_p50_s"), "{:.3g}", "step ms"),
+    Column("step p95, ms", _ms("step_p95_s"), "{:.3g}", "p95"),
+    Column("epoch, s", "epoch_s", "{:.3g}"),
+    *(Column(f"{part}, ms", _part_ms(part), "{:.3g}", part) for part in PARTS),
+    Column("TFLOP/s", "teraflops", "{:.3g}"),
+    Column("of matrix rate", "matrix_share", "{:.1%}"),
+    Column("bytes a step", "bytes_a_step", "{:,.0f}"),
+    Column("host memory", "host_memory_bytes", tables.gib, "memory"),
+    Column("device memory", "device_memory_bytes", tables.gib, "on devices"),
+    Column("processors busy", "busy_processors", "{:.2f}"),
+    Column("GPUs busy", "busy_gpus", "{:.2f}"),
+    Column("J a step", "joules_a_step", "{:.3g}"),
+    Column("first step, s", "to_first_step_s", "{:.1f}", "first step"),
+    Column("losses", "loss_gap", lambda gap: f"{gap:.1e}" if gap else "the same", "losses"),
+    Column("proved", "proved", brief="proved"),
+    Column("turns", lambda row: row.turns or None),
 )
-_CSV = (_VARIANT, Column("flags", lambda row: " ".join(row.flags)), *_COLUMNS, Column("failed", _of("failed")))
+_CSV = (_VARIANT, Column("flags", lambda row: " ".join(row.flags)), *_COLUMNS, Column("failed", "failed"))
 
 
 def write(report: Report, folder: Path) -> list[str]:

@@ -12,11 +12,12 @@ from .numbers import Interval, Spread
 
 
 class Column(NamedTuple):
-    """A column: its head, a row's value (a number, text, `Spread` or `Interval`; None is blank), a number as text."""
+    """A column: its head, a row's value (a number, text, `Spread` or `Interval`; None is blank), its format."""
 
     head: str
-    value: Callable[[Any], Any]
-    text: Callable[[Any], str] = str
+    key: str | Callable[[Any], Any]
+    """The row's attribute, or what returns the value."""
+    text: str | Callable[[Any], str] = "{}"
     brief: str = ""
     """Its head on a console; "" where it is not shown there."""
     more: tuple[str, ...] = ()
@@ -24,7 +25,7 @@ class Column(NamedTuple):
 
     def values(self, row: Any) -> list[Any]:
         """Return the value, and as many as `more` has heads; None for what is not known."""
-        value = self.value(row)
+        value = getattr(row, self.key) if isinstance(self.key, str) else self.key(row)
         if isinstance(value, Spread):
             return [value.mean, value.sd]
         if isinstance(value, Interval):
@@ -33,10 +34,16 @@ class Column(NamedTuple):
 
     def shown(self, row: Any) -> str:
         """Return the row's cell, such as 93.0% ± 0.2%, or 1.50 (1.49–1.51)."""
-        first, *more = ["" if each is None else self.text(each) for each in self.values(row)]
+        text = self.text.format if isinstance(self.text, str) else self.text
+        first, *more = ["" if each is None else text(each) for each in self.values(row)]
         if not any(more):
             return first
         return f"{first} ± {more[0]}" if len(more) == 1 else f"{first} ({more[0]}–{more[1]})"
+
+
+def gib(size_bytes: float) -> str:
+    """Return bytes as a cell shows them."""
+    return f"{size_bytes / 2**30:.2f} GiB"
 
 
 def filled(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]:
