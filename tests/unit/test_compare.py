@@ -167,7 +167,10 @@ def series(name: str, rates: list[float], **values: Any) -> Series:
 
 def row(name: str, rate: float, devices: int = 1, **values: Any) -> rows.Row:
     parts = dict.fromkeys(rows.PARTS, 0.1) | {"communication": 0.6}
-    known = {"samples_per_s": numbers.Interval(rate, rate, rate), "ratio": numbers.Interval(rate / 10, 0.9, 1.1)}
+    known: dict[str, Any] = {
+        "samples_per_s": numbers.Interval(rate, rate, rate),
+        "ratio": numbers.Interval(rate / 10, 0.9, 1.1),
+    }
     known |= {"speed_up": known["ratio"], "series": series(name, [rate, 1.01 * rate, 0.99 * rate])}
     return rows.Row(name=name, flags=("--devices", str(devices)), devices=devices, parts_s=parts, **known | values)
 
@@ -188,10 +191,10 @@ def test_the_answer_names_the_fastest_same_model_or_the_plainest_of_equals() -> 
     assert why == "The races do not tell it and two apart by speed; it needs the fewest devices."
 
 
-def training(*evals: tuple[int, float, float], reached: bool = False, failed: str = "", **more: Any) -> Trial:
+def training(*evals: tuple[int, float, float], reached: bool = False, failed: str = "") -> Trial:
     step, train_s, _ = evals[-1] if evals else (0, 0.0, 0.0)
     found = {"step": step, "train_s": train_s, "epoch_s": [train_s], "evals": [[*each] for each in evals]}
-    return Trial(**{"told": {} if failed else found | {"reached": reached}, "seconds": 1.0, "failed": failed} | more)
+    return Trial(told={} if failed else found | {"reached": reached}, seconds=1.0, failed=failed)
 
 
 STEPS = """{"event": "start", "total_steps": 5}
@@ -346,7 +349,7 @@ def test_the_answer_names_who_is_accurate_first_and_what_is_within_the_spread() 
 def told(name: str = "two<script>") -> Report:
     curves = Record(losses={1: 2.0, 2: 1.5, 3: math.nan, 4: math.nan}, busy=[(0.0, 90.0), (1.0, 100.0)])
     trained = series("one", [10.0], trainings={0: training((9, 1.0, 0.5), (18, 2.0, 0.93))})
-    over_seeds = {"accuracy": numbers.Spread(0.93, 0.01, 2), "seeds": 2, "series": trained}
+    over_seeds: dict[str, Any] = {"accuracy": numbers.Spread(0.93, 0.01, 2), "seeds": 2, "series": trained}
     table = [
         row("one", 10.0, step_p50_s=0.1, host_memory_bytes=1e9, record=curves, **over_seeds),
         row(name, 15.0, 2, step_p50_s=0.07, host_memory_bytes=2e9, loss_gap=1e-7, same_model=True),

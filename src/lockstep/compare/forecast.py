@@ -280,9 +280,9 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
         losses_s = {name: b - a for name, a, b in zip(LOSSES, stages, stages[1:], strict=False)}
         if job.on_gpu and devices <= cluster.per_node:
             dp_speed_up = one_s / timeline.data_parallel_s(profile, devices, middle)
-    bytes_a_step = profile.bytes_a_step if devices > 1 else 0
-    rate, more = job.batch * grown / step_s, (epoch_s, cost, memory_bytes, bytes_a_step, losses_s, dp_speed_up)
-    return Forecast(devices, profile.batch, times, speed_up, rate, *more)
+    rate, bytes_a_step = job.batch * grown / step_s, profile.bytes_a_step if devices > 1 else 0
+    sizes = (epoch_s, cost, memory_bytes, bytes_a_step)
+    return Forecast(devices, profile.batch, times, speed_up, rate, *sizes, losses_s, dp_speed_up)
 
 
 def _at(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, float]:

@@ -171,8 +171,10 @@ class Run:
     def state(self) -> str:
         """How it stands: a summary without an exit code is that of a run that goes on, or was killed."""
         code = self.summary.get("exit")
-        if self.trouble or code is not None:
-            return "?" if self.trouble else _STATES.get(code, f"exit {code}")
+        if self.trouble:
+            return "?"
+        if code is not None:
+            return _STATES.get(code, f"exit {code}")
         try:
             folders.check_free(self.folder)
         except RequestError:
