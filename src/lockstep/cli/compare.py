@@ -59,8 +59,8 @@ Exit code: 0 measured, 1 no variant could be, 2 it cannot be tried.
 """
 OWN: dict[str, type] = {
     "--vary": list,
-    **dict.fromkeys(("--budget", "--seeds", "--to-accuracy", "--scaling", "--steps"), str),
-    "--tolerance": float,
+    **dict.fromkeys(("--budget", "--seeds", "--scaling", "--steps"), str),
+    **dict.fromkeys(("--to-accuracy", "--tolerance"), float),
     "--yes": bool,
 }
 _SEEDS = 3
@@ -99,9 +99,9 @@ def main(given: list[str]) -> int:
 
     def tried(series: Sequence[rounds.Series]) -> None:
         if seconds := rounds.training_s(series, aim):
-            most = "" if aim.to_accuracy is None else "at most "
-            known = f"{most}about {duration(sum(seconds))} and evaluations"
-            known = known if sum(seconds) < math.inf else "no loop tells how many steps it has"
+            known = "no loop tells how many steps it has"
+            if sum(seconds) < math.inf:
+                known = f"{'at most ' if aim.to_accuracy else ''}about {duration(sum(seconds))} and evaluations"
             screen.say(f"{counted(len(seconds), 'whole training')} after the races: {known}")
 
     with telling(screen) as tell, kept_in(folder):
@@ -163,7 +163,7 @@ def _watched(how: str, told: str = "", verb: str = "", *rest: str) -> int:
     job: Callable[[RunConfig, World], Any] = entry
     if verb == "run":
         config, script = run.asked([*rest], prog="lockstep run")
-        job = _Ending(script)
+        job = partial(_run_script, script)
     else:
         # What watches it ends it, after more steps than a short job has.
         config = dataclasses.replace(flags.parse([*rest], prog="lockstep train"), epochs=_ENDLESS, max_steps=None)
@@ -173,15 +173,10 @@ def _watched(how: str, told: str = "", verb: str = "", *rest: str) -> int:
     return 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ending:
-    """A script as an entry for the launchers, which fails where it ends with an exit code of its own."""
-
-    script: Script
-
-    def __call__(self, config: RunConfig, world: World) -> None:
-        if code := self.script(config, world):
-            raise RunError(f"{self.script.name} has ended with exit code {code}; what it printed says why.")
+def _run_script(script: Script, config: RunConfig, world: World) -> None:
+    """Run a script; raise `RunError` where it ends with an exit code of its own."""
+    if code := script(config, world):
+        raise RunError(f"{script.name} has ended with exit code {code}; what it printed says why.")
 
 
 def _usual(job: Job, base: RunConfig) -> dict[str, list[str]]:
@@ -206,21 +201,17 @@ def _seconds(text: str) -> float:
 
 def _aim(asked: Mapping[str, Any], seed: int, varied: Mapping[str, Any], *, is_script: bool) -> Aim:
     """Return which whole trainings are asked for; raises `RequestError` where they cannot be."""
-    many, text = whole_number("--seeds", asked.get("--seeds")), asked.get("--to-accuracy")
-    if many is None and text is None:
+    many, target = whole_number("--seeds", asked.get("--seeds")), asked.get("--to-accuracy")
+    if many is None and target is None:
         for key in sorted(varied.keys() & {"epochs", "max-steps"}):
             raise RequestError(f"--vary {key} changes no step: add --seeds N, which trains each variant whole.")
         return Aim()
     if "seed" in varied:
         raise RequestError("--vary seed cannot be combined with whole trainings, which take --seeds anyway; drop one.")
-    target = None
-    if text is not None:
-        with contextlib.suppress(ValueError):
-            target = float(text)
-        if target is None or not 0 < target <= 1:
-            raise RequestError(f"--to-accuracy {text}: give a share above 0 and at most 1, such as 0.94.")
-        if is_script:
-            raise RequestError("--to-accuracy needs evaluations in the records, which a script has not; use --seeds.")
+    if target is not None and not 0 < target <= 1:
+        raise RequestError(f"--to-accuracy {target:g}: give a share above 0 and at most 1, such as 0.94.")
+    if target is not None and is_script:
+        raise RequestError("--to-accuracy needs evaluations in the records, which a script has not; use --seeds.")
     return Aim(seeds=range(seed, seed + (many or _SEEDS)), to_accuracy=target)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import platform
 import shlex
 import sys
@@ -36,31 +35,22 @@ class Job:
         switches = [name for name, kind in own.items() if kind is bool]
         self.is_script = run.names_script(given, switches)
         ours, self._script = run.split(given, switches) if self.is_script else (given, [])
-        self.asked, self.given = words.take(ours, own)
+        self.asked, self.given = words.take(ours, {**own, "--output": str})
         """Values of the flags `own`, and the other words before a script."""
+        self.is_weak, self._prog = self.asked.get("--scaling") == "weak", prog
         named = {word.partition("=")[0] for word in self.given} & {"--config", "--model", "--data"}
         if not self.is_script and not named and all(word.startswith("-") for word in self.given[:1]):
             raise RequestError(f"{prog} lacks a job: give a recipe ({', '.join(recipes())}), or a script.")
-        self._prog, self._kept = prog, flags.without(self.given, ("output",))
-        self.output = self._parsed(self.given, check=_anything).record.output
-        self.is_weak = self.asked.get("--scaling", "strong") == "weak"
-        """Whether each device has the same batch."""
-        if self.asked.get("--scaling") not in (None, "weak", "strong"):
-            raise RequestError(
-                f"--scaling {self.asked['--scaling']}: give strong (one global batch) or weak (one batch a device)."
-            )
+        if (scaling := self.asked.get("--scaling", "strong")) not in ("strong", "weak"):
+            raise RequestError(f"--scaling {scaling}: give strong (one global batch) or weak (one batch a device).")
 
     def config(self, more: Words = ()) -> RunConfig:
         """Return the config of the job with more flags. Raises `RequestError` where it cannot be."""
-        config = self._parsed([*self._kept, *more])
-        if not self.is_script:
-            check(config)
-        return dataclasses.replace(config, record=dataclasses.replace(config.record, output=self.output))
-
-    def _parsed(self, given: list[str], **how: Any) -> RunConfig:
         if self.is_script:
-            return run.asked([*given, *self._script], prog=self._prog)[0]
-        return flags.parse(given, prog=self._prog, **how)
+            return run.asked([*self.given, *more, *self._script], prog=self._prog)[0]
+        config = flags.parse([*self.given, *more], prog=self._prog)
+        check(config)
+        return config
 
     def command(self, cell: Cell, folder: Path) -> Words:
         """Return the cell's command that is measured: it writes to this folder, and evaluates nothing."""
@@ -76,31 +66,27 @@ class Job:
         return ["lockstep", *self._with(*flags)]
 
     def _with(self, *more: str) -> Words:
-        return ("run" if self.is_script else "train", *self._kept, *more, *self._script)
+        return ("run" if self.is_script else "train", *self.given, *more, *self._script)
 
     def folder(self, kind: str, plan: Mapping[str, Any]) -> Path:
         """Return the folder of this comparison or forecast (`kind`), which may hold a part of it already.
 
         Raises `RequestError` where it holds another `plan`, measurements of another machine, or something else.
         """
-        asked = self.output
-        path = folders.fresh(f"{folders.default_name(self.config())}-{kind}") if asked is None else asked
+        asked = self.asked.get("--output")
+        path = Path(asked) if asked else folders.fresh(f"{folders.default_name(self.config())}-{kind}")
         machine = [platform.node(), *(f"{version_of(name)}" for name in ("lockstep-torch", "torch"))]
         plan = {"job": self.shown(), **plan, "machine": machine}
         with kept_in(path):
             before = json_of(path / "plan.json")
             if before and before != plan:
                 raise RequestError(f"--output {path} holds another {kind}; give another folder.")
-            if not before and asked is not None and path.is_dir() and any(path.iterdir()):
+            if not before and asked and path.is_dir() and any(path.iterdir()):
                 raise RequestError(f"--output {path} holds something else; give another folder.")
             path.mkdir(parents=True, exist_ok=True)
             if not before:
                 write_json(path / "plan.json", plan)
         return path
-
-
-def _anything(names: Any, config: RunConfig) -> None:
-    """Nothing is refused yet: what varies is missing."""
 
 
 @contextlib.contextmanager
