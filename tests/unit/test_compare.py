@@ -161,7 +161,7 @@ def test_what_lies_between_epochs_is_no_part_of_a_step(monkeypatch: pytest.Monke
 
 def series(name: str, rates: list[float], **values: Any) -> Series:
     found = Series(Cell(name=name, flags=()), races=[[each] for each in rates], **values)
-    found.__dict__["record"] = Record(start={"plan": {}, "steps_per_epoch": None})
+    found.__dict__["record"] = Record(start={"plan": {}, "steps_per_epoch": None, "total_steps": 10})
     return found
 
 
@@ -229,7 +229,8 @@ def test_the_seconds_of_a_training_are_those_of_its_steps_until_it_is_accurate_e
 
 
 def test_a_comparison_goes_on_with_the_trainings_that_are_not_there(tmp_path: Path) -> None:
-    able = [Series(Cell(name=name, flags=()), tmp_path / name, training((9, 2.0, 0.5))) for name in "abc"]
+    trial = Trial(told={"step_s": [0.5]}, seconds=1.0)
+    able = [series(name, [], folder=tmp_path / name, trial=trial) for name in "abc"]
     aim = Aim(seeds=range(3))
     for name, seeds in {"a": (0, 2), "b": (0, 2), "c": ()}.items():
         for seed in seeds:
@@ -248,8 +249,8 @@ def test_a_comparison_goes_on_with_the_trainings_that_are_not_there(tmp_path: Pa
             each.trainings.clear()
         rounds.train(able, refused, aim, said.append)
         assert [[*each.trainings] for each in able] == [[0, 1], [0, 1], [0]], "one that failed is trained no more"
-        by_turns = [f"training {each} of 9)" for each in ("c, seed 0 (3", "b, seed 1 (5", "a, seed 1 (6")]
-        assert said == by_turns
+        by_turns = ("c, seed 0 (3", "b, seed 1 (5", "a, seed 1 (6")
+        assert said == [f"training {each} of 9), about 6.5 s and evaluations" for each in by_turns]
     failed = able[1].trainings[1].failed
     assert failed.startswith("refused: ")
     assert "no-such-b" in failed
@@ -327,7 +328,7 @@ def test_the_answer_names_who_is_accurate_first_and_what_is_within_the_spread() 
     assert (
         why == "b reaches 94% first, after 10 ± 1.1 s of training: 9.97 s (9.73–10.2) before a, and with 3 of 3 seeds."
     )
-    assert never == "c: 0 of 3 seeds reached 94%; the best of its evaluations is 50.00%."
+    assert never == "c: 0 of 3 seeds reached 94%."
     take, why, _ = answered({"a": [20.0, 11.0, 19.0], "b": [10.0, 11.1, 9.0]})
     assert take == "Take: x --devices 1", "as soon, and on fewer devices"
     assert "3 seeds do not tell a apart from it at 98%, and a needs the fewest devices" in why

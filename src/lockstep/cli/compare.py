@@ -21,7 +21,6 @@ from ..errors import RequestError, RunError, counted
 from ..files import own_folder, shown
 from ..launchers import table as launchers
 from ..launchers.supervisor import end_with_parent
-from ..record.console import duration
 from ..runs import folders
 from ..screen import Screen
 from ..sessions.script import Script
@@ -96,16 +95,8 @@ def main(given: list[str]) -> int:
     folder = job.folder("comparison", {"cells": listed, "steps": steps})
     screen = Screen(stderr=True)
     _announce(screen, cells, plan, aim)
-
-    def tried(series: Sequence[rounds.Series]) -> None:
-        if seconds := rounds.training_s(series, aim):
-            known = "no loop tells how many steps it has"
-            if sum(seconds) < math.inf:
-                known = f"{'at most ' if aim.to_accuracy else ''}about {duration(sum(seconds))} and evaluations"
-            screen.say(f"{counted(len(seconds), 'whole training')} after the races: {known}")
-
     with telling(screen) as tell, kept_in(folder):
-        found = rounds.run(cells, job.command, folder, plan, tell, tried)
+        found = rounds.run(cells, job.command, folder, plan, tell)
         rounds.train(found, job.training, aim, tell)
     table = rows.of_series(found, tolerance=asked.get("--tolerance"), target=aim.to_accuracy)
     told = answer.sentences(table, job.shown, aim.to_accuracy)

@@ -40,8 +40,7 @@ def sentences(
         chosen, told = _fastest(tried, rows, by_accuracy=target is None)
     for row in rows:
         if target is not None and (row.reached or 0) < (row.seeds or 0):
-            best = "" if row.best_accuracy is None else f"; the best of its evaluations is {row.best_accuracy:.2%}"
-            told.append(f"{row.name}: {row.reached} of {row.seeds} seeds reached {100 * target:g}%{best}.")
+            told.append(f"{row.name}: {row.reached} of {row.seeds} seeds reached {100 * target:g}%.")
     return [f"Take: {shlex.join(command(chosen.flags))}", *told, _limit(chosen)]
 
 

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 FILE = "measured.json"
 """In the run's folder."""
 WARM_UP, _WARM_S = 3, 1.0
-"""Steps before anything is timed, in the second of which operations are counted; then seconds at full speed: memory
-never touched before comes slowly."""
+"""Steps, in the second of which operations are counted, then seconds at full speed: new memory comes slowly."""
 _TIMED_S, _FEWEST, _MOST = 1.5, 4, 500
 """How long steps are timed by default, and at least and at most how many."""
 _UNSYNCHRONISED = 0.5
@@ -123,9 +122,10 @@ def _watch(job: Job, config: RunConfig, world: World, watcher: Watcher) -> None:
         return
     finally:
         world.pulse.listener = None
-    if not watcher.made:
-        raise RunError("The job has ended without a step: a script has to train through lockstep.session().")
-    raise RunError(f"The job has ended after {watcher.made} steps, before enough were measured: give it more epochs.")
+    raise RunError(
+        f"The job has ended after {watcher.made} steps, before enough were measured: give it more epochs, and train "
+        "through lockstep.session()."
+    )
 
 
 def _schedules_without_end() -> contextlib.AbstractContextManager[Any]:
@@ -243,24 +243,19 @@ class _Racer(Watcher):
     def course(self) -> Generator[None, Loop, None]:
         """Run turns."""
         yield from _pass(WARM_UP)
-        told = f"{self._world.rank} {self._world.size}"
-        while steps := self._next_turn(told):
+        told, pulse = f"{self._world.rank} {self._world.size}", self._world.pulse
+        while True:
+            _signal_workers(signal.SIGSTOP)
+            with pulse.during(""):  # others' turns are no stall
+                self._lines.write(f"{told}\n")
+                self._lines.flush()
+                steps = int(self._lines.readline() or 0)
+            _signal_workers(signal.SIGCONT)
+            if not steps:
+                raise _EnoughError
             self.clock.restart()
             yield from _pass(1 + steps)
             told = f"{sum(self.clock.step_s[1:])}"  # the first one finds another variant's data in the caches
-        raise _EnoughError
-
-    def _next_turn(self, told: str) -> int:
-        """Tell what the last turn has come to; return how many steps the next one has, 0 where there is none."""
-        _signal_workers(signal.SIGSTOP)
-        before = self._world.pulse.phase
-        self._world.pulse.enter("")  # others' turns are no stall
-        self._lines.write(f"{told}\n")
-        self._lines.flush()
-        steps = int(self._lines.readline() or 0)
-        _signal_workers(signal.SIGCONT)
-        self._world.pulse.enter(before)
-        return steps
 
 
 def _pass(steps: int) -> Generator[None, Any, None]:

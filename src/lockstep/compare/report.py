@@ -58,7 +58,12 @@ def _ms(name: str) -> Callable[[Row], float | None]:
 
 
 def _part_ms(part: str) -> Callable[[Row], float | None]:
-    return lambda row: 1000 * row.parts_s[part] if row.tells(part) else None
+    def value(row: Row) -> float | None:
+        # Replicas in one process exchange within their computation.
+        is_hidden = part == "communication" and row.ranks == 1 and row.devices > 1
+        return None if is_hidden or not row.parts_s else 1000 * row.parts_s[part]
+
+    return value
 
 
 def _over_seeds(head: str, name: str, text: str) -> Column:
@@ -143,7 +148,7 @@ def _html(report: Report, columns: Sequence[Column], drawn: Mapping[str, str]) -
 
 
 def _markdown(report: Report, columns: Sequence[Column]) -> str:
-    table = tables.markdown(columns, report.whole)
+    table = tables.markdown(columns, report.whole) if columns else []
     failed = [f"- {row.name}: {row.failed}" for row in report.rows if row.failed]
     parts = [[f"# {report.title}"], [report.about], report.answer, table, failed, [f"{report.covers}."], [report.made]]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"

@@ -23,6 +23,7 @@ from .. import hardware
 from ..errors import RequestError, RunError, counted
 from ..files import own_folder, shown, understanding, write_json
 from ..launchers.table import visible_gpus
+from ..record.console import duration
 from . import numbers, race, records, trials
 from .grid import Cell, Words
 from .numbers import Interval
@@ -139,23 +140,14 @@ class Aim:
         return series.folder / f"seed-{seed}{until}"
 
 
-def run(
-    cells: Sequence[Cell],
-    command: Commands,
-    folder: Path,
-    plan: Plan,
-    tell: Tell,
-    tried: Callable[[list[Series]], None] = lambda _: None,
-) -> list[Series]:
+def run(cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, tell: Tell) -> list[Series]:
     """Run the trials and races that `folder` does not hold yet, and return all.
 
-    `command` returns the words of a cell's command that writes to the run's folder it is given; `tried` is called
-    between trials and races. Raises `RequestError` where the budget is too small for a race, and `RunError` where no
-    variant can be run.
+    `command` returns the words of a cell's command that writes to the run's folder it is given. Raises `RequestError`
+    where the budget is too small for a race, and `RunError` where no variant can be run.
     """
     series = [Series(cell, folder / _safe(cell.name)) for cell in cells]
     living = _try(series, command, plan, tell)
-    tried(series)
     groups = [living]
     if not _fit(living):
         tell("memory does not hold all variants at once: they race one after the other, which widens the intervals")
@@ -279,14 +271,15 @@ def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], 
     able, target = [each for each in found if not each.failed], aim.to_accuracy
     for number, seed in enumerate(aim.seeds):
         for place, each in enumerate(able[:: -1 if number % 2 else 1], start=1):
-            name, folder = each.cell.name, aim.folder(each, seed)
+            folder = aim.folder(each, seed)
             if any(before.failed for before in each.trainings.values()):
                 continue
             if trials.done(folder) is None:
-                tell(f"training {name}, seed {seed} ({number * len(able) + place} of {len(able) * len(aim.seeds)})")
+                which = f"{each.cell.name}, seed {seed} ({number * len(able) + place} of {len(able) * len(aim.seeds)})"
+                tell(f"training {which}{_length(each)}")
             run_folder = folder / trials.RUN
             each.trainings[seed] = trials.once(
-                name,
+                each.cell.name,
                 folder,
                 command(each.cell, run_folder, seed),
                 result=functools.partial(records.training, run_folder, target),
@@ -295,15 +288,10 @@ def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], 
             )
 
 
-def training_s(found: Sequence[Series], aim: Aim) -> list[float]:
-    """Return the seconds that each training yet to be made has steps; infinite where nothing tells them."""
-    able = [each for each in found if not each.failed]
-    return [_training_s(each) for each in able for seed in aim.seeds if trials.done(aim.folder(each, seed)) is None]
-
-
-def _training_s(series: Series) -> float:
+def _length(series: Series) -> str:
+    """Return how long a whole training takes, by the steps of its trial; "" where nothing tells how many it has."""
     start, config = series.record.start, series.cell.config
     steps = int(start["total_steps"])
     if config is not None and config.data.name:  # a script decides on its epochs
         steps = min(int(start["steps_per_epoch"]) * config.epochs, config.max_steps or steps)
-    return series.start_s + steps * series.step_s if steps else math.inf
+    return f", about {duration(series.start_s + steps * series.step_s)} and evaluations" if steps else ""

@@ -62,7 +62,6 @@ class Row:
     joules_a_step: float | None = None
     to_first_step_s: float | None = None
     accuracy: Spread | None = None
-    best_accuracy: float | None = None
     seeds: int | None = None
     trained_s: Spread | None = None
     trained_epoch_s: Spread | None = None
@@ -78,10 +77,6 @@ class Row:
     same_model: bool | None = None
     """Whether losses agree within the tolerance, and batch statistics are of as many samples; None where precision or
     model vary."""
-
-    def tells(self, part: str) -> bool:
-        """Whether a part of the step is known: replicas in one process exchange within their computation."""
-        return bool(self.parts_s) and (part != "communication" or self.ranks > 1 or self.devices == 1)
 
     @property
     def efficiency(self) -> float | None:
@@ -183,7 +178,6 @@ def _trained(series: Series, target: float | None) -> dict[str, Any]:
     found = {
         "seeds": len(told),
         "accuracy": numbers.spread([each[ACCURACY] for each in ends]),
-        "best_accuracy": max((each[ACCURACY] for run in told for each in run["evals"]), default=None),
         "trained_s": numbers.spread([each["train_s"] for each in told]),
         "trained_epoch_s": numbers.spread([statistics.fmean(each["epoch_s"]) for each in told if each["epoch_s"]]),
         "reached": None if target is None else len(reached),
