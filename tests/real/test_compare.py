@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.compare import rounds, trials
+from lockstep.compare import rounds
 from lockstep.compare.grid import Cell, Words
 from lockstep.compare.report import write
+from lockstep.verify import commands
 
 from ..command import refusal
 from ..needs import need
@@ -81,7 +82,7 @@ def test_a_job_is_forecast_and_what_was_measured_of_it_is_not_measured_again(
     assert many["limit"] == "the network's latency"
     assert many["step_s"]["low"] < many["step_s"]["middle"] < many["step_s"]["high"]
     assert "64 machines: " in (tmp_path / "found" / "forecast.md").read_text()
-    monkeypatch.setattr(trials, "run", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(commands, "run", lambda *_, **__: pytest.fail("measured again"))
     assert main([*words, "--devices", "1,64", "--price", "2"]) == 0
     assert json.loads((tmp_path / "found" / "forecast.json").read_text())["rows"][1]["cost"] > 0
     assert "holds another forecast" in refusal(capsys, *words, "--batch", "128")
