@@ -191,8 +191,7 @@ def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) ->
     living = [each for each in able if not each.failed]
     if not living:
         first, what = series[0], counted(len(series), "variant")
-        where = f" Its output is in {shown(first.folder / _TRIAL / 'log')}." if first.trial else ""
-        raise RunError(f"None of {what} can be run; {first.cell.name}: {first.failed}{where}")
+        raise RunError(f"None of {what} can be run; {first.cell.name}: {first.failed}")
     return living
 
 
