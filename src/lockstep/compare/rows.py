@@ -175,7 +175,7 @@ def _trained(series: Series, target: float | None) -> dict[str, Any]:
         return {}
     told = [each.told for each in series.trainings.values() if not each.failed]
     ends, reached = ([each["evals"][-1] for each in told if each[kind]] for kind in ("evals", "reached"))
-    found = {
+    found: dict[str, Any] = {
         "seeds": len(told),
         "accuracy": numbers.spread([each[ACCURACY] for each in ends]),
         "trained_s": numbers.spread([each["train_s"] for each in told]),
