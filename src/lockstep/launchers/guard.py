@@ -43,9 +43,7 @@ def watch(config: RunConfig, peers: Peers, pulse: Pulse, tell: Callable[[Failure
             server=peers.server,
             stall_timeout_s=stall_s,
             beat_s=min(max(stall_s / 10, least_s), most_s),
-            ends=_ends(config, pulse, peers.claims, tell)
-            if mine.size > 1 or _is_ours()
-            else lambda watch, failure: None,
+            ends=_ends(config, pulse, peers.claims, tell) if mine.size > 1 or _is_ours() else lambda watch, failure: None,
             dead=lambda: {claim.rank: claim.who for claim in peers.dead()},
         )
     except RuntimeError as error:  # the store's own: its server has gone
