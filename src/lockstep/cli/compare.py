@@ -1,4 +1,4 @@
-"""`lockstep compare [RECIPE | SCRIPT] --vary OPTION=VALUES …`: variants of one job, measured side by side."""
+"""`lockstep compare`: variants of one job, measured side by side."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _write(found: Report, folder: Path) -> None:
 
 
 def _watched(how: str, told: str = "", verb: str = "", *rest: str) -> int:
-    """Internal verb: run a command, measured as `how` says."""
+    """Run a command, measured as `how` says (internal verb)."""
     if verb not in ("run", "train") or (how != "raced" and not told.isdecimal()):
         raise RequestError(f"lockstep compare {how} takes a word, and the command to watch, run or train.")
     job: Callable[[RunConfig, World], Any] = entry
@@ -165,13 +165,13 @@ def _watched(how: str, told: str = "", verb: str = "", *rest: str) -> int:
 
 
 def _run_script(script: Script, config: RunConfig, world: World) -> None:
-    """Run a script; raise `RunError` where it ends with an exit code of its own."""
+    """Run a script; raise `RunError` for an exit code of its own."""
     if code := script(config, world):
         raise RunError(f"{script.name} has ended with exit code {code}; what it printed says why.")
 
 
 def _usual(job: Job, base: RunConfig) -> dict[str, list[str]]:
-    """Return what is varied by default. Raises `RequestError` where the flags leave nothing to vary."""
+    """Return what is varied by default; raises `RequestError` for nothing."""
     facts, options = hardware.survey(launchers.visible_gpus()), flatten(base)
     gpus = 0 if base.parallel.accelerator == "cpu" else len(facts.gpus)
     named = {word.partition("=")[0].removeprefix("--") for word in job.given}

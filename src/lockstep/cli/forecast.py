@@ -1,4 +1,4 @@
-"""`lockstep forecast RECIPE|SCRIPT --devices 1:1024 --network 100GbE`: what more devices would bring."""
+"""`lockstep forecast`: what more devices would bring."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class _Run(NamedTuple):
 
 
 def _recorded(folder: Path, job: Job) -> _Run:
-    """Return what a run of the same job has recorded. Raises `RequestError` where it tells nothing of its links."""
+    """Return a run of the same job; raises `RequestError` for another job."""
     run, base = records.load(folder), job.config()
     ranks, step_s = int(run.record.plan.get("ranks", 1)), run.record.step_s[1:]
     if not job.is_script:

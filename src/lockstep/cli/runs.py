@@ -1,4 +1,4 @@
-"""`lockstep runs [FOLDER]`: the runs of a folder as a table, and a report of several."""
+"""`lockstep runs`: the runs of a folder as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `compare` and `forecast` share: one job with flags that vary, and the folder that keeps what was measured."""
+"""Shared by `compare` and `forecast`: the job, its flags and folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Job:
     """The job of all variants, as the words of a command."""
 
     def __init__(self, given: list[str], own: Mapping[str, type], *, prog: str) -> None:
-        """`given` are the words of the command `prog`, which has the flags `own` for itself."""
+        """Take the words of the command `prog`, whose flags are `own`."""
         switches = [name for name, kind in own.items() if kind is bool]
         self.is_script = run.names_script(given, switches)
         ours, self._script = run.split(given, switches) if self.is_script else (given, [])
@@ -45,7 +45,7 @@ class Job:
             raise RequestError(f"--scaling {scaling}: give strong (one global batch) or weak (one batch a device).")
 
     def config(self, more: Words = ()) -> RunConfig:
-        """Return the config of the job with more flags. Raises `RequestError` where it cannot be."""
+        """Return the job's config with more flags; raises `RequestError`."""
         if self.is_script:
             return run.asked([*self.given, *more, *self._script], prog=self._prog)[0]
         config = flags.parse([*self.given, *more], prog=self._prog)
@@ -53,7 +53,7 @@ class Job:
         return config
 
     def command(self, cell: Cell, folder: Path) -> Words:
-        """Return the cell's command that is measured: it writes to this folder, and evaluates nothing."""
+        """Return the command to measure: it writes here, and evaluates nothing."""
         never = () if self.is_script else ("--eval-every", str(10**9))
         return self._with(*cell.flags, "--output", str(folder), *never)
 
@@ -69,9 +69,10 @@ class Job:
         return ("run" if self.is_script else "train", *self.given, *more, *self._script)
 
     def folder(self, kind: str, plan: Mapping[str, Any]) -> Path:
-        """Return the folder of this comparison or forecast (`kind`), which may hold a part of it already.
+        """Return the folder of this comparison or forecast (`kind`).
 
-        Raises `RequestError` where it holds another `plan`, measurements of another machine, or something else.
+        It may hold a part already. Raises `RequestError` where it holds another `plan`, measurements of another
+        machine, or something else.
         """
         asked = self.asked.get("--output")
         path = Path(asked) if asked else folders.fresh(f"{folders.default_name(self.config())}-{kind}")
@@ -91,7 +92,7 @@ class Job:
 
 @contextlib.contextmanager
 def kept_in(folder: Path) -> Iterator[None]:
-    """Raise `Stopped`, which says how to go on, where the block is stopped; `RequestError` if it cannot write there."""
+    """Say how to go on where the block is stopped, or cannot write."""
     try:
         yield
     except (KeyboardInterrupt, Stopped):
@@ -103,7 +104,7 @@ def kept_in(folder: Path) -> Iterator[None]:
 
 
 def whole_number(name: str, text: str | None) -> int | None:
-    """Return the number, if there is one. Raises `RequestError` for anything else than a whole number above 0."""
+    """Return the number; raises `RequestError` unless it is whole and positive."""
     if text is not None and not (text.isdecimal() and int(text)):
         raise RequestError(f"{name} {text}: give a whole number of 1 or more.")
     return None if text is None else int(text)
@@ -123,7 +124,7 @@ def made() -> str:
 
 @contextlib.contextmanager
 def telling(screen: Screen) -> Iterator[Callable[[str], None]]:
-    """Yield what shows the work under way: in one line that changes or, where nobody watches, line by line."""
+    """Yield a function that shows progress: in one line of a terminal."""
     if screen.is_terminal:
         with screen.status("") as status:
             yield lambda phrase: status.update(line(phrase))

@@ -1,4 +1,4 @@
-"""Variants of one job, run side by side: which way is best on this hardware, and why.
+"""Variants of one job, measured side by side; forecasts for more devices.
 
 grid       the variants that were asked for, and those that cannot be
 measured   one of them in a rank, watched: what its steps cost, and where their time goes (clock)

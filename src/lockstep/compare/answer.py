@@ -1,4 +1,4 @@
-"""The recommendation in words: which variant, by how much, what is within the noise, and what limits it."""
+"""The recommendation in words: which variant to take, and why."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _FULL = 0.4
 def sentences(
     rows: Sequence[Row], command: Callable[[Sequence[str]], Sequence[str]], target: float | None = None
 ) -> list[str]:
-    """Return the answer: the command line to take first, then why; `command` returns the job's own with more flags.
+    """Return the answer: the command line to take first, then the reasons.
 
-    With a `target` accuracy it is the variant that reaches it first, otherwise the fastest.
+    `command` returns the job's own with more flags. With a `target` accuracy the answer is the variant that reaches it
+    first, otherwise the fastest.
     """
     rows = [row for row in rows if row.samples_per_s is not None]
     tried = [row for row in rows if not row.failed]
@@ -45,7 +46,7 @@ def sentences(
 
 
 def _soonest(reaching: Sequence[Row], target: float) -> tuple[Row, list[str]]:
-    """Return the variant that reaches the accuracy with most seeds, of those the soonest; and why it is that one."""
+    """Choose the variant that most seeds, then soonest, bring to the accuracy."""
     first, *others = sorted(reaching, key=lambda row: (-(row.reached or 0), row.to_accuracy_s or Spread(0, None, 0)))
     later = {row.name: difference(row, first, SECONDS, reached=True) for row in others}
     equal = [row for row in others if row.reached == first.reached and later[row.name].low <= 0]
@@ -62,7 +63,7 @@ def _soonest(reaching: Sequence[Row], target: float) -> tuple[Row, list[str]]:
 
 
 def _fastest(tried: Sequence[Row], rows: Sequence[Row], *, by_accuracy: bool) -> tuple[Row, list[str]]:
-    """Return the fastest variant that is the job's model, and as accurate as any; and why it is that one."""
+    """Choose the fastest variant of the same model and accuracy."""
     fair = [row for row in tried if row.same_model is not False] or [*tried]
     worse = [row for row in fair if by_accuracy and any(difference(row, each, ACCURACY).high < 0 for each in fair)]
     fair = [row for row in fair if row not in worse]
@@ -100,7 +101,7 @@ def _fastest(tried: Sequence[Row], rows: Sequence[Row], *, by_accuracy: bool) ->
 
 
 def _accuracies(chosen: Row, rows: Sequence[Row]) -> list[str]:
-    """Return how accurate the variant to take becomes, and which others do beyond the spread over the seeds."""
+    """Compare accuracies with the chosen variant's, beyond the spread over seeds."""
     told, same = [f"{chosen.name} ends at an accuracy of {_plus_minus(chosen.accuracy, 100, 4)} %"], []
     for row in (row for row in rows if row is not chosen and row.accuracy is not None):
         gap = difference(row, chosen, ACCURACY)

@@ -1,6 +1,6 @@
-"""Charts as SVG: text that can be selected, colours of the page around it, readable without it.
+"""Bar and line charts as SVG, in the colours of the page around.
 
-Sizes are in units of the drawing, which scales to the width that there is.
+Sizes are in units of the drawing, which scales to the available width.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STYLE = (
 
 
 class Bar(NamedTuple):
-    """A bar of a chart: its name, the lengths of its parts, and the interval of their sum where that is known."""
+    """A bar of several parts, with the interval of their sum where known."""
 
     name: str
     parts: Mapping[str, float]
@@ -38,14 +38,14 @@ class Bar(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of a chart: its name and its points (x, y)."""
+    """A line through points (x, y)."""
 
     name: str
     points: Sequence[tuple[float, float]]
 
 
 def bars(title: str, given: Sequence[Bar], unit: str) -> str:
-    """Return a chart of horizontal bars, "" of none; parts have one colour each, and a key where there are several."""
+    """Return a chart of horizontal bars, one colour a part; "" without bars."""
     given = [bar for bar in given if bar.length > 0]
     kinds = list(dict.fromkeys(kind for bar in given for kind in bar.parts))
     drawn, top = _key(kinds) if len(kinds) > 1 else ([], 0)
@@ -70,7 +70,7 @@ def bars(title: str, given: Sequence[Bar], unit: str) -> str:
 
 
 def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal: bool = False) -> str:
-    """Return a chart of lines, "" of none; `ideal` draws y = x beside them. Points that are not finite are left out."""
+    """Return a chart of the finite points of lines; "" without any. `ideal` adds y = x."""
     thin = [Line(name, points[:: max(1, len(points) // _POINTS)]) for name, points in given]
     finite = [Line(name, [each for each in points if all(map(math.isfinite, each))]) for name, points in thin]
     finite = [line for line in finite if line.points]
@@ -118,7 +118,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 
 def _key(kinds: Sequence[str]) -> tuple[list[str], int]:
-    """Return the drawing of what the colours are, a line each, and its height."""
+    """Return a key of the colours, and its height."""
     drawn = []
     for number, kind in enumerate(kinds):
         drawn.append(

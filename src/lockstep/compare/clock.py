@@ -1,4 +1,4 @@
-"""Seconds of steps and of what happens in them, by the device's own time, since the host runs ahead of a GPU."""
+"""Seconds of steps and of phases in them, by the device's own clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _FLOAT64_BYTES = 8
 
 
 class Clock:
-    """Notes when each phase, or other mark, of a step is reached; the time from an epoch to the next is left out."""
+    """Times steps and their marks, without the time between epochs.
+
+    Marks are ends of phases, or points that an exchange needs. The host runs ahead of a GPU: that has its own events.
+    """
 
     def __init__(self, *, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
@@ -28,15 +31,15 @@ class Clock:
         self.go_on()
 
     def go_on(self) -> None:
-        """Begin a step now: the time since the end of the last one belongs to none."""
+        """Begin a step now; drop the time since the last one."""
         self._marks: list[tuple[Any, Any]] = [(None, self._now())]
 
     def mark(self, label: Any) -> None:
-        """Note that what `label` names ends now."""
+        """Mark the end of `label`."""
         self._marks.append((label, self._now()))
 
     def end_step(self, label: Any = None) -> None:
-        """End a step, and what `label` names; begin the next step."""
+        """End a step, and `label` in it; begin the next step."""
         self.mark(label)
         self._steps.append(self._marks)
         self._marks = self._marks[-1:]
@@ -55,9 +58,9 @@ class Clock:
         return {**found}
 
     def profile(self) -> dict[str, Any]:
-        """Return the labels of a step ("points"), and "seconds": (steps, points + 1), before each and after the last.
+        """Return a step's labels ("points") and the "seconds" between: (steps, points + 1).
 
-        A step with other labels than most have is left out.
+        Steps with other labels than most are left out.
         """
         steps = self._read()
         paths = [[label for label, _ in step[:-1]] for step in steps]
@@ -90,7 +93,7 @@ class Clock:
 
 
 def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -> None:
-    """Have the clock mark where steps of one rank come to what several ranks exchange.
+    """Have the clock mark where a step meets exchanges between ranks.
 
     A mark is (kind, bytes that a rank gives to the exchange, a number that tells parameters apart).
     """

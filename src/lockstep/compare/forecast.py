@@ -1,4 +1,4 @@
-"""Forecast step time and speed-up on N devices from one rank's share, measured here, and a cluster that is described.
+"""Forecast step times on N devices from one rank's share and a described cluster.
 
 For each number of devices in a selection the first rank's share of the job is run here alone, twice, in processes of
 its own (`measured.measure_share`); shares between these are interpolated. `timeline` says what N such ranks come to.
@@ -43,7 +43,7 @@ JSON, MARKDOWN, SVG = "forecast.json", "forecast.md", "scaling.svg"
 
 
 class Share(NamedTuple):
-    """What was measured of the first rank of so many, which has the profile's samples of each step."""
+    """Measured steps of the first of so many ranks."""
 
     ranks: int
     profile: Profile
@@ -54,7 +54,7 @@ class Share(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What the job is, whatever the devices; None where neither the job nor its record tells."""
+    """The job, whatever the devices; None for what nothing tells."""
 
     batch: int
     steps_per_epoch: int | None
@@ -63,7 +63,10 @@ class Job(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """What would run it, at a `price` of a device and hour; if it `is_weak`, each device has as many samples as one."""
+    """The devices and links that would run the job.
+
+    `price` is of a device and hour; if `is_weak`, each device has as many samples as one has now.
+    """
 
     between: Links
     within: Links
@@ -72,13 +75,13 @@ class Cluster(NamedTuple):
     is_weak: bool = False
 
     def network(self, quality: int, *, has_trees: bool) -> Network:
-        """Return the network as it is at worst (0), in the middle (1) or at best (2)."""
+        """Return the network at worst (0), in the middle (1), at best (2)."""
         between, within = self.between[quality], self.within[quality]
         return Network(between=between, within=within, per_node=self.per_node, has_trees=has_trees)
 
 
 class Forecast(NamedTuple):
-    """What so many devices come to; a `share` is the samples of a step that the fullest rank has."""
+    """Step time, speed-up and cost on so many devices."""
 
     devices: int
     share: int
@@ -125,9 +128,9 @@ COLUMNS = (
 
 
 def chosen(devices: Sequence[int], batch: int | None, *, is_weak: bool) -> list[int]:
-    """Return the numbers of devices whose shares are measured: one, and up to four that span the others evenly.
+    """Choose the numbers of devices to measure: one, and four others evenly.
 
-    Of those that have shares of one size of the global `batch`, where that is known, one is enough.
+    Of numbers that give shares of one size of the global `batch`, one is enough.
     """
     if is_weak:
         return [1, 2] if max(devices) > 1 else [1]
@@ -143,9 +146,10 @@ def chosen(devices: Sequence[int], batch: int | None, *, is_weak: bool) -> list[
 def measure(
     ranks: Sequence[int], command: Callable[[int, Path], Words], folder: Path, tell: Callable[[str], None]
 ) -> tuple[list[Share], Job]:
-    """Measure the shares that `folder` does not hold yet, and return all. Raises `RunError` where one fails.
+    """Measure the shares that `folder` lacks, and return all.
 
-    `command` returns the words that train one rank's share of so many, into the run's folder it is given.
+    `command` returns the words that train one rank's share of so many, into a run's folder. Raises `RunError` where a
+    share fails.
     """
     found: dict[int, list[Trial]] = {each: [] for each in ranks}
     record = Record()
@@ -173,7 +177,7 @@ def measure(
 
 
 def gloo(folder: Path) -> Links:
-    """Return the link that gloo has between two ranks of this machine, where no network slows it; keep it there."""
+    """Measure gloo between two ranks of this machine, once for each folder."""
     paths = [folder / f"gloo-{number}.json" for number in (1, 2)]
     words = ("doctor", "--json", "--devices", "2", "--accelerator", "cpu", "--collectives", "gloo")
     for path in paths:
@@ -196,7 +200,10 @@ def doubt(shares: Sequence[Share]) -> str:
 
 
 def share(ranks: int, batch: int, told: Sequence[dict[str, Any]]) -> Share:
-    """Return what processes have told of the first rank's share of so many. Raises `RunError` where they differ."""
+    """Merge what several processes measured of one share.
+
+    Raises `RunError` where their steps differ.
+    """
     merged = [_merged(each["profile"]) for each in told]
     points = merged[0][0]
     if any(other != points for other, _ in merged):
@@ -211,7 +218,7 @@ def share(ranks: int, batch: int, told: Sequence[dict[str, Any]]) -> Share:
 
 
 def _merged(told: dict[str, Any]) -> tuple[tuple[Point, ...], np.ndarray]:
-    """Return the points and seconds without the gradients of micro-batches but the last: those are not exchanged."""
+    """Return points and seconds without gradients that are not exchanged (earlier micro-batches)."""
     points = [tuple(each) for each in told["points"]]
     seconds = np.array(told["seconds"])
     last = {point: number for number, point in enumerate(points)}
@@ -222,7 +229,7 @@ def _merged(told: dict[str, Any]) -> tuple[tuple[Point, ...], np.ndarray]:
 
 
 def fitted(cluster: Cluster, share: Share, step_s: Sequence[float], *, has_trees: bool) -> Links:
-    """Return the links between nodes, as many times slower or faster as makes steps last what a run has recorded.
+    """Fit the links between nodes to the step times of a recorded run.
 
     The run had the share's ranks. The middle by the median of `step_s`, the ends by those that 5 % are beyond. Raises
     `RequestError` where it was faster than its computation alone is here.
@@ -286,7 +293,7 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
 
 
 def _at(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, float]:
-    """Return the profile and the memory of a rank of so many devices with so many samples."""
+    """Interpolate the profile and memory of a rank with so many samples."""
     one, *several = shares
     if devices == 1 or not several:
         return one.profile, one.memory_bytes
@@ -302,7 +309,7 @@ def _at(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, flo
 
 
 def sentences(rows: Sequence[Forecast], unit: str) -> list[str]:
-    """Return what it comes to in words; `unit` is what a device is called."""
+    """Return the speed-ups in words; `unit` is the name of a device."""
     return [
         f"{row.devices} {unit}s: {row.speed_up.middle:.3g}× ({row.speed_up.low:.3g}–{row.speed_up.high:.3g})"
         f"{row.limit and f', limited by {row.limit}'}."
@@ -312,7 +319,7 @@ def sentences(rows: Sequence[Forecast], unit: str) -> list[str]:
 
 
 def write(folder: Path, found: Sequence[Forecast], told: Sequence[str], about: str, made: str) -> list[str]:
-    """Write the forecast as JSON and Markdown, and its chart; return the files' names. Raises OSError."""
+    """Write the forecast as JSON, Markdown and chart; return their names."""
     rows = [row._asdict() | {"efficiency": row.efficiency, "limit": row.limit} for row in found]
     rows = [row | {key: row[key]._asdict() for key in ("step_s", "speed_up")} for row in rows]
     table = tables.markdown(tables.filled(COLUMNS, found), found)

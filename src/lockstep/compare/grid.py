@@ -1,4 +1,4 @@
-"""The variants of one job: every combination of the values that options take, or why one cannot be."""
+"""The variants of one job: all combinations of the varied options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One variant: what varies by option, the flags for that, and its config; or why there is none."""
+    """One variant: its options, flags and config, or why it has none."""
 
     name: str
     flags: Words
@@ -37,7 +37,10 @@ class Cell:
 
 
 def axes(vary: Sequence[str]) -> dict[str, list[str]]:
-    """Return {option: its values} of words such as "devices=1,2"; raise `RequestError` for what is none such."""
+    """Return {option: values} of words such as "devices=1,2".
+
+    Raises `RequestError` for unknown options, with the nearest names.
+    """
     known = {leaf.key for leaf in leaves()}
     found: dict[str, list[str]] = {}
     for word in vary:
@@ -62,10 +65,10 @@ def cells(
     is_weak: bool = False,
     is_confirmed: bool = False,
 ) -> list[Cell]:
-    """Return a cell for each combination; `parse` returns the config of these flags over the job's own.
+    """Return a cell for each combination of values.
 
-    If `is_weak`, the global batch grows with the devices. Raises `RequestError` for more than `MOST` that are not
-    confirmed, and where none can be run.
+    `parse` returns the config of more flags over the job's own. If `is_weak`, the global batch grows with the devices.
+    Raises `RequestError` for more than `MOST` that are not confirmed, and where none can be run.
     """
     combined = list(itertools.product(*varied.values()))
     if len(combined) > MOST and not is_confirmed:
@@ -116,7 +119,7 @@ def _check_devices(config: RunConfig) -> None:
 def usual(
     cpus: int, gpus: int, *, has_bf16: bool, is_script: bool, given: Mapping[str, str] | None = None
 ) -> dict[str, list[str]]:
-    """Return what is varied by default: the ways to train that make sense on this machine.
+    """Return what is varied by default on this machine.
 
     `given` has the job's own flags, by option: that strategy and these devices are compared with one device, and a
     precision that was asked for is the only one.

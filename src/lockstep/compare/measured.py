@@ -1,4 +1,4 @@
-"""What some steps of a job cost, in its ranks: the job's own loop, watched from outside, and ended early.
+"""Measure some steps of a job in its ranks, then end it.
 
 After a warm-up come steps that are timed, and then, where ranks exchange gradients, some that exchange none: what they
 are faster by is the communication that no computation hides. Nothing is evaluated or saved.
@@ -45,7 +45,7 @@ Job = Callable[[RunConfig, "World"], Any]
 
 
 def measure(job: Job, steps: int, config: RunConfig, world: World, *, is_profiled: bool = False) -> None:
-    """Run some steps of a job, and write what they cost into the run's folder (*collective*).
+    """Measure steps of a job; write the costs to its folder (*collective*).
 
     So many `steps` are timed; 0: as many as fill `_TIMED_S`. If `is_profiled`, as many follow in which the place of
     each exchange is noted, and none without exchange. Raises what the job does, and `RunError` where it ends early.
@@ -54,7 +54,7 @@ def measure(job: Job, steps: int, config: RunConfig, world: World, *, is_profile
 
 
 def measure_share(job: Job, ranks: int, config: RunConfig, world: World) -> None:
-    """Measure steps of one rank as the first of `ranks`, without the others; raises as `measure` does.
+    """Measure one rank alone as the first of `ranks`; raises as `measure` does.
 
     It computes that rank's share, by the code that runs on several; nothing is exchanged.
     """
@@ -64,7 +64,7 @@ def measure_share(job: Job, ranks: int, config: RunConfig, world: World) -> None
 
 
 def race(job: Job, address: str, config: RunConfig, world: World) -> None:
-    """Run steps of a job on command from a Unix socket, until that is closed; raises as `measure` does."""
+    """Run turns of steps on command from a Unix socket, until it closes."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         try:
@@ -109,7 +109,7 @@ class Watcher:
 
 
 class _EnoughError(BaseException):
-    """Ends the job once its steps are measured; no `except Exception` of a script's may hold it up."""
+    """Ends the job once measured, through any `except Exception` of a script."""
 
 
 def _watch(job: Job, config: RunConfig, world: World, watcher: Watcher) -> None:
@@ -129,7 +129,7 @@ def _watch(job: Job, config: RunConfig, world: World, watcher: Watcher) -> None:
 
 
 def _schedules_without_end() -> contextlib.AbstractContextManager[Any]:
-    """Have a OneCycleLR keep its last rate past its last step, which it alone of torch's schedules refuses."""
+    """Let OneCycleLR keep its last rate past its end, as other schedules do."""
     from unittest import mock  # which the command would wait for
 
     from torch.optim.lr_scheduler import OneCycleLR
@@ -179,18 +179,18 @@ class _Probe(Watcher):
         raise _EnoughError
 
     def _number_in(self, seconds: float) -> int:
-        """Return how many steps fill so many seconds, the same on every rank (*collective*)."""
+        """Return how many steps fill these seconds, on all ranks alike (*collective*)."""
         return int(self._world.gather(min(_MOST, round(seconds / self.clock.step_s[-1])))[0])
 
     def _begin(self, loop: Loop) -> tuple[float, float]:
-        """Begin to time steps; return what was used until now, as `_used` does (*collective*)."""
+        """Begin to time steps; return `_used` until now (*collective*)."""
         self._world.barrier()
         used = self._used(loop)
         self.clock.restart()
         return used
 
     def _used(self, loop: Loop) -> tuple[float, float]:
-        """Return the seconds that this process and its data workers have had of processors, and joules."""
+        """Return processor seconds of this process and its workers, and joules."""
         cpu_s = time.process_time()
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -198,7 +198,7 @@ class _Probe(Watcher):
         return cpu_s, _joules(loop.meter.telemetry.handles, has_processors=self._world.topology.local_rank == 0)
 
     def _timed(self, loop: Loop, begun: tuple[float, float], counts: dict[str, int]) -> dict[str, Any]:
-        """Return what the steps since `_begin` have cost, over all ranks (*collective*)."""
+        """Return the costs since `_begin`, over all ranks (*collective*)."""
         import torch
 
         world, telemetry, step_s = self._world, loop.meter.telemetry, self.clock.step_s
@@ -230,7 +230,7 @@ class _Probe(Watcher):
 
 
 class _Racer(Watcher):
-    """Runs as many steps as it is told to, and waits at their end; all ranks do at the same one.
+    """Runs turns of steps; all ranks wait at the same step.
 
     Its data workers are stopped while it waits: they would fill their queue meanwhile, at the cost of others' turns.
     """
@@ -272,7 +272,7 @@ def _signal_workers(number: int) -> None:
 
 @contextlib.contextmanager
 def _counted() -> Iterator[dict[str, int]]:
-    """Count the operations ("flops") of the block, and the bytes that this rank gives to its world's collectives."""
+    """Count the block's operations ("flops") and this rank's bytes to collectives."""
     from unittest import mock
 
     import numpy as np
@@ -303,7 +303,7 @@ def _counted() -> Iterator[dict[str, int]]:
 
 
 def _gradient_bytes(loop: Loop, world: World) -> int:
-    """Return the bytes that DistributedDataParallel exchanges by itself, past the world's own collectives."""
+    """Return the bytes that DistributedDataParallel exchanges by itself."""
     prepared = loop.prepared
     if prepared.strategy is None or (world.memory is not None and world.device.type == "cpu"):
         return 0
@@ -312,7 +312,7 @@ def _gradient_bytes(loop: Loop, world: World) -> int:
 
 
 def _joules(gpus: list[Any], *, has_processors: bool) -> float:
-    """Return the energy counted so far, of GPUs (by NVML handles) and, if asked, the host's processors (Intel's RAPL).
+    """Return the energy counted so far, of GPUs (NVML) and processors (RAPL).
 
     0 if no counter can be read. https://docs.kernel.org/power/powercap/powercap.html
     """
@@ -327,9 +327,9 @@ def _joules(gpus: list[Any], *, has_processors: bool) -> float:
 
 
 def _matrix_rate(device: torch.device, precision: str) -> float:
-    """Return the floating-point operations a second of a large matrix product, with this rank's threads.
+    """Return the floating-point operations a second of large matrix products.
 
-    It is the most that a net of matrix products and convolutions can come to. NaN where memory has no room for it.
+    No net of matrix products and convolutions is faster. NaN where memory has no room for them.
     """
     import torch
 

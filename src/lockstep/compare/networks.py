@@ -1,4 +1,4 @@
-"""What devices may be connected by: presets, a rate and a latency in words, or what `lockstep doctor` has measured.
+"""Links between devices: presets, described in words, or measured by `lockstep doctor`.
 
 A preset is a link's rate one way as its standard gives it, and the time of a small message between two programs. Of the
 rate, all-reduces reach a part, which differs from machine to machine (NVIDIA's nccl-tests and `lockstep doctor` tell
@@ -51,7 +51,10 @@ _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def links(flag: str, text: str) -> Links:
-    """Return the link that `flag`'s value names. Raises `RequestError` for what is none, with the nearest names."""
+    """Return the link that the value of `flag` names.
+
+    Raises `RequestError` for an unknown one, with the nearest names.
+    """
     preset = {name.lower(): found for name, found in PRESETS.items()}.get(text.lower())
     if preset is not None:
         return Links(
@@ -74,7 +77,7 @@ def links(flag: str, text: str) -> Links:
 
 
 def examined(paths: Sequence[Path]) -> Links:
-    """Return the link of what `lockstep doctor --json` has printed, once or more; raises as `measured` does."""
+    """Return the link of files of `lockstep doctor --json`; raises as `measured` does."""
     told = []
     for path in paths:
         with understanding(path):
@@ -83,7 +86,7 @@ def examined(paths: Sequence[Path]) -> Links:
 
 
 class Exchanges(NamedTuple):
-    """What `lockstep doctor` has found of a link, once."""
+    """One measurement of a link by `lockstep doctor`."""
 
     messages_s: dict[float, float]
     """{bytes: seconds of a message}, of all-reduces: in a ring of N, 2 (N - 1) of an N-th part, one after another."""
@@ -94,7 +97,7 @@ class Exchanges(NamedTuple):
 
 
 def exchanges(told: dict[str, Any]) -> Exchanges:
-    """Return the link of what `lockstep doctor --json` has printed."""
+    """Read a link from the output of `lockstep doctor --json`."""
     ranks = int(told["ranks"])
     found, gather_s, beside = {}, 0.0, 0.0
     for finding in told["findings"] if ranks > 1 else ():

@@ -1,4 +1,4 @@
-"""Statistics of measurements: ratios of rates that took turns on a noisy machine, means over seeds, the next value."""
+"""Statistics of measurements on a noisy machine: intervals and spreads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """A mean, the sample standard deviation (None of a single value), and the number of values."""
+    """Mean, sample standard deviation (None of one value), number of values."""
 
     mean: float
     sd: float | None
@@ -41,7 +41,7 @@ class Spread(NamedTuple):
 
 
 def mean(values: Sequence[float]) -> Interval:
-    """Return the mean of values with its interval, which is infinite for fewer than two."""
+    """Return the mean and its interval, infinite for fewer than two values."""
     middle = statistics.fmean(values) if values else 0.0
     reach = math.inf
     if len(values) > 1:
@@ -50,7 +50,7 @@ def mean(values: Sequence[float]) -> Interval:
 
 
 def of_groups(groups: Sequence[Sequence[float]]) -> Interval:
-    """Return the geometric mean of positive values that come in groups, with its interval.
+    """Return the geometric mean, with its interval, of grouped positive values.
 
     What differs from group to group is a random effect (Searle, Casella & McCulloch, Variance Components, 1992): the
     groups' means are the sample.
@@ -66,9 +66,10 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def of_next(groups: Sequence[Sequence[float]], sure: float = 0.9) -> float:
-    """Return by how much, relative, one more positive value may differ from its group's mean, with that certainty.
+    """Return how far, relative, one more value may be from its group's mean.
 
-    Groups are taken to vary alike (a prediction interval with a pooled variance); 0 where each has a single value.
+    That is sure with the probability `sure`. Groups are taken to vary alike (a prediction interval with a pooled
+    variance); 0 where each has a single value.
     """
     several = [[math.log(value) for value in group] for group in groups if len(group) > 1]
     freedom = sum(len(group) - 1 for group in several)
@@ -80,9 +81,9 @@ def of_next(groups: Sequence[Sequence[float]], sure: float = 0.9) -> float:
 
 
 def student(part: float, freedom: int) -> float:
-    """Return the number below which that part of Student's t lies: exact to 2 degrees of freedom, to 1 % above.
+    """Return a quantile of Student's t distribution.
 
-    By Fisher's expansion (Abramowitz & Stegun, 26.7.5).
+    Exact to 2 degrees of freedom; above, to 1 %, by Fisher's expansion (Abramowitz & Stegun, 26.7.5).
     """
     if freedom == 1:
         return math.tan(math.pi * (part - 0.5))

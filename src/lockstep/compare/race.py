@@ -1,8 +1,8 @@
-"""Variants that live at the same time and run by turns, some steps each: what slows the machine slows all of them.
+"""A race: variants live at the same time and run turns of steps.
 
-On a machine that others share, a second is not like the next: here one and the same loop's turns of a tenth of a second
-vary by a seventh, and so do those of half a second. Many short turns, A B C C B A, see the same machine, and a race has
-hundreds of them in the time that ten trials from the start would take.
+What slows the machine slows all of them. On a machine that others share, a second is not like the next: here one and
+the same loop's turns of a tenth of a second vary by a seventh, and so do those of half a second. Many short turns, A B
+C C B A, see the same machine, and a race has hundreds of them in the time that ten trials from the start would take.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TURN, _LEAST_TURN_S = 50.0, 60.0
 
 
 class Entrant(NamedTuple):
-    """A variant in a race: its command, whose ranks connect to an address, and its turns."""
+    """A variant in a race; the ranks of its command connect to an address."""
 
     name: str
     command: Callable[[str], Words]
@@ -38,10 +38,10 @@ class Entrant(NamedTuple):
 
 
 def run(entrants: Sequence[Entrant], turns: int, limit_s: float) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Give each variant so many turns: A B C, C B A, …; return its steps a second in each, and why variants failed.
+    """Run turns A B C, C B A, …; return steps a second, and failures.
 
-    One that is not ready within `limit_s` is left out; one that fails later ends the race. None of their processes
-    outlives this call.
+    Both are by variant. One that is not ready within `limit_s` is left out; one that fails later ends the race. None of
+    their processes outlives this call.
     """
     with contextlib.ExitStack() as stack:
         # Of this user alone, and short: a socket's path has at most 107 bytes.
@@ -56,7 +56,7 @@ def run(entrants: Sequence[Entrant], turns: int, limit_s: float) -> tuple[dict[s
 
 
 class _Runner(contextlib.ExitStack):
-    """A variant's command, the connections of its ranks, and the steps a second of its turns."""
+    """A variant's command, its ranks' connections, and its turns."""
 
     def __init__(self, entrant: Entrant, address: str) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Runner(contextlib.ExitStack):
         self.rates.append(steps / took_s[0])
 
     def _hear(self, connection: socket.socket, until_s: float) -> str:
-        """Return the rank's next line, which it sends once it waits for its turn."""
+        """Return the rank's next line: it waits for its turn then."""
         line = b""
         while not line.endswith(b"\n"):
             self._check(until_s)
@@ -110,7 +110,7 @@ class _Runner(contextlib.ExitStack):
         return line.decode()
 
     def _check(self, until_s: float) -> None:
-        """Raise the error with which the command has ended, or `RunError` where it hangs."""
+        """Raise the error of a command that has ended, or that hangs."""
         self._running.check()
         if time.monotonic() > until_s:
             raise RunError("it did not come to its next turn; its log in the race's folder may say why.")

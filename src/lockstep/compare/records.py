@@ -1,4 +1,4 @@
-"""What a run's folder tells of it: its steps.jsonl, read once, and its other files."""
+"""Read a run's folder: steps.jsonl, summary, manifest and options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATES = {0: "done", 1: "failed", 2: "refused", 3: "proof failed", 75: "stopped
 
 @dataclass
 class Record:
-    """A run's steps.jsonl: of steps that were made again, after a resume, the last ones count."""
+    """A run's steps.jsonl; of steps repeated after a resume, the last count."""
 
     start: dict[str, Any] = field(default_factory=dict)
     """The first start event."""
@@ -50,7 +50,7 @@ class Record:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The batch plan; empty of a loop without a loader, where nothing tells samples."""
+        """The batch plan; empty for a loop without a loader."""
         return self.start.get("plan") or {}
 
     @property
@@ -65,7 +65,7 @@ class Record:
 
 
 def record(folder: Path, until: float | None = None) -> Record:
-    """Return what a run's steps.jsonl tells, up to the evaluation whose accuracy reaches `until`.
+    """Read a run's steps.jsonl, up to an evaluation that reaches `until`.
 
     Raises `RequestError` where the file is damaged.
     """
@@ -102,14 +102,14 @@ def record(folder: Path, until: float | None = None) -> Record:
 
 
 def training(folder: Path, target: float | None) -> dict[str, Any]:
-    """Return what is kept of a whole training, up to the evaluation that reaches `target`."""
+    """Return the result of a whole training, up to the `target` accuracy."""
     found = record(folder, target)
     kept = {key: getattr(found, key) for key in ("step", "train_s", "epoch_s", "evals", "reached")}
     return kept | {"proved": proved(json_of(folder / SUMMARY).get("proof"))}
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """Return the object that a file holds; empty where there is none. Raises `RequestError` where it is damaged."""
+    """Return the object in a file, empty without one; raises `RequestError`."""
     if not path.exists():
         return {}
     with understanding(path):
@@ -117,13 +117,13 @@ def json_of(path: Path) -> dict[str, Any]:
 
 
 def proved(proof: Any) -> str:
-    """Return the names of the checks that hold, and of those that fail; `proof` is as in a summary.json."""
+    """Name the checks that hold or fail, of "proof" in a summary.json."""
     judged = [each for each in from_json(proof) if each.outcome in (Check.HOLDS, Check.FAILS)]
     return ", ".join(each.name + " fails" * each.fails for each in judged)
 
 
 def reaching(folder: Path, target: float) -> Callable[[], bool]:
-    """Return a function that follows a run's records: whether an evaluation reaches the target with steps left."""
+    """Return a function: does an evaluation reach the target with steps left?"""
     path, read_to, total = folder / FILE, 0, 0
 
     def look() -> bool:
@@ -146,7 +146,7 @@ def reaching(folder: Path, target: float) -> Callable[[], bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run's folder, as its files tell; what they do not is empty."""
+    """A run's folder, as its files tell."""
 
     name: str
     folder: Path
@@ -169,7 +169,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """How it stands: a summary without an exit code is that of a run that goes on, or was killed."""
+        """Done, failed, stopped, running, killed, …"""
         code = self.summary.get("exit")
         if self.trouble:
             return "?"
@@ -185,9 +185,10 @@ class Run:
 
 
 def below(folder: Path) -> list[Run]:
-    """Return the runs below `folder`, at most two levels deep, and whole trainings of comparisons; the newest last.
+    """List the runs below `folder`, the newest last.
 
-    A folder that is a run itself is the only one. Runs of a comparison's races are left out, which end in their midst.
+    They are at most two levels deep, or whole trainings of comparisons. A folder that is a run itself is the only one.
+    Runs of a comparison's races are left out, which end in their midst.
     """
     if (folder / "manifest.json").exists():
         return [_listed(folder, folder.parent)]
@@ -209,7 +210,7 @@ def _listed(folder: Path, above: Path) -> Run:
 
 
 def load(folder: Path) -> Run:
-    """Return what a run has recorded. Raises `RequestError` where `folder` is no run that has ended, or is damaged."""
+    """Return a run that has ended; raises `RequestError` for anything else."""
     if not folder.is_dir():
         raise RequestError(f"{shown(folder)} is not there; give the folder of a run that has ended.")
     for name in (SUMMARY, "config.toml", FILE):
@@ -233,7 +234,7 @@ def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def check_one_job(runs: Sequence[Run], *more: str) -> None:
-    """Raise `RequestError` where the runs are not ways of one job, in which `more` options too are the same."""
+    """Raise `RequestError` for runs that differ in `JOB`, or `more` options."""
     first, *others = runs
     for run in others:
         pairs = [(key, run.options.get(key), first.options.get(key)) for key in (*JOB, *more)]

@@ -1,4 +1,4 @@
-"""The report of a comparison: one HTML file without network, the same as Markdown, JSON and CSV, its charts as SVG."""
+"""The report of a comparison: HTML, Markdown, JSON, CSV and SVG."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COVERS_PAST = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a report tells."""
+    """The contents of a report."""
 
     title: str
     about: str
@@ -123,7 +123,7 @@ def write(report: Report, folder: Path) -> list[str]:
 
 
 def console(report: Report) -> list[tuple[list[str], list[list[str]]]]:
-    """Return heads and rows of what a console shows: what was measured, and what whole trainings have told."""
+    """Return the tables of a console: measurements, and whole trainings."""
     measured = [each for each in _COLUMNS if each.brief and each not in _TRAINED]
     kept = [[_VARIANT, *tables.filled(columns, report.whole)] for columns in (measured, _TRAINED)]
     return [([each.brief for each in columns], tables.cells(columns, report.whole)) for columns in kept if columns[1:]]
@@ -155,7 +155,7 @@ def _markdown(report: Report, columns: Sequence[Column]) -> str:
 
 
 def _charts(rows: Sequence[Row]) -> dict[str, str]:
-    """Return {name: drawing}, as report.html.jinja has their names, of what there is to draw."""
+    """Return {name: drawing}, by the names in report.html.jinja."""
     rates = [Bar(row.name, {"samples/s": rate.middle}, rate) for row in rows if (rate := row.samples_per_s)]
     times = [Bar(row.name, {part: 1000 * max(0.0, each) for part, each in row.parts_s.items()}) for row in rows]
     held = [Bar(row.name, {"GiB": (row.device_memory_bytes or row.host_memory_bytes or 0.0) / 2**30}) for row in rows]
@@ -174,7 +174,7 @@ def _charts(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _scaling(rows: Sequence[Row]) -> list[Line]:
-    """Return the speed by devices, a line for each set of other options; none where all have as many."""
+    """Return speed-up by devices, a line for each set of other options."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for row in rows if len({row.devices for row in rows}) > 1 else ():
         if row.devices > 1 and row.speed_up is not None:

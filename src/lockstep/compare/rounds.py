@@ -1,4 +1,4 @@
-"""All variants, until the ratios of their speeds are known well enough, or the time is used.
+"""The course of a comparison: trials, races, whole trainings.
 
 First a trial of each: whether it runs, where its time goes, what it holds. Then races: all of them live and run by
 turns (see `race`). Each race starts them anew, since what differs from start to start, such as where memory lies, is
@@ -45,7 +45,7 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Series:
-    """A variant, its trial, the steps a second of its turns in each race, and its whole trainings by seed."""
+    """A variant's trial, races (steps a second by turn), and trainings by seed."""
 
     cell: Cell
     folder: Path = Path()
@@ -104,7 +104,7 @@ class Series:
 
     @property
     def batch_parts(self) -> tuple[int, int]:
-        """Into how many parts, each with batch statistics of its own, a batch is cut: among replicas, and in turn."""
+        """Parts of a batch with own batch statistics: (replicas, micro-batches)."""
         if (batchnorm := self.record.chosen.get("batchnorm", "none")) == "none":
             return 1, 1
         return (self.record.devices if batchnorm == "local" else 1), int(self.record.plan.get("accumulation", 1))
@@ -118,7 +118,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long variants race: until the budget (of trials and races that work) is used, or ratios are known."""
+    """When races end: the budget (trials included) is used, or ratios are known."""
 
     budget_s: float
     width: float
@@ -129,7 +129,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Aim:
-    """What is trained: each variant once a seed, to its end or until an evaluation has this accuracy."""
+    """Whole trainings: the seeds, and the accuracy that ends each."""
 
     seeds: Sequence[int] = ()
     to_accuracy: float | None = None
@@ -141,7 +141,7 @@ class Aim:
 
 
 def run(cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, tell: Tell) -> list[Series]:
-    """Run the trials and races that `folder` does not hold yet, and return all.
+    """Run the trials and races that `folder` lacks, and return all.
 
     `command` returns the words of a cell's command that writes to the run's folder it is given. Raises `RequestError`
     where the budget is too small for a race, and `RunError` where no variant can be run.
@@ -196,9 +196,10 @@ def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) ->
 
 
 def base_of(series: Sequence[Series]) -> Series:
-    """Return the variant that the others are compared with: the first on one device, else the first that is its model.
+    """Return the variant that ratios are to.
 
-    Replicas with batch statistics of their own are not; where all are such, it is the first.
+    It is the first on one device, else the first that is its model (replicas with batch statistics of their own are
+    not), else the first.
     """
     alone = [each for each in series if each.record.devices == 1]
     whole = [each for each in series if each.batch_parts[0] == 1]
@@ -206,7 +207,7 @@ def base_of(series: Sequence[Series]) -> Series:
 
 
 def _race(groups: Sequence[Sequence[Series]], command: Commands, folder: Path, turns: int) -> float:
-    """Run a race, or take what it left when it was run before; return the seconds that it took."""
+    """Run a race, or read a former one; return its seconds."""
     path = folder / "race.json"
     if not path.exists():
         trials.make_free(folder)
@@ -238,7 +239,7 @@ def _entrant(series: Series, command: Commands, folder: Path) -> race.Entrant:
 
 
 def _fit(living: Sequence[Series]) -> bool:
-    """Whether the variants' memory is there for all of them at the same time."""
+    """Whether memory holds all variants at the same time."""
     peaks = [(each.told["peak_memory_bytes"], each.record.devices) for each in living]
     smallest = min((gpu.memory_bytes for gpu in hardware.gpus(visible_gpus())), default=0)
     if sum((peak["device"] or 0) / devices for peak, devices in peaks) > _MEMORY * smallest:
@@ -262,10 +263,10 @@ def _safe(name: str) -> str:
 
 
 def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], aim: Aim, tell: Tell) -> None:
-    """Run the whole trainings that are not in their folders yet, one after the other; one that was begun goes on.
+    """Run the missing whole trainings, one after the other.
 
-    `command` returns the words of a cell's command with this run's folder and seed. A variant whose training fails is
-    trained no more. Raises what `trials.once` does.
+    One that was begun goes on. `command` returns the words of a cell's command with this run's folder and seed. A
+    variant whose training fails is trained no more. Raises what `trials.once` does.
     """
     able, target = [each for each in found if not each.failed], aim.to_accuracy
     for number, seed in enumerate(aim.seeds):
@@ -288,7 +289,7 @@ def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], 
 
 
 def _length(series: Series) -> str:
-    """Return how long a whole training takes, by the steps of its trial; "" where nothing tells how many it has."""
+    """Return a training's length in words, by its trial; "" where unknown."""
     start, config = series.record.start, series.cell.config
     steps = int(start["total_steps"])
     if config is not None and config.data.name:  # a script decides on its epochs

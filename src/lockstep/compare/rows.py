@@ -1,4 +1,4 @@
-"""The table of a comparison: a row a variant, or a run that has ended. docs/compare.md says what each number covers."""
+"""The rows of a comparison's table: variants, or runs that ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ _AS_TOLD = ("ranks", "bytes_a_step", "busy_processors", "busy_gpus", "joules_a_s
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is known of a variant, or a run; what could not be measured is None. A `Spread` is over seeds."""
+    """The numbers of a variant or run, as docs/compare.md explains them.
+
+    What could not be measured is None; a `Spread` is over seeds.
+    """
 
     name: str
     flags: tuple[str, ...]
@@ -152,7 +155,7 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
 
 
 def _likeness(ours: Series, base: Series, tolerance: float | None) -> dict[str, Any]:
-    """Return whether two variants are one model; of other global batches nothing is known."""
+    """Compare the models of two variants with the same global batch."""
     if ours.batch != base.batch:
         return {}
     a, b = ours.record.losses, base.record.losses
@@ -191,9 +194,9 @@ def _trained(series: Series, target: float | None) -> dict[str, Any]:
 
 
 def difference(ours: Row, theirs: Row, at: int, *, reached: bool = False) -> Interval:
-    """Return the mean difference of the last evaluations, over the seeds that both have, in `SECONDS` or `ACCURACY`.
+    """Return the mean difference of last evaluations, in `SECONDS` or `ACCURACY`.
 
-    With `reached`, over the seeds for which both reached the accuracy.
+    It is over the seeds that both have or, with `reached`, for which both reached the accuracy.
     """
     kind = "reached" if reached else "evals"
     mine, other = (
@@ -204,14 +207,14 @@ def difference(ours: Row, theirs: Row, at: int, *, reached: bool = False) -> Int
 
 
 def accuracy_curve(row: Row) -> list[tuple[float, float]]:
-    """Return (seconds of training, accuracy) of each evaluation that all seeds have, their means."""
+    """Return (seconds, accuracy) of each evaluation, means over all seeds."""
     seeds = [each.told["evals"] for each in row.series.trainings.values() if not each.failed]
     by_place = [list(zip(*same, strict=True)) for same in zip(*seeds, strict=False)]
     return [(statistics.fmean(each[SECONDS]), statistics.fmean(each[ACCURACY])) for each in by_place]
 
 
 def of_runs(runs: Sequence[Run]) -> list[Row]:
-    """Return a row for each run; speeds have no interval, since each was measured once."""
+    """Return a row a run; speeds measured once have no interval."""
     found = [_of_run(run, runs[0]) for run in runs]
     rated = [row for row in found if row.samples_per_s is not None]
     base = next((row for row in rated if row.devices == 1), rated[0] if rated else None)

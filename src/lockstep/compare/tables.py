@@ -1,4 +1,4 @@
-"""Tables: columns that take their values from rows, as text for a console, a page and Markdown, and as CSV."""
+"""Tables for a console, a page, Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .numbers import Interval, Spread
 
 
 class Column(NamedTuple):
-    """A column: its head, a row's value (a number, text, `Spread` or `Interval`; None is blank), its format."""
+    """A column's head, value and format.
+
+    A value is a number, text, `Spread` or `Interval`; None is blank.
+    """
 
     head: str
     key: str | Callable[[Any], Any]
@@ -24,7 +27,7 @@ class Column(NamedTuple):
     """Heads of what CSV has beside: the deviation of a `Spread`, the ends of an `Interval`."""
 
     def values(self, row: Any) -> list[Any]:
-        """Return the value, and as many as `more` has heads; None for what is not known."""
+        """Return the value and those of `more`; None where unknown."""
         value = getattr(row, self.key) if isinstance(self.key, str) else self.key(row)
         if isinstance(value, Spread):
             return [value.mean, value.sd]
@@ -57,7 +60,7 @@ def cells(columns: Sequence[Column], rows: Sequence[Any]) -> list[list[str]]:
 
 
 def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
-    """Return the lines of a table in Markdown; all columns but the first are numbers."""
+    """Return a Markdown table; all columns but the first are numbers."""
     heads = [[column.head for column in columns], ["---", *("---:" for _ in columns[1:])]]
     lines = [*heads, *cells(columns, rows)]
     return [f"| {' | '.join(re.sub(r'[|<>]', ' ', cell) for cell in line)} |" for line in lines]

@@ -1,4 +1,4 @@
-"""The time of one step on several ranks: computation as measured on one, and exchanges over links that are described.
+"""The time of one step on several ranks.
 
 A measured step is a list of points: where BatchNorm exchanges its statistics, and where a gradient is ready. Between
 two points lies computation, of which there are as many samples as steps were measured. docs/forecast.md says how N
@@ -20,7 +20,10 @@ GATHER, REDUCE, GRADIENT = "gather", "reduce", "gradient"
 
 
 class Point(NamedTuple):
-    """Where a step meets an exchange: a `GATHER` or `REDUCE` that is waited for, or a `GRADIENT`; a rank's `bytes`."""
+    """An exchange in a step, and the bytes that a rank gives.
+
+    A `GATHER` or `REDUCE` is waited for; a `GRADIENT` is not.
+    """
 
     kind: str
     bytes: int
@@ -53,7 +56,7 @@ class Profile:
 
     @property
     def buckets(self) -> dict[int, int]:
-        """{number of the point at which a bucket of gradients is sent: its bytes}."""
+        """{number of the point that sends a bucket of gradients: its bytes}."""
         gradients = [(number, point.bytes) for number, point in enumerate(self.points) if point.kind == GRADIENT]
         found: dict[int, int] = {}
         held, limit = 0, FIRST_BUCKET_BYTES if self.overlaps else math.inf
@@ -67,7 +70,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Link:
-    """What carries messages: (bytes, seconds until a message has arrived), by size; on a line between these."""
+    """A link: (bytes, seconds until a message arrives), interpolated by size."""
 
     points: tuple[tuple[float, float], ...]
     gather_s: float = 0.0
@@ -78,7 +81,7 @@ class Link:
 
     @classmethod
     def of(cls, bytes_per_s: float, latency_s: float) -> Link:
-        """Return a link of this rate, one way, over which a small message takes `latency_s`."""
+        """Return a link of this rate, one way, and latency."""
         return cls(((0.0, latency_s), (bytes_per_s, latency_s + 1.0)))
 
     @property
@@ -98,7 +101,7 @@ class Link:
         return a_s + (b_s - a_s) / (b - a) * (size_bytes - a)
 
     def behind(self, other: Link) -> Link:
-        """Return the link over which a message takes the time of both, one after the other."""
+        """Return the two links one after the other."""
         largest = max(self.points[-1][0], other.points[-1][0])
         shares = [(each.message_s(largest), each.beside) for each in (self, other)]
         beside = sum(taken * each for taken, each in shares) / sum(taken for taken, _ in shares)
@@ -119,7 +122,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Nodes of `per_node` devices: `within` a node each has a link, `between` nodes there is one a node."""
+    """Nodes of `per_node` devices, linked `within` and `between` nodes."""
 
     between: Link
     within: Link
@@ -128,7 +131,7 @@ class Network:
     """Whether the library may add up along trees (NCCL), or along a ring alone (gloo)."""
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
-        """Return the seconds that it takes to sum so many bytes over the ranks.
+        """Return the seconds to sum so many bytes over the ranks.
 
         In a ring (Patarasuk & Yuan, 2009), or two trees where they are faster (Sanders, Speck & Träff, 2009).
         """
@@ -140,11 +143,11 @@ class Network:
         return min(ring_s, 2 * (hops_s + self._transfer_s(size_bytes, ranks)))
 
     def all_gather_s(self, size_bytes: float, ranks: int) -> float:
-        """Return the seconds that it takes to have so many bytes of each rank on all: messages around the ring."""
+        """Return the seconds to gather so many bytes of each rank, in a ring."""
         return max(0.0, self._around_s(size_bytes, ranks) + (ranks - 1) * self.outer(ranks).gather_s)
 
     def outer(self, ranks: int) -> Link:
-        """Return the link between nodes if so many ranks need several, else the one within a node."""
+        """Return the outermost link that so many ranks need."""
         return self.between if self._nodes(ranks) > 1 else self.within
 
     def instant(self) -> Network:
@@ -162,7 +165,7 @@ class Network:
         return math.ceil(ranks / self.per_node)
 
     def _transfer_s(self, size_bytes: float, ranks: int) -> float:
-        """Return what so many bytes add to a message's latency on the slowest of the links."""
+        """Return the seconds of so many bytes, without latency, on the slowest link."""
         links = [self.between] * (self._nodes(ranks) > 1) + [self.within] * (self.per_node > 1)
         return max(link.message_s(size_bytes) - link.latency_s for link in links)
 
@@ -172,7 +175,7 @@ FREE = Network(between=Link.of(math.inf, 0.0), within=Link.of(math.inf, 0.0))
 
 
 def step_s(profile: Profile, ranks: int, network: Network) -> float:
-    """Return the seconds of a step of so many ranks, each with the profile's batch."""
+    """Return the seconds of a step of so many such ranks."""
     *before, after = profile.seconds.T
     cost = 1 + network.outer(ranks).beside
     # From the moment at which the gradients are there: the optimizer's step, then the next one up to that moment.
@@ -180,7 +183,7 @@ def step_s(profile: Profile, ranks: int, network: Network) -> float:
     left_s = 0.0  # of exchanges that are under way
 
     def compute() -> None:
-        """Go on to where the slowest has computed for `since`, which ranks have done since they last waited."""
+        """Advance until the slowest rank has computed `since` they last waited."""
         nonlocal now_s, computed_s, left_s
         more_s = max(0.0, _slowest_of(since, ranks) - computed_s)
         both_s = min(more_s, left_s)
@@ -202,9 +205,10 @@ def step_s(profile: Profile, ranks: int, network: Network) -> float:
 
 
 def data_parallel_s(profile: Profile, ranks: int, network: Network) -> float:
-    """Return the seconds of a step of torch's DataParallel, which overlaps nothing and exchanges no statistics.
+    """Return the seconds of a step of torch's DataParallel.
 
-    Weights are sent to all devices before the forward pass and gradients summed on the first after the backward pass.
+    Nothing overlaps, and statistics are not exchanged. Weights are sent to all devices before the forward pass and
+    gradients summed on the first after the backward pass.
     """
     size_bytes = sum(point.bytes for point in profile.points if point.kind == GRADIENT)
     exchange_s = network.all_reduce_s(size_bytes, ranks)  # a broadcast and a reduction
@@ -212,9 +216,10 @@ def data_parallel_s(profile: Profile, ranks: int, network: Network) -> float:
 
 
 def _slowest_of(values: np.ndarray, ranks: int) -> float:
-    """Return the expected largest of N draws, by the samples' order, so that no distribution of theirs is assumed.
+    """Return the expected largest of N draws from samples, by their order.
 
-    No order tells of more ranks than there are samples: then it is at least what a normal law has (Blom, 1958).
+    No distribution is assumed. No order tells of more ranks than there are samples: then it is at least what a normal
+    law has (Blom, 1958).
     """
     samples = len(values)
     by_order = float(np.sort(values) @ np.diff((np.arange(samples + 1) / samples) ** ranks))

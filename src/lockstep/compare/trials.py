@@ -1,4 +1,4 @@
-"""A command that measures or trains a variant, in a folder of its own, which keeps its result."""
+"""Run a variant's command in its own folder; keep the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RESULT = "trial.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What one command has measured; or why it has not."""
+    """The result of one command, or why it failed."""
 
     told: dict[str, Any]
     """What `measured`, or the record of a whole training, tells; empty where it failed."""
@@ -36,7 +36,7 @@ class Trial:
 
 
 def done(folder: Path) -> Trial | None:
-    """Return the trial that a folder holds; None where none was run there, or it failed: it may be tried again."""
+    """Return the trial in a folder; None where it failed or is missing."""
     found = json_of(folder / _RESULT)
     with understanding(folder / _RESULT):
         return Trial(**found) if found and not found["failed"] else None
@@ -52,7 +52,7 @@ def once(
     is_enough: Callable[[], bool] | None = None,
     goes_on: bool = False,
 ) -> Trial:
-    """Return the trial that `folder` holds; otherwise run lockstep with these `words`, and keep what it has measured.
+    """Return the trial in `folder`, or run lockstep with `words` for it.
 
     What fails is a trial too. `result` returns what was measured, by default what `measured` has left; as soon as
     `is_enough` returns True the command is stopped, which is no failure. What was begun there is dropped, unless the
@@ -90,7 +90,7 @@ def reason(name: str, error: LockstepError) -> str:
 
 
 def make_free(folder: Path, *, keeps: bool = False) -> None:
-    """Make a folder in which nothing runs, empty unless it `keeps` what is in it."""
+    """Make a folder that no run uses, empty unless it `keeps` its files."""
     folders.check_free(folder / RUN)  # a comparison that was killed may have left a command that trains on
     if folder.exists() and not keeps:
         shutil.rmtree(folder)
