@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ def _of(nodes: Sequence[Host], name: str, words: Sequence[str], folder: Path) ->
                 measured = _together(nodes, run, ("compare", "measured", f"{STEPS}"), words)
                 real_s[link].append(statistics.fmean(measured["step_s"]))
     share = forecast.share(world, 1, told)
-    both = [replace(share, ranks=1, process_s=()), share]  # nothing is asked of one node
+    both = [share._replace(ranks=1, process_s=()), share]  # nothing is asked of one node
     for link, (_, bytes_per_s, latency_s) in _LINKS.items():
         if not real_s[link]:
             continue

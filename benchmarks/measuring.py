@@ -11,7 +11,6 @@ import torch
 from lockstep import RunConfig, World, override, train
 from lockstep.compare import measured
 from lockstep.config.options import recipe
-from lockstep.steps.loop import Loop
 
 from .harness import Report, interleave, verdict
 from .loops import Marks, configured
@@ -21,18 +20,6 @@ STEPS = 500
 ROUNDS = 30
 DIGITS_STEPS = 40
 DIGITS_ROUNDS = 10
-
-
-class Watcher(measured.Watcher):
-    """Notes when each phase of each step ends, as a trial does."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self._pulse = world.pulse
-
-    def ended_step(self, loop: Loop) -> None:
-        """Take note of a step."""
-        self.clock.end_step(self._pulse.phase)
 
 
 def measure() -> Report:
@@ -74,10 +61,11 @@ def _trained(config: RunConfig, path: Path, *, watched: bool) -> Callable[[], fl
     def run() -> float:
         marks, world = Marks(path), World.alone()
         try:
-            if watched:
-                measured.watched(lambda config, world: train(config, world, marks), config, world, Watcher(world))
-            else:
-                train(config, world, marks)
+            if watched:  # the end of each phase is noted, as in a trial
+                watcher = measured.Watcher(world)
+                watcher.is_endless = False
+                world.pulse.listener = watcher
+            train(config, world, marks)
         finally:
             marks.close()
         return marks.step_s * 1e6

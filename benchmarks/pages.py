@@ -10,10 +10,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from lockstep.compare.grid import Cell
 from lockstep.compare.numbers import Interval, Spread
+from lockstep.compare.records import Record
 from lockstep.compare.report import HTML, write
 from lockstep.compare.report import Report as Comparison
+from lockstep.compare.rounds import Series as Measured
 from lockstep.compare.rows import PARTS, Row
+from lockstep.compare.trials import Trial
 
 from .harness import Report, Series, Skipped, verdict
 
@@ -74,28 +78,24 @@ def _comparison() -> Comparison:
     draw = random.Random(0)
     names = [f"{strategy}-{devices}" for strategy in ("single", "dp", "ddp", "hybrid") for devices in (1, 2, 4)]
     rows = [_row(name, number, draw) for number, name in enumerate(names[:VARIANTS])]
-    losses = {row.name: [math.exp(-step / 3000) + draw.gauss(0, 0.05) for step in range(STEPS)] for row in rows}
-    busy = {row.name: [(float(second), draw.uniform(90, 200)) for second in range(600)] for row in rows}
-    accuracy = {row.name: [(float(epoch), 1 - math.exp(-epoch / 5)) for epoch in range(30)] for row in rows}
     answer = ["Take: lockstep train digits --strategy ddp --devices 4"]
-    return Comparison(
-        title="Twelve variants",
-        about="a machine",
-        made="now",
-        rows=rows,
-        answer=answer,
-        losses=losses,
-        busy=busy,
-        accuracy=accuracy,
-    )
+    return Comparison(title="Twelve variants", about="a machine", made="now", rows=rows, answer=answer)
 
 
 def _row(name: str, number: int, draw: random.Random) -> Row:
     rate, devices = 1000 * (1 + number) * draw.uniform(0.9, 1.1), 2 ** (number % 3)
     some = Spread(0.93, 0.002, 3)
+    record = Record(
+        losses={step: math.exp(-step / 3000) + draw.gauss(0, 0.05) for step in range(STEPS)},
+        busy=[(float(second), draw.uniform(90, 200)) for second in range(600)],
+    )
+    evals = [[epoch, float(epoch), 1 - math.exp(-epoch / 5)] for epoch in range(30)]
+    training = Trial(told={"evals": evals}, seconds=1.0)
     return Row(
         name=name,
         flags=("--strategy", name.partition("-")[0], "--devices", str(devices)),
+        series=Measured(Cell(name=name, flags=()), trainings={0: training}),
+        record=record,
         devices=devices,
         ranks=devices,
         turns=200,

@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional
 
 from lockstep.compare import forecast, networks, timeline
+from lockstep.compare.clock import Clock, mark_exchanges
 from lockstep.compare.forecast import Cluster
-from lockstep.compare.profiler import Stamps
 from lockstep.models import table as models
 
 from .harness import Report
@@ -98,12 +98,14 @@ def _shape() -> dict[str, object]:
     """Return where in a step of the projects' net its gradients are ready."""
     model = models.build("pyramidnet-110-270", classes=10, in_channels=3, image_size=32)
     images, labels = torch.randn(_IMAGES, 3, 32, 32), torch.arange(_IMAGES)
-    stamps = Stamps([model], torch.device("cpu"))
+    clock = Clock()
+    mark_exchanges([model], clock, on_gpu=False)
+    clock.restart()
     for _ in range(_STEPS):
         model.zero_grad()
         functional.cross_entropy(model(images), labels).backward()
-        stamps.end_step()
-    told = stamps.told()
+        clock.end_step()
+    told = clock.profile()
     seconds = np.array(told["seconds"])
     return {
         "step_s": seconds.sum(1).tolist(),

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lockstep.cli.train import entry
 from lockstep.compare import forecast, records, timeline
-from lockstep.compare.measured import FILE, Measured, Share
+from lockstep.compare.measured import FILE, measure, measure_share
 from lockstep.config.options import override, recipe
 from lockstep.config.schema import RunConfig
 from lockstep.engine import run
-from lockstep.sessions import Session
+from lockstep.sessions.session import Session
 from lockstep.world.world import World
 
 from .. import own_data
@@ -73,7 +73,7 @@ def _watched(world: World, folder: Path, ranks: int) -> dict[str, Any]:
     """Return what is measured of digits, on all ranks of the world, or of the first of so many without the others."""
     torch.set_num_threads(1)
     config = override(recipe("digits"), strategy="ddp", accelerator="cpu", output=folder, eval_every=10**9)
-    (Share(entry, ranks) if ranks > world.size else Measured(entry, steps=4))(config, world)
+    measure_share(entry, ranks, config, world) if ranks > world.size else measure(entry, 4, config, world)
     world.barrier()  # rank 0 writes
     found: dict[str, Any] = json.loads((folder / FILE).read_text())
     return found
@@ -110,7 +110,34 @@ def test_a_lone_rank_meets_the_exchanges_that_ranks_make(pool: RankPool, tmp_pat
     together = pool.run(2, _watched, tmp_path / "together", 2)[0]
     alone = pool.run(1, _watched, tmp_path / "alone", 2)[0]
     share = forecast.share(2, 64, [alone])
-    told = together["bytes_a_step"] - timeline.bytes_a_step(share.profile)
+    told = together["bytes_a_step"] - share.profile.bytes_a_step
     assert 0 <= told <= 64, "besides, a few numbers that ranks tell one another now and then"
     assert sum(point.kind == timeline.GATHER for point in share.profile.points) == 2 * 9, "of each BatchNorm, both ways"
     assert share.profile.step_s < 2 * sum(together["step_s"]) / len(together["step_s"])
+
+
+def _without_loader(config: RunConfig, world: World) -> None:
+    """Train by a loop that makes its own batches, of five steps, beyond which its schedule has no learning rate."""
+    with Session(config, world, has_folder=True) as session:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
+        model, optimizer, schedule = session.prepare(model, optimizer, schedule)
+        for _ in session.epochs(1):
+            for _ in range(5):
+                session.backward(model(torch.ones(8, 4)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+
+
+def _measured_without_loader(world: World, folder: Path) -> dict[str, Any]:
+    measure(_without_loader, 6, override(RunConfig(), accelerator="cpu", output=folder), world)
+    found: dict[str, Any] = json.loads((folder / FILE).read_text())
+    return found
+
+
+def test_a_loop_that_makes_its_own_batches_is_measured_for_longer_than_it_lasts(pool: RankPool, tmp_path: Path) -> None:
+    found = pool.run(1, _measured_without_loader, tmp_path)[0]
+    assert len(found["step_s"]) == 6
+    assert records.record(tmp_path).plan == {}, "nothing tells samples: its steps are counted"

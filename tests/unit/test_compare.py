@@ -13,17 +13,18 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import psutil
 import pytest
 
-from lockstep.compare import answer, grid, numbers, past, records, rounds, rows, whole
+from lockstep.compare import answer, grid, numbers, records, rounds, rows
 from lockstep.compare.clock import Clock
 from lockstep.compare.grid import Cell, Words
-from lockstep.compare.past import Run, check_one_job
+from lockstep.compare.records import Record, Run, check_one_job
 from lockstep.compare.report import Report, write
-from lockstep.compare.rounds import Series
+from lockstep.compare.rounds import Aim, Series
 from lockstep.compare.trials import Trial
 from lockstep.config.options import flatten, override
 from lockstep.config.schema import PrecisionConfig, RunConfig
@@ -51,7 +52,7 @@ def test_each_combination_is_a_variant_or_says_why_it_is_none() -> None:
     switched = grid.cells(grid.axes(["compile=true,false", "strategy=ddp"]), lambda _: RunConfig())
     assert [cell.flags[0] for cell in switched] == ["--compile", "--no-compile"]
     assert [cell.why_not for cell in switched] == ["", ""], "how many devices there are, the job itself finds out"
-    weak = grid.cells(varied, parsed, weak=True)
+    weak = grid.cells(varied, parsed, is_weak=True)
     assert weak[3].config is not None
     assert weak[3].config.batch.size == 2 * RunConfig().batch.size
 
@@ -70,46 +71,29 @@ def test_without_vary_the_ways_of_this_machine_are_compared_with_one_device() ->
 
 
 @pytest.mark.parametrize(
-    ("vary", "words"),
-    [
-        (["devises=1,2"], "did you mean devices"),
-        (["devices"], "give an option and its values"),
-        (["compile=yes"], "give true, false or both"),
-        (["devices=1", "devices=2"], "given twice"),
-        (["strategy=single", "devices=2"], "None of 1 variant can be run; single-2: single is one device"),
-        (["seed=" + ",".join(map(str, range(65)))], "asks for 65 variants; vary less, or add --yes"),
-    ],
-)
-def test_what_cannot_be_varied_is_refused(vary: list[str], words: str) -> None:
-    with pytest.raises(RequestError, match=words):
-        grid.cells(grid.axes(vary), parsed)
-
-
-@pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["digits", "--budget", "soon"], "give a time, such as 90s, 5m or 1h"),
-        (["digits", "--scaling", "other"], "strong (one global batch) or weak"),
-        (["digits", "--steps", "0"], "give a whole number of 1 or more"),
-        (["measured", "5", "eval"], "run or train"),
-        (["digits", "--vary", "lr=1,2", "--to-accuracy", "94"], "give a share above 0 and at most 1"),
-        (["digits", "--vary", "lr=1,2", "--to-accuracy", "nan"], "give a share above 0 and at most 1"),
-        (["digits", "--vary", "lr=1,2", "--seeds", "1.5"], "give a whole number of 1 or more"),
-        (["digits", "--vary", "seed=1,2", "--seeds", "2"], "which take --seeds anyway"),
-        (["digits", "--vary", "seed=1,2", "--to-accuracy", "0.9"], "which take --seeds anyway"),
-        (["digits", "--vary", "epochs=1,2"], "changes no step: add --seeds N"),
-        (["digits", "--vary", "output=a,b"], "decides on that"),
-        (["digits", "--vary", "devices=1,x"], "--devices x: give a whole number"),
-        (["digits", "--vary", "strategy=ddp,ddpp"], "did you mean ddp"),
-        (["digits", "--vary", "devices=1,1"], "One variant is left, which nothing is compared with"),
-        (["digits", "--accelerator", "cpu", "--vary", "strategy=single,ddp"], "ddp on one device is what single is"),
-        (["--vary", "devices=1,2"], "lacks a job: give a recipe"),
-        (["digits", "--vary", "strategy=ddp,dp", "--scaling", "weak"], "give --devices"),
-        (["--vary", "devices=1,2", "--to-accuracy", "0.9", __file__], "which a script has not; use --seeds"),
+        ("digits --budget soon", "give a time, such as 90s, 5m or 1h"),
+        ("digits --scaling other", "strong (one global batch) or weak"),
+        ("digits --steps 0", "give a whole number of 1 or more"),
+        ("measured 5 eval", "run or train"),
+        ("digits --vary lr=1,2 --to-accuracy 94", "give a share above 0 and at most 1"),
+        ("digits --vary seed=1,2 --seeds 2", "which take --seeds anyway"),
+        ("digits --vary epochs=1,2", "changes no step: add --seeds N"),
+        ("digits --vary output=a,b", "decides on that"),
+        ("digits --vary devises=1,2", "did you mean devices"),
+        ("digits --vary devices", "give an option and its values"),
+        ("digits --vary devices=1,x", "One variant is left, which nothing is compared with (x: --devices x"),
+        ("digits --vary strategy=ddq,ddpp", "None of 2 variants can be run; ddq: Unknown strategy 'ddq': did"),
+        (f"digits --vary seed={','.join(map(str, range(65)))}", "asks for 65 variants; vary less, or add --yes"),
+        ("digits --accelerator cpu --vary strategy=single,ddp", "ddp on one device is what single is"),
+        ("digits --vary strategy=ddp,dp --scaling weak", "give --devices"),
+        ("--vary devices=1,2", "lacks a job: give a recipe"),
+        (f"--vary devices=1,2 --to-accuracy 0.9 {__file__}", "which a script has not; use --seeds"),
     ],
 )
-def test_bad_requests_are_told(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
-    assert told in refusal(capsys, "compare", *words)
+def test_bad_requests_are_told(capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
+    assert told in refusal(capsys, "compare", *words.split())
 
 
 def raced(mean: float, drawn: random.Random, between: float) -> list[list[float]]:
@@ -130,66 +114,68 @@ def test_an_interval_holds_the_ratio_and_the_same_is_no_winner(between: float) -
     assert abs(held / times - numbers.CONFIDENCE) < 0.015, "19 of 20 declare no winner"
     assert again > 0.9 * times, "9 of 10"
     assert found > 0.9 * times
+    assert numbers.of_groups([[2.0]]) == (2.0, 0.0, float("inf")), "a single race knows no ratio"
 
 
-@pytest.mark.parametrize(
-    ("part", "freedom", "expected"),
-    [
-        (0.975, 1, 12.706),
-        (0.975, 2, 4.303),
-        (0.975, 4, 2.776),
-        (0.995, 10, 3.169),
-        (0.99, 3, 4.541),
-        (0.975, 1000, 1.962),
-    ],
-)
-def test_students_t(part: float, freedom: int, expected: float) -> None:
-    assert numbers.student(part, freedom) == pytest.approx(expected, rel=1e-2)
+def test_a_mean_difference_is_held_and_of_one_pair_nothing_is_known() -> None:
+    drawn, times = random.Random(0), 1000
+    held = sum(
+        numbers.mean([1 + drawn.gauss(0, 0.1) - drawn.gauss(0, 0.1) for _ in range(3)]).holds(1) for _ in range(times)
+    )
+    assert 0.97 * times < held < times
+    assert numbers.mean([1.0, 1.0, 1.0]) == (1.0, 1.0, 1.0)
+    assert numbers.mean([1.0]) == (1.0, -math.inf, math.inf)
 
 
-def test_a_single_turn_knows_no_ratio() -> None:
-    assert numbers.of_groups([[2.0]]) == (2.0, 0.0, float("inf"))
+def test_students_t() -> None:
+    table = {(0.975, 1): 12.706, (0.975, 2): 4.303, (0.975, 4): 2.776, (0.995, 10): 3.169, (0.975, 1000): 1.962}
+    for (part, freedom), expected in table.items():
+        assert numbers.student(part, freedom) == pytest.approx(expected, rel=1e-2)
 
 
 def test_what_lies_between_epochs_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 2.0, 8.0, 9.0, 9.5, 10.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     clock = Clock()
-    clock.note("data")
+    clock.mark("data")
     clock.end_step("step")
-    clock.note("eval")
+    clock.mark("eval")
     clock.go_on()  # after seven seconds
-    clock.note("data")
+    clock.mark("data")
     clock.end_step("step")
     assert clock.step_s == [2.0, 1.0]
-    assert dict(clock.phase_s) == {"data": 1.5, "step": 1.5}
+    assert clock.phase_s == {"data": 1.5, "step": 1.5}
 
 
-def row(name: str, rate: float, devices: int = 1, **values: object) -> rows.Row:
+def series(name: str, rates: list[float], **values: Any) -> Series:
+    found = Series(Cell(name=name, flags=()), races=[[each] for each in rates], **values)
+    found.__dict__["record"] = Record(start={"plan": {}, "steps_per_epoch": None, "total_steps": 10})
+    return found
+
+
+def row(name: str, rate: float, devices: int = 1, **values: Any) -> rows.Row:
     parts = dict.fromkeys(rows.PARTS, 0.1) | {"communication": 0.6}
-    known = {"samples_per_s": numbers.Interval(rate, rate, rate), "ratio": numbers.Interval(rate / 10, 0.9, 1.1)}
-    known["speed_up"] = known["ratio"]
-    return rows.Row(name=name, flags=("--devices", str(devices)), devices=devices, parts_s=parts, **known | values)  # type: ignore[arg-type]
-
-
-def series(name: str, rates: list[float]) -> Series:
-    return Series(Cell(name=name, flags=()), races=[[each] for each in rates], folder=Path(name))
+    known: dict[str, Any] = {
+        "samples_per_s": numbers.Interval(rate, rate, rate),
+        "ratio": numbers.Interval(rate / 10, 0.9, 1.1),
+    }
+    known |= {"speed_up": known["ratio"], "series": series(name, [rate, 1.01 * rate, 0.99 * rate])}
+    return rows.Row(name=name, flags=("--devices", str(devices)), devices=devices, parts_s=parts, **known | values)
 
 
 def test_the_answer_names_the_fastest_same_model_or_the_plainest_of_equals() -> None:
-    both = [series("one", [10.0, 10.1, 9.9]), series("two", [15.0, 15.2, 14.9])]
     table = [row("one", 10.0), row("two", 15.0, 2, same_model=True)]
-    take, why, limit = answer.sentences(table, both, lambda flags: ["lockstep", "train", "digits", *flags])
+    take, why, limit = answer.sentences(table, lambda flags: ["lockstep", "train", "digits", *flags])
     assert take == "Take: lockstep train digits --devices 2"
-    assert why.startswith("It is 1.50× (1.49–1.51) as fast as one, the next")
+    assert why.startswith("It is 1.50× (1.50–1.50) as fast as one, the next")
     assert limit.startswith("60% of its step is exchanging gradients")
     other = [table[0], row("two", 15.0, 2, same_model=False, loss_gap=0.1)]
-    take, why, but, _ = answer.sentences(other, both, lambda flags: ["lockstep", *flags])
+    take, why, but, _ = answer.sentences(other, lambda flags: ["lockstep", *flags])
     assert take == "Take: lockstep --devices 1"
     assert "as fast as two" not in why, "another model is no rival"
     assert but.startswith("two would be 1.50× as fast, but its model is another one")
-    noise = [both[0], series("two", [15.0, 8.0, 9.0])]
-    _, why, _ = answer.sentences([table[0], row("two", 10.2, 2)], noise, list)
+    noise = row("two", 10.2, 2, series=series("two", [15.0, 8.0, 9.0]))
+    _, why, _ = answer.sentences([table[0], noise], list)
     assert why == "The races do not tell it and two apart by speed; it needs the fewest devices."
 
 
@@ -214,70 +200,49 @@ STEPS = """{"event": "start", "total_steps": 5}
 
 def test_the_seconds_of_a_training_are_those_of_its_steps_until_it_is_accurate_enough(tmp_path: Path) -> None:
     (path := tmp_path / "steps.jsonl").write_text(STEPS)
-    found = records.training(path, None)
+    found = records.training(tmp_path, None)
     assert (found["step"], found["train_s"], found["reached"]) == (5, 12.0, False), "the begun epoch too"
     assert found["evals"] == [[2, 4.0, 0.5], [4, 5.0, 0.9], [5, 12.0, 0.8]]
+    found = records.training(tmp_path, 0.9)
+    assert (found["step"], found["train_s"], found["epoch_s"], found["reached"]) == (4, 5.0, [4.0, 1.0], True)
+    assert [records.reaching(tmp_path, accuracy)() for accuracy in (0.9, 0.95)] == [True, False]
     again = '{"event": "start", "first_step": 3, "epoch_s": [4.0], "steps_per_epoch": 2}\n'
     path.write_text(STEPS + again + '{"event": "log", "step": 4, "step_s": 0.5}\n{"event": "epoch", "epoch_s": 0.5}\n')
-    found = records.training(path, None)
+    found = records.training(tmp_path, None)
     assert (found["step"], found["train_s"]) == (4, 5.0), "steps that were made again count once"
     assert (found["evals"], found["epoch_s"]) == ([[2, 4.0, 0.5]], [4.0]), "the rest of an epoch is none"
-    path.write_text(STEPS)
-    found = records.training(path, 0.9)
-    assert (found["step"], found["train_s"], found["epoch_s"], found["reached"]) == (4, 5.0, [4.0, 1.0], True)
-
-
-def test_a_variant_is_spread_over_its_seeds() -> None:
-    mine = {0: training((9, 2.0, 0.5), (18, 4.0, 0.9), reached=True), 1: training((18, 6.0, 0.7))}
-    found = whole.row(row("a", 10.0), mine, 0.9)
-    assert (found.seeds, found.reached, found.failed) == (2, 1, "")
-    assert found.accuracy is not None
-    assert found.accuracy[:2] == pytest.approx((0.8, math.sqrt(0.02))), "the sample standard deviation"
-    assert found.trained_s == (5.0, math.sqrt(2), 2)
-    assert (found.to_accuracy_steps, found.to_accuracy_s) == ((18, None, 1), (4.0, None, 1)), "of those that reached it"
-    broken = whole.row(row("a", 10.0), {0: training((9, 2.0, 0.5)), 1: training(failed="out of memory")}, None)
-    assert broken.failed == "training with seed 1 failed: out of memory"
-    assert (broken.seeds, broken.samples_per_s, broken.reached) == (1, (10.0, 10.0, 10.0), None), "its numbers stay"
-
-
-def test_a_paired_difference_is_held_and_noise_is_none() -> None:
-    drawn, times = random.Random(0), 1000
-    held = 0
-    for _ in range(times):
-        seeds = [drawn.gauss(0, 5) for _ in range(3)]  # what both have in common is no part of the difference
-        held += numbers.paired([(each + 1 + drawn.gauss(0, 0.1), each + drawn.gauss(0, 0.1)) for each in seeds]).holds(
-            1
-        )
-    assert 0.98 * times < held < times
-    assert numbers.paired([(2.0, 1.0), (3.0, 2.0), (9.0, 8.0)]) == (1.0, 1.0, 1.0)
-    assert numbers.paired([(2.0, 1.0)]) == (1.0, -math.inf, math.inf)
+    path.write_text('{"event": "start"}\n{"step": 1}\n')
+    with pytest.raises(RequestError, match="cannot be read"):
+        records.record(tmp_path)
 
 
 def test_a_comparison_goes_on_with_the_trainings_that_are_not_there(tmp_path: Path) -> None:
-    able = [Series(Cell(name=name, flags=()), tmp_path / name, training((9, 2.0, 0.5))) for name in "abc"]
-    aim = whole.Aim(seeds=range(3))
+    trial = Trial(told={"step_s": [0.5]}, seconds=1.0)
+    able = [series(name, [], folder=tmp_path / name, trial=trial) for name in "abc"]
+    aim = Aim(seeds=range(3))
     for name, seeds in {"a": (0, 2), "b": (0, 2), "c": ()}.items():
         for seed in seeds:
             (folder := tmp_path / name / f"seed-{seed}").mkdir(parents=True)
             (folder / "trial.json").write_text(json.dumps(vars(training((9, 2.0, 0.5)))))
     (tmp_path / "b" / "seed-1" / "run").mkdir(parents=True)  # was stopped in its midst
     (tmp_path / "b" / "seed-1" / "run" / "steps.jsonl").write_text("half")
-    said: list[str] = []
 
     def refused(cell: Cell, folder: Path, seed: int) -> Words:
-        assert (folder / "steps.jsonl").exists() == (cell.name == "b"), "goes on with what was begun"
+        assert (folder / "steps.jsonl").exists() == (cell.name == "b" and seed == 1), "goes on with what was begun"
         return ("train", f"--no-such-{cell.name}", str(seed))
 
-    for _ in range(2):
-        found = whole.run(able, refused, aim, said.append)
-        assert [[*found[name]] for name in "abc"] == [[0, 1], [0, 1], [0]], "one that failed is trained no more"
-        assert said == [f"training {each} of 9)" for each in ("c, seed 0 (3", "b, seed 1 (5", "a, seed 1 (6")], (
-            "by turns"
-        )
-        said.clear()  # a command that is given again tries again what failed
-    assert found["b"][1].failed.startswith("refused: ")
-    assert "no-such-b" in found["b"][1].failed
-    assert whole.Aim(seeds=range(1), to_accuracy=0.9).folder(able[0], 0) != aim.folder(able[0], 0)
+    for _ in range(2):  # a command that is given again tries again what failed
+        said: list[str] = []
+        for each in able:
+            each.trainings.clear()
+        rounds.train(able, refused, aim, said.append)
+        assert [[*each.trainings] for each in able] == [[0, 1], [0, 1], [0]], "one that failed is trained no more"
+        by_turns = ("c, seed 0 (3", "b, seed 1 (5", "a, seed 1 (6")
+        assert said == [f"training {each} of 9), about 6.5 s and evaluations" for each in by_turns]
+    failed = able[1].trainings[1].failed
+    assert failed.startswith("refused: ")
+    assert "no-such-b" in failed
+    assert Aim(seeds=range(1), to_accuracy=0.9).folder(able[0], 0) != aim.folder(able[0], 0)
 
 
 HEEDS = "import signal, sys; signal.signal(15, lambda *_: sys.exit({code})); print(flush=True); signal.pause()"
@@ -315,27 +280,43 @@ def test_what_a_command_has_left_ends_with_it_even_where_it_is_stopped(tmp_path:
     pytest.fail("it is still there")
 
 
+def table_of(found: list[Series], target: float | None) -> list[rows.Row]:
+    """Return rows of variants, the first on one device, that were trained to a target."""
+    return [
+        row(each.cell.name, 10.0, place, series=each, **rows._trained(each, target))
+        for place, each in enumerate(found, 1)
+    ]
+
+
+def test_a_variant_is_spread_over_its_seeds() -> None:
+    trained = {0: training((9, 2.0, 0.5), (18, 4.0, 0.9), reached=True), 1: training((18, 6.0, 0.7))}
+    (found,) = table_of([series("a", [10.0], trainings=trained)], 0.9)
+    assert (found.seeds, found.reached, found.failed) == (2, 1, "")
+    assert found.accuracy is not None
+    assert found.accuracy[:2] == pytest.approx((0.8, math.sqrt(0.02))), "the sample standard deviation"
+    assert found.trained_s == (5.0, math.sqrt(2), 2)
+    assert (found.to_accuracy_steps, found.to_accuracy_s) == ((18, None, 1), (4.0, None, 1)), "of those that reached it"
+    broken = {0: training((9, 2.0, 0.5)), 1: training(failed="out of memory")}
+    (found,) = table_of([series("a", [10.0], trainings=broken)], None)
+    assert found.failed == "training with seed 1 failed: out of memory"
+    assert (found.seeds, found.samples_per_s, found.reached) == (1, (10.0, 10.0, 10.0), None), "its numbers stay"
+
+
 def test_the_answer_names_who_is_accurate_first_and_what_is_within_the_spread() -> None:
     def answered(mine: dict[str, list[float | None]], target: float | None = 0.94) -> list[str]:
-        trained = {
-            name: dict(
-                enumerate(
-                    training((9, 30.0 if s is None else s, 0.5 if s is None else 0.95), reached=bool(s)) for s in each
-                )
-            )
-            for name, each in mine.items()
-        }
-        table = [whole.row(row(name, 10.0, place), trained[name], target) for place, name in enumerate(trained, 1)]
-        return answer.sentences(
-            table, [series(name, [10.0, 10.1]) for name in trained], lambda flags: ["x", *flags], trained, target
-        )
+        def trained(seconds: list[float | None]) -> dict[int, Trial]:
+            evals = [(9, each or 30.0, 0.95 if each else 0.5) for each in seconds]
+            return {seed: training(each, reached=each[2] > 0.9) for seed, each in enumerate(evals)}
+
+        found = [series(name, [10.0, 10.1], trainings=trained(each)) for name, each in mine.items()]
+        return answer.sentences(table_of(found, target), lambda flags: ["x", *flags], target)
 
     take, why, never, _ = answered({"a": [20.0, 21.0, 19.0], "b": [10.0, 11.1, 9.0], "c": [None] * 3})
     assert take == "Take: x --devices 2"
     assert (
         why == "b reaches 94% first, after 10 ± 1.1 s of training: 9.97 s (9.73–10.2) before a, and with 3 of 3 seeds."
     )
-    assert never == "c: 0 of 3 seeds reached 94%; the best of its evaluations is 50.00%."
+    assert never == "c: 0 of 3 seeds reached 94%."
     take, why, _ = answered({"a": [20.0, 11.0, 19.0], "b": [10.0, 11.1, 9.0]})
     assert take == "Take: x --devices 1", "as soon, and on fewer devices"
     assert "3 seeds do not tell a apart from it at 98%, and a needs the fewest devices" in why
@@ -344,8 +325,7 @@ def test_the_answer_names_who_is_accurate_first_and_what_is_within_the_spread() 
     assert some.startswith("b: 1 of 2 seeds reached 94%")
     take, *_, one, other, _ = answered({"a": [None], "b": [None]})
     assert take.startswith("Take: x"), "by speed"
-    assert "a: 0 of 1 seeds" in one
-    assert "b: 0 of 1 seeds" in other
+    assert ("a: 0 of 1 seeds" in one, "b: 0 of 1 seeds" in other) == (True, True)
     take, _, accuracy, _ = answered({"c": [None, None], "a": [1.0, 1.0], "b": [1.0, None]}, None)
     assert take == "Take: x --devices 2", "c needs fewer devices, and is less accurate"
     assert accuracy == (
@@ -355,30 +335,16 @@ def test_the_answer_names_who_is_accurate_first_and_what_is_within_the_spread() 
     assert "one seed cannot tell b apart from it" in accuracy
 
 
-def test_a_loop_of_ones_own_shows_no_options_that_it_does_not_name(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "ab"]
-    for folder, more in zip(folders, ("", "seed = 3\n"), strict=True):
-        folder.mkdir()
-        (folder / "config.toml").write_text(f'model = "train"\ndata = ""\n{more}')
-        (folder / "summary.json").write_text('{"samples_per_s": 10, "exit": 0}')
-        (folder / "steps.jsonl").write_text('{"event": "start", "time": 0}\n')
-    runs = [past.load(folder) for folder in folders]
-    assert [*runs[0].options] == ["model", "data"]
-    assert [each.flags for each in past.rows(runs)] == [(), ("--seed", "3")]
-    check_one_job(runs)
-
-
 def told(name: str = "two<script>") -> Report:
+    curves = Record(losses={1: 2.0, 2: 1.5, 3: math.nan, 4: math.nan}, busy=[(0.0, 90.0), (1.0, 100.0)])
+    trained = series("one", [10.0], trainings={0: training((9, 1.0, 0.5), (18, 2.0, 0.93))})
+    over_seeds: dict[str, Any] = {"accuracy": numbers.Spread(0.93, 0.01, 2), "seeds": 2, "series": trained}
     table = [
-        row("one", 10.0, step_p50_s=0.1, host_memory_bytes=1e9, accuracy=numbers.Spread(0.93, 0.01, 2), seeds=2),
+        row("one", 10.0, step_p50_s=0.1, host_memory_bytes=1e9, record=curves, **over_seeds),
         row(name, 15.0, 2, step_p50_s=0.07, host_memory_bytes=2e9, loss_gap=1e-7, same_model=True),
         rows.Row(name="broken", flags=(), failed="out of memory"),
     ]
-    losses = {"one": [2.0, 1.5, math.nan, math.nan], name: [2.0, 1.5, 1.2]}
-    busy = {"one": [(0.0, 90.0), (1.0, 100.0)]}
-    accuracy = {"one": [(1.0, 0.5), (2.0, 0.93)], name: []}
-    curves = {"losses": losses, "busy": busy, "accuracy": accuracy}
-    return Report(title="a & b", about="here", made="now", rows=table, answer=["Take: x <y>"], **curves)  # type: ignore[arg-type]
+    return Report(title="a & b", about="here", made="now", rows=table, answer=["Take: x <y>"])
 
 
 def test_a_report_says_the_same_in_every_form_and_asks_no_network(tmp_path: Path) -> None:
@@ -397,18 +363,34 @@ def test_a_report_says_the_same_in_every_form_and_asks_no_network(tmp_path: Path
     with (tmp_path / "report.csv").open(newline="") as file:
         one, two, broken = csv.DictReader(file)
     assert (float(one["samples/s"]), float(two["samples/s"]), broken["failed"]) == (10.0, 15.0, "out of memory")
-    assert one["J a step"] == "", "blank, not zero"
+    assert (one["ratio"], one["low"], one["high"], one["J a step"]) == ("1.0", "0.9", "1.1", ""), "blank, not zero"
     assert (one["accuracy"], one["accuracy sd"], two["accuracy"]) == ("0.93", "0.01", "")
     first, *_ = json.loads((tmp_path / "report.json").read_text())["rows"]
     assert (first["name"], first["accuracy"]) == ("one", {"mean": 0.93, "sd": 0.01, "n": 2})
     text = (tmp_path / "report.md").read_text()
-    assert "| one | 10 |" in text
-    assert "| 93.00% ± 1.00% |" in text
-    assert "93.00% ± 1.00%" in page
-    assert "over the seeds" in page, "what it covers"
+    for cells in ("| one | 10 | 1.00 (0.90–1.10) |", "| 93.00% ± 1.00% |", "- broken: out of memory"):
+        assert cells in text
+    assert ("93.00% ± 1.00%" in page, "over the seeds" in page) == (True, True), "and what it covers"
 
 
-def test_runs_of_other_jobs_are_not_compared(tmp_path: Path) -> None:
+def _run(folder: Path, *, config: str = "", summary: str = "{}", **manifest: str) -> Path:
+    folder.mkdir(parents=True)
+    for name, text in {"config.toml": config, "summary.json": summary, "manifest.json": json.dumps(manifest)}.items():
+        (folder / name).write_text(text)
+    (folder / "steps.jsonl").write_text('{"event": "start", "time": 0}\n')
+    return folder
+
+
+def test_runs_of_one_job_are_rows_and_of_other_jobs_are_refused(tmp_path: Path) -> None:
+    own = 'model = "train"\ndata = ""\n'
+    summary = '{"samples_per_s": 10, "exit": 0}'
+    folders = [
+        _run(tmp_path / name, config=own + more, summary=summary) for name, more in {"a": "", "b": "seed = 3\n"}.items()
+    ]
+    runs = [records.load(folder) for folder in folders]
+    assert [*runs[0].options] == ["model", "data"], "a loop of one's own shows no options that it does not name"
+    assert [each.flags for each in rows.of_runs(runs)] == [(), ("--seed", "3")]
+    check_one_job(runs)
     one, other, larger = (
         Run(name=name, folder=tmp_path, options=flatten(override(RunConfig(), **options)))
         for name, options in (("a", {}), ("b", {"holdout": 0.1}), ("c", {"batch": 512}))
@@ -419,28 +401,29 @@ def test_runs_of_other_jobs_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_runs_are_listed_with_what_differs_and_damage_is_a_row(tmp_path: Path) -> None:
-    for name, lr, summary in (("b", 0.1, '{"exit": 0, "top1": 0.5}'), ("a", 0.2, "{}"), ("c", 0.1, "{")):
-        (folder := tmp_path / name).mkdir()
-        (folder / "config.toml").write_text(f"lr = {lr}\n")
-        (folder / "manifest.json").write_text(json.dumps({"date": f"2026-01-0{'bac'.index(name) + 1}", "host": "h"}))
-        (folder / "summary.json").write_text(summary)
-    first, second, damaged = past.below(tmp_path)[-2:] + past.below(tmp_path)[:1]
+    for day, (name, lr, summary) in enumerate(
+        [("b", 0.1, '{"exit": 0, "top1": 0.5}'), ("a", 0.2, "{}"), ("c", 0.1, "{")]
+    ):
+        _run(tmp_path / name, config=f"lr = {lr}\n", summary=summary, date=f"2026-01-0{day}", host="h")
+    damaged, first, second = records.below(tmp_path)
     assert [(run.name, run.state) for run in (first, second, damaged)] == [("b", "done"), ("a", "killed"), ("c", "?")]
     assert "summary.json" in damaged.trouble
-    assert past.differing([first, second]) == [{"lr": 0.1}, {"lr": 0.2}]
+    assert records.differing([first, second]) == [{"lr": 0.1}, {"lr": 0.2}]
     for part in ("compared/one/seed-0/run", "compared/race-01/one"):
         shutil.copytree(tmp_path / "a", tmp_path / part)
     (tmp_path / "compared" / "plan.json").touch()
-    assert {run.name for run in past.below(tmp_path)} == {"a", "b", "c", "compared/one/seed-0/run"}
-    assert [run.name for run in past.below(tmp_path / "a")] == ["a"], "a run itself"
+    assert {run.name for run in records.below(tmp_path)} == {"a", "b", "c", "compared/one/seed-0/run"}
+    assert records.below(tmp_path / "compared")[0].name == "one/seed-0/run", "and no run of a race"
+    assert [run.name for run in records.below(tmp_path / "a")] == ["a"], "a run itself"
     (tmp_path / "compared" / "report.html").touch()
     with pytest.raises(RequestError, match=r"compared is a comparison, reported in .*report\.html"):
-        past.load(tmp_path / "compared")
+        records.load(tmp_path / "compared")
 
 
 def test_replicas_with_batch_statistics_of_their_own_are_another_model(tmp_path: Path) -> None:
-    told = dict.fromkeys(["flops_a_step", "bytes_a_step", "busy_processors", "joules_a_step"])
-    told |= {"step_s": [1.0], "phase_s": {}, "ranks": 1, "peak_memory_bytes": {"host": 1, "device": None}}
+    told = dict.fromkeys(["flops_a_step", "matrix_flops_per_s", "bytes_a_step", "busy_processors", "joules_a_step"])
+    told |= {"step_s": [1.0], "phase_s": {}, "ranks": 1, "warm_up": 3}
+    told |= {"peak_memory_bytes": {"host": 1, "device": None}}
     found = []
     for name, devices, kind, micro in [
         ("a", 1, "sync", 1),
@@ -449,60 +432,48 @@ def test_replicas_with_batch_statistics_of_their_own_are_another_model(tmp_path:
         ("d", 1, "sync", 2),
     ]:
         chosen = {"devices": devices, "batchnorm": kind}
-        start = {"event": "start", "steps_per_epoch": 1, "chosen": chosen}
-        start |= {"plan": {"global_size": 4, "accumulation": micro}}
-        run = tmp_path / name / "trial" / "run"
-        run.mkdir(parents=True)
-        loss = 2.0 + (1e-5 if name != "a" else 0)
-        lines = (start, {"event": "step", "step": 1, "loss": loss})
-        (run / "steps.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        cell = Cell(name=name, flags=(), config=RunConfig())
-        trial = Trial(told=told, seconds=1.0)
-        found.append(Series(cell, tmp_path / name, trial, races=[[1.0, 1.1], [1.0, 1.1]]))
-    same = {each.name: each.same_model for each in rows.rows(found)}
+        start = {"plan": {"global_size": 4, "accumulation": micro}, "steps_per_epoch": 1, "chosen": chosen}
+        each = Series(Cell(name=name, flags=(), config=RunConfig()), tmp_path, Trial(told=told, seconds=1.0))
+        each.races = [[1.0, 1.1], [1.0, 1.1]]
+        each.__dict__["record"] = Record(start=start, losses={1: 2.0 + (1e-5 if name != "a" else 0)})
+        found.append(each)
+    same = {each.name: each.same_model for each in rows.of_series(found)}
     assert same == {"a": True, "b": True, "c": False, "d": False}
     assert rounds.base_of([found[2], found[1]]) is found[1], "the first that is the model of one device"
     assert rounds.base_of([found[2]]) is found[2]
     exact = RunConfig(precision=PrecisionConfig(name="fp64"))
-    double = [replace(each, cell=replace(each.cell, config=exact)) for each in found[:2]]
-    assert [each.same_model for each in rows.rows(double)] == [True, False], "rounding explains less of fp64"
+    for each in found:
+        each.cell = replace(each.cell, config=exact)
+    assert [each.same_model for each in rows.of_series(found[:2])] == [True, False], "rounding explains less of fp64"
 
 
 def test_a_race_in_which_one_failed_at_once_leaves_the_others_in(tmp_path: Path) -> None:
     (tmp_path / "race.json").write_text('{"failed": {"b": "out of memory"}, "rates": {}}')
     living = [Series(Cell(name=name, flags=()), tmp_path / name) for name in "abc"]
-    rounds._race(living, lambda cell, folder: (), tmp_path, 1)
+    rounds._race([living], lambda cell, folder: (), tmp_path, 1)
     assert [each.failed for each in living] == ["", "out of memory", ""]
     assert [each.races for each in living] == [[], [], []]
 
 
 @pytest.mark.parametrize(("step_s", "epoch"), [(0.02, 6), (0.025, 6), (0.005, 21), (0.2, 3), (0.05, None)])
-def test_turns_time_each_step_of_an_epoch_as_often(
-    step_s: float, epoch: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(records, "start", lambda _: {"steps_per_epoch": epoch})
-    steps = rounds._steps_of_turn(
-        Series(Cell(name="a", flags=()), tmp_path, Trial(told={"step_s": [step_s]}, seconds=1))
-    )
-    turns = range(epoch or 1)
+def test_turns_time_each_step_of_an_epoch_as_often(step_s: float, epoch: int | None) -> None:
+    found = series("a", [], trial=Trial(told={"step_s": [step_s]}, seconds=1))
+    found.record.start["steps_per_epoch"] = epoch
+    steps, turns = found.turn_steps, range(epoch or 1)
     timed = [(turn * (steps + 1) + step) % (epoch or 1) for turn in turns for step in range(1, steps + 1)]
     assert {timed.count(each) for each in range(epoch or 1)} == {steps}
     assert 0.1 <= steps * step_s + 1e-9 < 0.1 + 4 * step_s
 
 
-def test_a_budget_that_does_not_hold_the_trials_is_refused_before_they_are_all_made(tmp_path: Path) -> None:
-    able = [Series(Cell(name=name, flags=()), tmp_path / name) for name in "abc"]
-    made: list[str] = []
-
-    def refused(cell: Cell, folder: Path) -> Words:
-        made.append(cell.name)
-        return ("no-such-verb",)
-
-    for each in able[:2]:  # made before, by a command that was stopped
-        (tmp_path / each.cell.name / "trial").mkdir(parents=True)
-        told = vars(training((9, 2.0, 0.5))) | {"seconds": 50.0}
-        (tmp_path / each.cell.name / "trial" / "trial.json").write_text(json.dumps(told))
+def test_a_budget_that_holds_no_race_is_refused_and_what_was_tried_is_kept(tmp_path: Path) -> None:
+    cells = [Cell(name=name, flags=()) for name in "ab"]
+    for cell in cells:  # made before, by a command that was stopped
+        run = _run(tmp_path / cell.name / "trial" / "run")
+        (run / "steps.jsonl").write_text('{"event": "start", "plan": {}, "steps_per_epoch": 3}\n')
+        measured = {"step_s": [0.1] * 4, "peak_memory_bytes": {"host": 1, "device": None}}
+        (run.parent / "trial.json").write_text(
+            json.dumps(vars(Trial(told=measured, seconds=50.0, to_first_step_s=1.0)))
+        )
     plan = rounds.Plan(budget_s=40, width=0.02)
-    with pytest.raises(RequestError, match=r"--budget 40s is too small: trying 1 of 3 variants took 0 s; give 101s"):
-        rounds.run([each.cell for each in able], refused, tmp_path, plan, lambda _: None)
-    assert made == ["a"], "which is asked for its words, and was not run again"
+    with pytest.raises(RequestError, match=r"--budget 40s is too small: trying each variant took 100 s, and a race"):
+        rounds.run(cells, lambda cell, folder: ("no-such-verb",), tmp_path, plan, lambda _: None)

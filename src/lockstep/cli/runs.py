@@ -1,14 +1,11 @@
-"""`lockstep runs [FOLDER]`: the runs of a folder as a table, and a report of several."""
+"""`lockstep runs`: the runs of a folder as a table."""
 
 from __future__ import annotations
 
 import webbrowser
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from ..compare import past
-from ..compare.past import Run
+from ..compare import records
 from ..errors import RequestError
 from ..runs import folders
 from ..screen import Screen
@@ -34,38 +31,33 @@ def main(given: list[str]) -> int:
     for folder in given_folders:
         if not folder.is_dir():
             raise RequestError(f"{folder} is not a folder; give folders that have runs.")
-    found = [run for folder in given_folders for run in past.below(folder)]
+    found = [run for folder in given_folders for run in records.below(folder)]
     reports = sorted(page for folder in given_folders for page in folder.glob("*/report.html"))
     if not found and not reports:
         raise RequestError(f"There are no runs in {', '.join(map(str, given_folders))}.")
+    rows = []
+    for run, options in zip(found, records.differing(found), strict=True):
+        named = [(key, ",".join(map(str, it)) if isinstance(it, list) else it) for key, it in options.items()]
+        top1, rate, date = run.summary.get("top1"), run.samples_per_s, str(run.manifest.get("date", ""))
+        rows.append(
+            [
+                *(run.name, date[:16].replace("T", " "), str(run.manifest.get("host", ""))),
+                " ".join(f"{key}={value}" for key, value in named),
+                "" if top1 is None else f"{top1:.2%}",
+                "" if rate is None else f"{rate:,.0f}",
+                run.state,
+            ]
+        )
     with output.written():
         screen = Screen()
-        if found:
-            screen.table(_HEADS, map(_cells, found, past.differing(found)), texts=4)
+        if rows:
+            screen.table(_HEADS, rows, texts=4)
         for run in found:
             if run.trouble:
                 screen.say((f"{run.name}: {run.trouble}", "dim"))
         for page in reports:
             screen.say((f"comparison: {page}", "dim"))
-    if asked.get("--open"):
-        ended = [run for run in found if run.samples_per_s]
-        page = compare.report_of([run.folder for run in ended], None)
+    if "--open" in asked:
+        page = compare.report_of([run.folder for run in found if run.samples_per_s], None)
         webbrowser.open(page.resolve().as_uri())
     return 0
-
-
-def _cells(run: Run, differ: Mapping[str, Any]) -> list[str]:
-    top1, rate = run.summary.get("top1"), run.samples_per_s
-    return [
-        run.name,
-        str(run.manifest.get("date", ""))[:16].replace("T", " "),
-        str(run.manifest.get("host", "")),
-        " ".join(f"{key}={_short(value)}" for key, value in differ.items()),
-        "" if top1 is None else f"{top1:.2%}",
-        "" if rate is None else f"{rate:,.0f}",
-        run.state,
-    ]
-
-
-def _short(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,129 +1,132 @@
-"""What `compare` and `forecast` share: one job with flags that vary, and the folder that keeps what was measured."""
+"""Shared by `compare` and `forecast`: the job, its flags and folder."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from .. import hardware
 from ..compare.grid import Cell, Words
+from ..compare.records import json_of
 from ..config.options import recipes
 from ..config.schema import RunConfig
-from ..errors import RequestError
-from ..files import parse_json, read, understanding, write_json
+from ..errors import RequestError, Stopped
+from ..files import shown, write_json
+from ..launchers.table import visible_gpus
 from ..runs import folders
 from ..screen import Screen, line
 from ..versions import version_of
-from . import flags, run
-from .train import check, preflight
-
-BUSY = 0.15
-"""Share of the processors that other programs use, from which on that is told."""
+from . import flags, run, words
+from .train import check
 
 
 class Job:
-    """What all variants have: the command's own words."""
+    """The job of all variants, as the words of a command."""
 
-    def __init__(self, given: Sequence[str], script: Sequence[str], *, prog: str) -> None:
-        named = {word.partition("=")[0] for word in given} & {"--config", "--model", "--data"}
-        if not script and not named and all(word.startswith("-") for word in given[:1]):
+    def __init__(self, given: list[str], own: Mapping[str, type], *, prog: str) -> None:
+        """Take the words of the command `prog`, whose flags are `own`."""
+        switches = [name for name, kind in own.items() if kind is bool]
+        self.is_script = run.names_script(given, switches)
+        ours, self._script = run.split(given, switches) if self.is_script else (given, [])
+        self.asked, self.given = words.take(ours, {**own, "--output": str})
+        """Values of the flags `own`, and the other words before a script."""
+        self.is_weak, self._prog = self.asked.get("--scaling") == "weak", prog
+        named = {word.partition("=")[0] for word in self.given} & {"--config", "--model", "--data"}
+        if not self.is_script and not named and all(word.startswith("-") for word in self.given[:1]):
             raise RequestError(f"{prog} lacks a job: give a recipe ({', '.join(recipes())}), or a script.")
-        self._prog = prog
-        self._given = flags.without([*given], ("output",))
-        self._script = tuple(script)
-        output = flags.parse([*given], prog=prog, check=_anything) if not script else None
-        self.output = output.record.output if output else run.asked([*given, *script], prog=prog)[0].record.output
+        if (scaling := self.asked.get("--scaling", "strong")) not in ("strong", "weak"):
+            raise RequestError(f"--scaling {scaling}: give strong (one global batch) or weak (one batch a device).")
 
-    def check_value(self, words: Words) -> None:
-        """Raise `RequestError` for a flag whose value can never be one, whatever else is asked for."""
-        preflight(flags.parse([*words], prog=self._prog, base=RunConfig(), check=_anything))
-
-    def config(self, more: Words) -> RunConfig:
-        """Return the config of the job with more flags. Raises `RequestError` where it cannot be."""
-        if self._script:
-            config, _ = run.asked([*self._given, *more, *self._script], prog=self._prog)
-        else:
-            config = flags.parse([*self._given, *more], prog=self._prog)
-            check(config)
-        return dataclasses.replace(config, record=dataclasses.replace(config.record, output=self.output))
+    def config(self, more: Words = ()) -> RunConfig:
+        """Return the job's config with more flags; raises `RequestError`."""
+        if self.is_script:
+            return run.asked([*self.given, *more, *self._script], prog=self._prog)[0]
+        config = flags.parse([*self.given, *more], prog=self._prog)
+        check(config)
+        return config
 
     def command(self, cell: Cell, folder: Path) -> Words:
-        """Return the words of the cell's command that is measured: it writes to this folder, and evaluates nothing."""
-        return self._words(cell, folder, *(() if self._script else ("--eval-every", str(10**9))))
+        """Return the command to measure: it writes here, and evaluates nothing."""
+        never = () if self.is_script else ("--eval-every", str(10**9))
+        return self._with(*cell.flags, "--output", str(folder), *never)
 
     def training(self, cell: Cell, folder: Path, seed: int) -> Words:
-        """Return the words of a whole training of the cell's."""
-        return self._words(cell, folder, "--seed", str(seed), "--resume", "auto")
-
-    def _words(self, cell: Cell, folder: Path, *more: str) -> Words:
-        return self._with(*cell.flags, "--output", str(folder), *more)
-
-    def _with(self, *more: str) -> Words:
-        return ("run" if self._script else "train", *self._given, *more, *self._script)
+        """Return the command of a whole training of the cell's."""
+        return self._with(*cell.flags, "--output", str(folder), "--seed", str(seed), "--resume", "auto")
 
     def shown(self, flags: Sequence[str] = ()) -> list[str]:
-        """Return the command as a person would give it, with what varies."""
+        """Return the command as a person would give it, with more flags."""
         return ["lockstep", *self._with(*flags)]
 
+    def _with(self, *more: str) -> Words:
+        return ("run" if self.is_script else "train", *self.given, *more, *self._script)
 
-def _anything(names: Any, config: RunConfig) -> None:
-    """Nothing is refused yet: what varies is not there."""
+    def folder(self, kind: str, plan: Mapping[str, Any]) -> Path:
+        """Return the folder of this comparison or forecast (`kind`).
 
-
-def scaling(text: str) -> bool:
-    """Return whether scaling is weak. Raises `RequestError` for another word than strong or weak."""
-    if text not in ("strong", "weak"):
-        raise RequestError(f"--scaling {text}: give strong (one global batch) or weak (one batch a device).")
-    return text == "weak"
-
-
-def folder_of(base: RunConfig, kind: str, plan: Mapping[str, Any]) -> Path:
-    """Return the folder of a comparison or forecast (`kind`), which may hold a part of it already.
-
-    Raises `RequestError` where it holds another `plan`, or something else.
-    """
-    asked = base.record.output
-    path = folders.fresh(f"{folders.default_name(base)}-{kind}") if asked is None else asked
-    file = path / "plan.json"
-    try:
-        if file.exists():
-            with understanding(file):
-                before = parse_json(read(file))
-            if before != plan:
+        It may hold a part already. Raises `RequestError` where it holds another `plan`, measurements of another
+        machine, or something else.
+        """
+        asked = self.asked.get("--output")
+        path = Path(asked) if asked else folders.fresh(f"{folders.default_name(self.config())}-{kind}")
+        machine = [platform.node(), *(f"{version_of(name)}" for name in ("lockstep-torch", "torch"))]
+        plan = {"job": self.shown(), **plan, "machine": machine}
+        with kept_in(path):
+            before = json_of(path / "plan.json")
+            if before and before != plan:
                 raise RequestError(f"--output {path} holds another {kind}; give another folder.")
-        elif asked is not None and path.is_dir() and any(path.iterdir()):
-            raise RequestError(f"--output {path} holds something else; give another folder.")
-        path.mkdir(parents=True, exist_ok=True)
-        if not file.exists():
-            write_json(file, plan)
-    except OSError as error:
-        raise folders.unwritable(path, error) from error
-    return path
-
-
-def machine() -> list[str]:
-    """Return what makes numbers of one folder comparable beside the job: the host, and what has run it."""
-    return [platform.node(), *(f"{version_of(name)}" for name in ("lockstep-torch", "torch"))]
-
-
-def busy(screen: Screen, what: str) -> float:
-    """Return the share of the processors that other programs use now; say where that widens `what`."""
-    share: float = psutil.cpu_percent(0.5) / 100
-    if share > BUSY:
-        screen.say((f"warning: other programs use {share:.0%} of the processors; {what} will be wider", "yellow"))
-    return share
+            if not before and asked and path.is_dir() and any(path.iterdir()):
+                raise RequestError(f"--output {path} holds something else; give another folder.")
+            path.mkdir(parents=True, exist_ok=True)
+            if not before:
+                write_json(path / "plan.json", plan)
+        return path
 
 
 @contextlib.contextmanager
-def telling(screen: Screen) -> Iterator[Any]:
-    """Yield what says what is being done: in one line that changes, or line by line where nobody watches."""
+def kept_in(folder: Path) -> Iterator[None]:
+    """Say how to go on where the block is stopped, or cannot write."""
+    try:
+        yield
+    except (KeyboardInterrupt, Stopped):
+        raise Stopped(
+            f"Stopped on request; start the same command with --output {shown(folder)} to go on where it was."
+        ) from None
+    except OSError as error:
+        raise folders.unwritable(folder, error) from error
+
+
+def whole_number(name: str, text: str | None) -> int | None:
+    """Return the number; raises `RequestError` unless it is whole and positive."""
+    if text is not None and not (text.isdecimal() and int(text)):
+        raise RequestError(f"{name} {text}: give a whole number of 1 or more.")
+    return None if text is None else int(text)
+
+
+def machine() -> str:
+    """Return this machine's processors and GPUs in words."""
+    facts = hardware.survey(visible_gpus())
+    gpus = Counter(gpu.name for gpu in facts.gpus)
+    return ", ".join([f"{facts.cpus} × {facts.cpu_name}", *(f"{count} × {name}" for name, count in gpus.items())])
+
+
+def made() -> str:
+    """Return when a report was made, and by which command."""
+    return f"Made {time.strftime('%Y-%m-%d %H:%M')} by: {shlex.join(['lockstep', *sys.argv[1:]])}"
+
+
+@contextlib.contextmanager
+def telling(screen: Screen) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows progress: in one line of a terminal."""
     if screen.is_terminal:
         with screen.status("") as status:
             yield lambda phrase: status.update(line(phrase))
-        return
-    yield screen.say
+    else:
+        yield screen.say

@@ -1,14 +1,11 @@
-"""Variants of one job, run side by side: which way is best on this hardware, and why.
+"""Variants of one job, measured side by side; forecasts for more devices.
 
 grid       the variants that were asked for, and those that cannot be
-measured   one of them in a rank, watched: what its steps cost, and where their time goes (energy, matrix)
-trials     one of them as a command of its own; what became of it, on the disk
+measured   one of them in a rank, watched: what its steps cost, and where their time goes (clock)
+trials     one of them as a command in a folder, which keeps what became of it
 race       several that live at the same time, and run by turns
-rounds     the course of a comparison: trials, then races, until the ratios are known well enough
-numbers    a ratio, and the interval that holds it
-whole      whole trainings of each variant
-rows       the table that comes of it; past, the same of runs that have ended, and their list; records, one run's own
-answer     the recommendation in words
-report     what is written down, with its charts
-forecast   what more devices would buy: timeline (one step), networks (links), profiler (where a step exchanges)
+rounds     a comparison: trials, races until the ratios are known well enough (numbers), whole trainings
+records    what a run's folder tells, and runs that were made before
+rows       the table that comes of it; answer, the recommendation in words; report, what is written (tables, charts)
+forecast   what more devices would bring: timeline (one step), networks (links)
 """

@@ -1,38 +1,35 @@
-"""Charts as SVG: text that can be selected, colours of the page around it, readable without it.
+"""Bar and line charts as SVG, in the colours of the page around.
 
-Sizes are in units of the drawing, which scales to the width that there is.
+Sizes are in units of the drawing, which scales to the available width.
 """
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple
 
-_WIDTH = 720
-_LEFT, _RIGHT, _TOP, _BOTTOM = 150, 70, 12, 40
-_BAR, _GAP = 22, 10
-_HEIGHT = 260
-_LETTER = 7.2
+from .numbers import Interval
+
+_WIDTH, _HEIGHT, _LEFT, _ROW = 720, 260, 64, 44
+_POINTS, _FEW = 400, 12
+"""Points of a line that are drawn at most, and up to how many each has a dot and a number below."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c7a00", "#666666")
 """Okabe and Ito's, which people with any colour vision tell apart; the seventh is darkened for white paper."""
 STYLE = (
-    "text{font:13px system-ui,sans-serif;fill:currentColor}.axis{stroke:currentColor;opacity:.35}"
-    ".grid{stroke:currentColor;opacity:.12}.whisker{stroke:currentColor;stroke-width:1.5}"
+    "text{font:13px system-ui,sans-serif;fill:currentColor}.grid{stroke:currentColor;opacity:.2}"
+    ".whisker{stroke:currentColor;stroke-width:1.5;fill:none}"
     ".ideal{stroke:currentColor;stroke-dasharray:4 4;opacity:.6;fill:none}"
 )
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A bar of a chart: its name, its parts by what they are, its interval where there is one, and what it says."""
+class Bar(NamedTuple):
+    """A bar of several parts, with the interval of their sum where known."""
 
     name: str
     parts: Mapping[str, float]
-    says: str
-    low: float | None = None
-    high: float | None = None
+    interval: Interval | None = None
 
     @property
     def length(self) -> float:
@@ -40,139 +37,96 @@ class Bar:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a chart: its name and its points (x, y)."""
+class Line(NamedTuple):
+    """A line through points (x, y)."""
 
     name: str
     points: Sequence[tuple[float, float]]
 
 
 def bars(title: str, given: Sequence[Bar], unit: str) -> str:
-    """Return a chart of horizontal bars; parts have one colour each, and a key where there are several."""
+    """Return a chart of horizontal bars, one colour a part; "" without bars."""
+    given = [bar for bar in given if bar.length > 0]
     kinds = list(dict.fromkeys(kind for bar in given for kind in bar.parts))
-    key = len(kinds) > 1
-    top = _TOP + 24 * key
-    height = top + len(given) * (_BAR + _GAP) + _BOTTOM
-    most = max([*(bar.high or bar.length for bar in given), 0.0]) or 1.0
-    ticks = _ticks(0, most)
-    scale = (_WIDTH - _LEFT - _RIGHT) / max(most, ticks[-1])
-    drawn = _key(kinds) if key else []
-    for tick in ticks:
-        x = _LEFT + tick * scale
-        drawn.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - _BOTTOM}"/>')
-        drawn.append(f'<text x="{x:.1f}" y="{height - _BOTTOM + 18}" text-anchor="middle">{_short(tick)}</text>')
-    drawn.append(f'<text x="{_LEFT}" y="{height - 6}">{html.escape(unit)}</text>')
-    for number, bar in enumerate(given):
-        y = top + number * (_BAR + _GAP) + _GAP / 2
-        middle = y + _BAR / 2 + 4.5
-        drawn.append(f'<text x="{_LEFT - 8}" y="{middle:.1f}" text-anchor="end">{html.escape(_cut(bar.name))}</text>')
-        x = float(_LEFT)
+    drawn, top = _key(kinds) if len(kinds) > 1 else ([], 0)
+    known = [bar.interval if bar.interval and bar.interval.low > 0 else None for bar in given]
+    longest = max(
+        (max(bar.length, held.high if held else 0) for bar, held in zip(given, known, strict=True)), default=1
+    )
+    for number, (bar, held) in enumerate(zip(given, known, strict=True)):
+        x, y = 0.0, top + number * _ROW + 20
+        drawn.append(_text(0, y - 5, f"{bar.name}: {_short(bar.length)} {unit}"))
         for kind, length in bar.parts.items():
-            colour = COLOURS[kinds.index(kind) % len(COLOURS)] if key else COLOURS[0]
-            wide = max(0.0, length * scale)
-            told = html.escape(f"{bar.name}: {kind} {_short(length)} {unit}" if key else f"{bar.name}: {bar.says}")
-            drawn.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{_BAR}" fill="{colour}">'
-                f"<title>{told}</title></rect>"
-            )
+            wide = length / longest * _WIDTH
+            colour, hint = COLOURS[kinds.index(kind) % len(COLOURS)], escape(f"{kind} {_short(length)} {unit}")
+            size = f'x="{x:.1f}" y="{y}" width="{wide:.1f}" height="18"'
+            drawn.append(f'<rect {size} fill="{colour}"><title>{hint}</title></rect>')
             x += wide
-        if bar.low is not None and bar.high is not None:
-            low, high = (_LEFT + each * scale for each in (bar.low, bar.high))
-            line = y + _BAR / 2
-            whisker = f"M{low:.1f} {line - 5}v10m0 -5H{high:.1f}m0 -5v10"
-            drawn.append(f'<path class="whisker" fill="none" d="{whisker}"/>')
-            x = max(x, high)
-        drawn.append(f'<text x="{x + 6:.1f}" y="{middle:.1f}">{html.escape(bar.says)}</text>')
-    told = "; ".join(f"{bar.name} {bar.says}" for bar in given)
-    return _svg(title, told, height, drawn)
+        if held:
+            low, high = (each / longest * _WIDTH for each in held[1:])
+            drawn.append(f'<path class="whisker" d="M{low:.1f} {y + 4}v10m0 -5H{high:.1f}m0 -5v10"/>')
+    told = "; ".join(f"{bar.name} {_short(bar.length)} {unit}" for bar in given)
+    return _svg(title, told, top + len(given) * _ROW, drawn) if given else ""
 
 
 def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal: bool = False) -> str:
-    """Return a chart of lines; `ideal` draws y = x beside them."""
-    points = [point for line in given for point in line.points if all(map(math.isfinite, point))]
-    if not points:
+    """Return a chart of the finite points of lines; "" without any. `ideal` adds y = x."""
+    thin = [Line(name, points[:: max(1, len(points) // _POINTS)]) for name, points in given]
+    finite = [Line(name, [each for each in points if all(map(math.isfinite, each))]) for name, points in thin]
+    finite = [line for line in finite if line.points]
+    if not finite:
         return ""
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    if ideal:
-        ys = [*ys, *xs, 0.0]
-    x_ticks, y_ticks = sorted(set(xs)) if ideal else _ticks(min(xs), max(xs)), _ticks(min(ys), max(ys))
-    (x_low, x_high), (y_low, y_high) = _ends(x_ticks, xs), _ends(y_ticks, ys)
-    top, left = _TOP + 24 * math.ceil(len(given) / 4), 64
-    height = top + _HEIGHT
-    wide, high = _WIDTH - left - 16, _HEIGHT - _BOTTOM
+    xs, ys = ({point[axis] for line in finite for point in line.points} for axis in (0, 1))
+    ys |= {*xs, 0.0} if ideal else set()
+    drawn, top = _key([line.name for line in finite])
+    x_low, x_span, y_low, y_span = min(xs), max(xs) - min(xs) or 1.0, min(ys), max(ys) - min(ys) or 1.0
+    wide, bottom = _WIDTH - _LEFT - 20, top + _HEIGHT
 
-    def at(x: float, y: float) -> str:
-        across, up = (x - x_low) / (x_high - x_low), (y - y_low) / (y_high - y_low)
-        return f"{left + across * wide:.1f} {top + high - up * high:.1f}"
+    def at(x: float, y: float) -> tuple[float, float]:
+        return _LEFT + (x - x_low) / x_span * wide, bottom - (y - y_low) / y_span * (_HEIGHT - 16)
 
-    drawn = _key([line.name for line in given], per_row=4)
-    for tick in y_ticks:
-        y = top + high - (tick - y_low) / (y_high - y_low) * high
-        drawn.append(f'<line class="grid" x1="{left}" x2="{left + wide}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{_short(tick)}</text>')
-    for tick in x_ticks:
-        x = left + (tick - x_low) / (x_high - x_low) * wide
-        drawn.append(f'<text x="{x:.1f}" y="{top + high + 18}" text-anchor="middle">{_short(tick)}</text>')
-    drawn.append(f'<line class="axis" x1="{left}" x2="{left + wide}" y1="{top + high}" y2="{top + high}"/>')
-    drawn.append(f'<text x="{left + wide}" y="{height - 4}" text-anchor="end">{html.escape(x_unit)}</text>')
-    drawn.append(f'<text x="4" y="{height - 4}">{html.escape(y_unit)}</text>')
+    def path(points: Sequence[tuple[float, float]]) -> str:
+        return "M" + "L".join("{:.1f} {:.1f}".format(*at(*point)) for point in points)
+
+    for tick in (y_low + y_span * part / 4 for part in range(5)):
+        y = at(x_low, tick)[1]
+        drawn.append(f'<path class="grid" d="M{_LEFT} {y:.1f}h{wide}"/>')
+        drawn.append(_text(_LEFT - 6, y + 4, _short(tick), "end"))
+    for tick in sorted(xs) if len(xs) <= _FEW else (x_low + x_span * part / 4 for part in range(5)):
+        drawn.append(_text(at(tick, y_low)[0], bottom + 18, _short(tick), "middle"))
+    drawn += [_text(_WIDTH - 20, bottom + 36, x_unit, "end"), _text(4, bottom + 36, y_unit)]
     if ideal:
-        drawn.append(f'<path class="ideal" d="M{at(x_low, x_low)}L{at(x_high, x_high)}"><title>ideal</title></path>')
-    for number, line in enumerate(given):
-        whole = [point for point in line.points if all(map(math.isfinite, point))]
-        path = "L".join(at(*point) for point in whole)
+        drawn.append(f'<path class="ideal" d="{path([(x, x) for x in sorted(xs)])}"/>')
+    for number, (name, points) in enumerate(finite):
         colour = COLOURS[number % len(COLOURS)]
-        name = html.escape(line.name)
-        drawn.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"><title>{name}</title></path>')
-        if len(whole) <= 20:
-            drawn += [
-                f'<circle cx="{at(*point).split()[0]}" cy="{at(*point).split()[1]}" r="3.5" fill="{colour}">'
-                f"<title>{name}: {html.escape(x_unit)} {_short(point[0])}, {html.escape(y_unit)} "
-                f"{_short(point[1])}</title>"
-                "</circle>"
-                for point in whole
-            ]
-    ends = [(line.name, [y for _, y in line.points if math.isfinite(y)]) for line in given]
-    told = "; ".join(f"{name} ends at {_short(ys[-1])}" for name, ys in ends if ys)
-    return _svg(title, told, height, drawn)
+        style = f'fill="none" stroke="{colour}" stroke-width="2"'
+        drawn.append(f'<path d="{path(points)}" {style}><title>{escape(name)}</title></path>')
+        dots = [at(*point) for point in points] if len(points) <= _FEW else []
+        drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in dots]
+    told = "; ".join(f"{name} ends at {_short(points[-1][1])}" for name, points in finite)
+    return _svg(title, told, bottom + 44, drawn)
 
 
 def _svg(title: str, told: str, height: float, drawn: Sequence[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" '
-        f'aria-label="{html.escape(f"{title}: {told}")}"><style>{STYLE}</style>{"".join(drawn)}</svg>'
-    )
+    size = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}"'
+    label = f'role="img" aria-label="{escape(f"{title}: {told}")}"'
+    return f"<svg {size} {label}><style>{STYLE}</style>{''.join(drawn)}</svg>"
 
 
-def _key(kinds: Sequence[str], per_row: int = 5) -> list[str]:
-    drawn, step = [], (_WIDTH - 16) / per_row
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _key(kinds: Sequence[str]) -> tuple[list[str], int]:
+    """Return a key of the colours, and its height."""
+    drawn = []
     for number, kind in enumerate(kinds):
-        x, y = 8 + number % per_row * step, 12 + number // per_row * 22
-        colour = COLOURS[number % len(COLOURS)]
-        drawn.append(f'<rect x="{x:.1f}" y="{y - 9}" width="12" height="12" fill="{colour}"/>')
-        drawn.append(f'<text x="{x + 17:.1f}" y="{y + 2}">{html.escape(_cut(kind))}</text>')
-    return drawn
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return four to eight round numbers that span from low to high."""
-    span = (high - low) or abs(high) or 1.0
-    step = 10 ** math.floor(math.log10(span / 4))
-    step *= next(factor for factor in (1, 2, 2.5, 5, 10) if span / (step * factor) <= 6)
-    first = math.floor(low / step + 1e-9)
-    return [step * number for number in range(first, math.ceil(high / step - 1e-9) + 1)]
-
-
-def _ends(ticks: Sequence[float], given: Sequence[float]) -> tuple[float, float]:
-    low, high = min([*ticks, *given]), max([*ticks, *given])
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+        drawn.append(
+            f'<rect x="8" y="{3 + 20 * number}" width="12" height="12" fill="{COLOURS[number % len(COLOURS)]}"/>'
+        )
+        drawn.append(_text(26, 14 + 20 * number, kind))
+    return drawn, 20 * len(kinds) + 8
 
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
-
-
-def _cut(name: str) -> str:
-    most = int((_LEFT - 12) / _LETTER)
-    return name if len(name) <= most else f"{name[: most - 1]}…"

@@ -1,84 +1,124 @@
-"""How long steps last, and the phases in them: by the device's own time, since the host runs ahead of a GPU."""
+"""Seconds of steps and of phases in them, by the device's own clock."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-def moments(on_gpu: bool) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """Return what tells this moment, and what tells the seconds between two.
-
-    On a GPU a moment is an event of its stream, and it has to be over before seconds are asked for.
-    """
-    if not on_gpu:
-        return time.perf_counter, lambda begin, end: float(end - begin)
-    import torch
-
-    def now() -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    return now, lambda begin, end: float(begin.elapsed_time(end) / 1000)
+_FLOAT64_BYTES = 8
+"""Of a number that SyncBatchNorm exchanges."""
 
 
 class Clock:
-    """Seconds of steps, and of the phases in them; what lies between an epoch's end and the next is left out."""
+    """Times steps and their marks, without the time between epochs.
+
+    Marks are ends of phases, or points that an exchange needs. The host runs ahead of a GPU: that has its own events.
+    """
 
     def __init__(self, *, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
-        self._now, self._between = moments(on_gpu)
         self.restart()
 
     def restart(self) -> None:
-        """Forget all, and begin a step now."""
-        self._marks: list[tuple[str | None, bool, Any]] = []
-        """(the phase that is over, whether the step is, when); no phase where a step begins."""
-        self._whole = 0
+        """Forget all steps, and begin one now."""
+        self._steps: list[list[tuple[Any, Any]]] = []
         self.go_on()
 
     def go_on(self) -> None:
-        """Begin the step now: what was since the last one's end is none of it."""
-        del self._marks[self._whole :]
-        self._marks.append((None, False, self._now()))
+        """Begin a step now; drop the time since the last one."""
+        self._marks: list[tuple[Any, Any]] = [(None, self._now())]
 
-    def note(self, phase: str) -> None:
-        """Take note that a phase is over."""
-        self._marks.append((phase, False, self._now()))
+    def mark(self, label: Any) -> None:
+        """Mark the end of `label`."""
+        self._marks.append((label, self._now()))
 
-    def end_step(self, phase: str) -> None:
-        """End a step, in this phase, and begin the next one."""
-        self._marks.append((phase, True, self._now()))
-        self._whole = len(self._marks)
+    def end_step(self, label: Any = None) -> None:
+        """End a step, and `label` in it; begin the next step."""
+        self.mark(label)
+        self._steps.append(self._marks)
+        self._marks = self._marks[-1:]
 
     @property
     def step_s(self) -> list[float]:
-        """Of each step that is over."""
-        return self._read()[0]
+        """Seconds of each step that is over."""
+        return [sum(seconds for _, seconds in step) for step in self._read()]
 
     @property
-    def phase_s(self) -> dict[str, float]:
-        """Of each phase, in all steps that are over."""
-        return self._read()[1]
+    def phase_s(self) -> dict[Any, float]:
+        """Seconds of each label in all steps that are over."""
+        found: defaultdict[Any, float] = defaultdict(float)
+        for label, seconds in itertools.chain(*self._read()):
+            found[label] += seconds
+        return {**found}
 
-    def _read(self) -> tuple[list[float], dict[str, float]]:
+    def profile(self) -> dict[str, Any]:
+        """Return a step's labels ("points") and the "seconds" between: (steps, points + 1).
+
+        Steps with other labels than most are left out.
+        """
+        steps = self._read()
+        paths = [[label for label, _ in step[:-1]] for step in steps]
+        points = max(paths, key=paths.count)
+        seconds = [[each for _, each in step] for step, path in zip(steps, paths, strict=True) if path == points]
+        return {"points": points, "seconds": seconds}
+
+    def _read(self) -> list[list[tuple[Any, float]]]:
+        """Return the labels of each step, and the seconds up to each."""
         if self._on_gpu:
             import torch
 
             torch.cuda.synchronize()
-        steps: list[float] = []
-        phases: defaultdict[str, float] = defaultdict(float)
-        begun = since = None
-        for phase, is_end, at in self._marks[: self._whole]:
-            if phase is None:
-                begun = at
-            else:
-                phases[phase] += self._between(since, at)
-            if is_end:
-                steps.append(self._between(begun, at))
-                begun = at
-            since = at
-        return steps, phases
+        return [
+            [(label, self._seconds(begin, end)) for (_, begin), (label, end) in itertools.pairwise(marks)]
+            for marks in self._steps
+        ]
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
+
+
+def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -> None:
+    """Have the clock mark where a step meets exchanges between ranks.
+
+    A mark is (kind, bytes that a rank gives to the exchange, a number that tells parameters apart).
+    """
+    from torch import nn
+
+    from ..nn.sync_batchnorm import SyncBatchNorm
+    from .timeline import GATHER, GRADIENT, REDUCE
+
+    def marking(kind: str, size_bytes: int, number: int = -1) -> Any:
+        return lambda *_: clock.mark((kind, size_bytes, number))
+
+    def before_norm(module: SyncBatchNorm, _: Any) -> None:
+        if module.training:  # mean, variance, count
+            marking(GATHER, (2 * module.num_features + 1) * _FLOAT64_BYTES)()
+
+    def after_norm(module: SyncBatchNorm, _: Any, output: Tensor) -> None:
+        if module.training and output.requires_grad:
+            kind = REDUCE if on_gpu else GATHER  # as nn/cuda_kernels.py and nn/cpu_kernels.py have it
+            output.register_hook(marking(kind, 2 * module.num_features * _FLOAT64_BYTES))  # type: ignore[no-untyped-call]
+
+    held = nn.ModuleList(models)  # so that what models share is seen once
+    for module in held.modules():
+        if isinstance(module, SyncBatchNorm):
+            module.register_forward_pre_hook(before_norm)
+            module.register_forward_hook(after_norm)
+    for number, each in enumerate(held.parameters()):
+        if each.requires_grad:
+            each.register_post_accumulate_grad_hook(marking(GRADIENT, each.nbytes, number))  # type: ignore[no-untyped-call]

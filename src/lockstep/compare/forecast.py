@@ -1,46 +1,49 @@
-"""Forecast step time and speed-up on N devices from one rank's share, measured here, and a cluster that is described.
+"""Forecast step times on N devices from one rank's share and a described cluster.
 
 For each number of devices in a selection the first rank's share of the job is run here alone, twice, in processes of
-its own (`measured.Share`); shares between these are interpolated. `timeline` says what N such ranks come to. The error
-bar holds a step's time with 90 %: how much a process's steps differ from the next one's (a prediction interval of all
-processes that were run), and how good the links are, taken together as independent errors are.
+its own (`measured.measure_share`); shares between these are interpolated. `timeline` says what N such ranks come to.
+The error bar holds a step's time with 90 %: how much a process's steps differ from the next one's (a prediction
+interval of all processes that were run), and how good the links are, taken together as independent errors are.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import RequestError, RunError
-from . import numbers, records, timeline, trials
-from .grid import Cell, Words
+from ..files import write_json, write_whole
+from . import charts, networks, numbers, records, tables, timeline, trials
+from .grid import Words
 from .networks import Links
 from .numbers import Interval
+from .records import Record
+from .tables import Column
 from .timeline import FREE, GRADIENT, Link, Network, Point, Profile
 from .trials import Trial
 
 CONFIDENCE = 0.9
 """That an error bar holds the time."""
-PASSES = 2
-_MOST_MEASURED = 5
-_LIMIT_S = 600.0
+PASSES, _MOST_MEASURED, _LIMIT_S = 2, 5, 600.0
 _APART = 1.5
 """Times as long as in another process, from which on a step's time is doubted."""
 _FACTORS = (1e-4, 1e4)
 """By which a link may be another than the one that it is fitted from."""
 LOSSES = ("smaller shares", "the slowest rank", "the network's rate", "the network's latency")
 """What keeps N devices from being N times as fast."""
+JSON, MARKDOWN, SVG = "forecast.json", "forecast.md", "scaling.svg"
 
 
-@dataclass(frozen=True)
-class Share:
-    """What was measured of the first rank of so many, which has the profile's samples of each step."""
+class Share(NamedTuple):
+    """Measured steps of the first of so many ranks."""
 
     ranks: int
     profile: Profile
@@ -50,24 +53,38 @@ class Share:
     """The most that a rank held: on the GPU where it has one, else of its process."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What the job is, whatever the devices."""
+class Job(NamedTuple):
+    """The job, whatever the devices; None for what nothing tells."""
 
     batch: int
     steps_per_epoch: int | None
     epochs: int | None
-    """None where neither the job nor its record tells."""
     on_gpu: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """What so many devices come to."""
+class Cluster(NamedTuple):
+    """The devices and links that would run the job.
+
+    `price` is of a device and hour; if `is_weak`, each device has as many samples as one has now.
+    """
+
+    between: Links
+    within: Links
+    per_node: int
+    price: float | None = None
+    is_weak: bool = False
+
+    def network(self, quality: int, *, has_trees: bool) -> Network:
+        """Return the network at worst (0), in the middle (1), at best (2)."""
+        between, within = self.between[quality], self.within[quality]
+        return Network(between=between, within=within, per_node=self.per_node, has_trees=has_trees)
+
+
+class Forecast(NamedTuple):
+    """Step time, speed-up and cost on so many devices."""
 
     devices: int
     share: int
-    """Samples of a step that the fullest rank has."""
     step_s: Interval
     speed_up: Interval
     """Of samples a second, over one device."""
@@ -78,9 +95,9 @@ class Forecast:
     memory_bytes: float
     """Of a device."""
     bytes_a_step: int
-    losses_s: dict[str, float] = field(default_factory=dict)
+    losses_s: dict[str, float]
     """Of a step, by `LOSSES`: with an N-th of one device's step they sum to it."""
-    dp_speed_up: float | None = None
+    dp_speed_up: float | None
     """Under dp instead; None where that cannot be."""
 
     @property
@@ -95,29 +112,25 @@ class Forecast:
         return name if seconds > 0.02 * self.step_s.middle else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """What would run it."""
-
-    between: Links
-    within: Links
-    per_node: int
-    price: float | None = None
-    """Of a device and hour."""
-    is_weak: bool = False
-    """Whether each device has as many samples as one has now."""
-
-    def network(self, quality: int, *, has_trees: bool) -> Network:
-        """Return the network as it is at worst (0), in the middle (1) or at best (2)."""
-        return Network(
-            between=self.between[quality], within=self.within[quality], per_node=self.per_node, has_trees=has_trees
-        )
+COLUMNS = (
+    Column("devices", "devices", "{:,}"),
+    Column("share", "share", "{:,}"),
+    Column("step, ms (90 %)", lambda row: row.step_s.times(1000), "{:.3g}"),
+    Column("samples/s", "samples_per_s", "{:,.0f}"),
+    Column("speed-up (90 %)", "speed_up", "{:.3g}"),
+    Column("efficiency", "efficiency", "{:.0%}"),
+    Column("epoch, s", "epoch_s", "{:.3g}"),
+    Column("memory", "memory_bytes", tables.gib),
+    Column("cost", "cost", "{:,.2f}"),
+    Column("dp", "dp_speed_up", "{:.3g}"),
+    Column("limited by", "limit"),
+)
 
 
 def chosen(devices: Sequence[int], batch: int | None, *, is_weak: bool) -> list[int]:
-    """Return the numbers of devices whose shares are measured: one, and up to four that span the others evenly.
+    """Choose the numbers of devices to measure: one, and four others evenly.
 
-    Of those that have shares of one size of the global `batch`, where that is known, one is enough.
+    Of numbers that give shares of one size of the global `batch`, one is enough.
     """
     if is_weak:
         return [1, 2] if max(devices) > 1 else [1]
@@ -131,60 +144,66 @@ def chosen(devices: Sequence[int], batch: int | None, *, is_weak: bool) -> list[
 
 
 def measure(
-    ranks: Sequence[int],
-    command: Callable[[Cell, Path], Words],
-    cell: Callable[[int], Cell],
-    folder: Path,
-    epochs: int | None,
-    tell: Callable[[str], None],
+    ranks: Sequence[int], command: Callable[[int, Path], Words], folder: Path, tell: Callable[[str], None]
 ) -> tuple[list[Share], Job]:
-    """Measure the shares that `folder` does not hold yet, and return all. Raises `RunError` where one fails.
+    """Measure the shares that `folder` lacks, and return all.
 
-    Without `epochs` there are as many as the job's record tells.
+    `command` returns the words that train one rank's share of so many, into a run's folder. Raises `RunError` where a
+    share fails.
     """
     found: dict[int, list[Trial]] = {each: [] for each in ranks}
-    for number in range(1, PASSES + 1):
-        for each in ranks:
-            path = folder / f"share-{each}-{number}"
-            if trials.done(path) is None:
-                tell(f"measuring a rank's share of {each} ({number} of {PASSES})")
-            found[each].append(_trial(each, command, cell(each), path))
-            if not records.start(path / trials.RUN)["plan"]:
-                raise RunError(
-                    "The loop has no loader that lockstep shares out, so that nothing tells a rank's share of a batch."
-                )
-    start = records.start(folder / f"share-{ranks[0]}-1" / trials.RUN)
-    told = found[ranks[0]][0].told
+    record = Record()
+    for number, each in ((number, each) for number in range(1, PASSES + 1) for each in ranks):
+        path = folder / f"share-{each}-{number}"
+        if trials.done(path) is None:
+            tell(f"measuring a rank's share of {each} ({number} of {PASSES})")
+        words = ("compare", "share", str(each), *command(each, path / trials.RUN))
+        trial = trials.once(f"share of {each}", path, words, limit_s=_LIMIT_S)
+        if trial.failed:
+            raise RunError(f"A rank's share of {each} cannot be measured: {trial.failed}")
+        found[each].append(trial)
+        record = record if record.start else records.record(path / trials.RUN)
+        if not record.plan:
+            raise RunError(
+                "The loop has no loader that lockstep shares out, so that nothing tells a rank's share of a batch."
+            )
     job = Job(
-        batch=int(start["plan"]["global_size"]),
-        steps_per_epoch=start["steps_per_epoch"] or None,
-        epochs=epochs or start["epochs"] or None,
-        on_gpu=told["peak_memory_bytes"]["device"] is not None,
+        batch=int(record.plan["global_size"]),
+        steps_per_epoch=record.start["steps_per_epoch"] or None,
+        epochs=record.start["epochs"] or None,
+        on_gpu=found[ranks[0]][0].told["peak_memory_bytes"]["device"] is not None,
     )
     return [share(each, job.batch, [trial.told for trial in found[each]]) for each in ranks], job
+
+
+def gloo(folder: Path) -> Links:
+    """Measure gloo between two ranks of this machine, once for each folder."""
+    paths = [folder / f"gloo-{number}.json" for number in (1, 2)]
+    words = ("doctor", "--json", "--devices", "2", "--accelerator", "cpu", "--collectives", "gloo")
+    for path in paths:
+        if not path.exists():
+            done = subprocess.run(trials.command(*words), capture_output=True, check=False, stdin=subprocess.DEVNULL)
+            if not done.stdout:
+                raise RunError(
+                    f"lockstep doctor --devices 2 has failed: {done.stderr.decode(errors='replace').strip()}"
+                )
+            write_whole(path, done.stdout)
+    return networks.examined(paths)
 
 
 def doubt(shares: Sequence[Share]) -> str:
     """Return why the shares' times are to be doubted; "" where processes agree."""
     apart = max(max(each.process_s) / min(each.process_s) for each in shares)
-    if apart < _APART:
-        return ""
-    return (
-        f"The same steps took {apart:.1f} times as long in one process as in another, as where other programs are in "
-        "the way; error bars are as wide: measure again with another --output."
-    )
-
-
-def _trial(ranks: int, command: Callable[[Cell, Path], Words], cell: Cell, folder: Path) -> Trial:
-    words = ("compare", "share", str(ranks), *command(cell, folder / trials.RUN))
-    found = trials.once(cell.name, folder, words, limit_s=_LIMIT_S)
-    if found.failed:
-        raise RunError(f"A rank's share of {ranks} cannot be measured: {found.failed}")
-    return found
+    told = f"The same steps took {apart:.1f} times as long in one process as in another, as where other programs are in"
+    advice = "the way; error bars are as wide: measure again with another --output."
+    return f"{told} {advice}" if apart >= _APART else ""
 
 
 def share(ranks: int, batch: int, told: Sequence[dict[str, Any]]) -> Share:
-    """Return what processes have told of the first rank's share of so many. Raises `RunError` where they differ."""
+    """Merge what several processes measured of one share.
+
+    Raises `RunError` where their steps differ.
+    """
     merged = [_merged(each["profile"]) for each in told]
     points = merged[0][0]
     if any(other != points for other, _ in merged):
@@ -192,36 +211,25 @@ def share(ranks: int, batch: int, told: Sequence[dict[str, Any]]) -> Share:
     means = tuple(statistics.fmean(each["step_s"]) for each in told)
     # Noting the points takes time of its own: what a step lasts is known from those before.
     seconds = [found * (mean_s / found.sum(1).mean()) for (_, found), mean_s in zip(merged, means, strict=True)]
-    peaks = [each["peak_memory_bytes"] for each in told]
-    return Share(
-        ranks,
-        Profile(
-            batch=math.ceil(batch / ranks),
-            points=points,
-            seconds=np.concatenate(seconds),
-            overlaps=told[0]["overlaps"],
-        ),
-        means,
-        max(peak["device"] or peak["host"] for peak in peaks),
-    )
+    memory_bytes = max(peak["device"] or peak["host"] for peak in (each["peak_memory_bytes"] for each in told))
+    samples, overlaps = math.ceil(batch / ranks), told[0]["overlaps"]
+    profile = Profile(batch=samples, points=points, seconds=np.concatenate(seconds), overlaps=overlaps)
+    return Share(ranks, profile, means, memory_bytes)
 
 
 def _merged(told: dict[str, Any]) -> tuple[tuple[Point, ...], np.ndarray]:
-    """Return the points and seconds without the gradients of micro-batches but the last: those are not exchanged."""
+    """Return points and seconds without gradients that are not exchanged (earlier micro-batches)."""
     points = [tuple(each) for each in told["points"]]
     seconds = np.array(told["seconds"])
     last = {point: number for number, point in enumerate(points)}
     kept = [number for number, point in enumerate(points) if point[0] != GRADIENT or last[point] == number]
-    ends = [*(number + 1 for number in kept), len(points) + 1]
-    begins = [0, *ends[:-1]]
-    columns = [seconds[:, begin:end].sum(1) for begin, end in zip(begins, ends, strict=True)]
-    return tuple(Point(kind, int(size_bytes)) for kind, size_bytes, _ in (points[each] for each in kept)), np.stack(
-        columns, 1
-    )
+    ends = [0, *(number + 1 for number in kept), len(points) + 1]
+    columns = [seconds[:, begin:end].sum(1) for begin, end in itertools.pairwise(ends)]
+    return tuple(Point(points[each][0], int(points[each][1])) for each in kept), np.stack(columns, 1)
 
 
 def fitted(cluster: Cluster, share: Share, step_s: Sequence[float], *, has_trees: bool) -> Links:
-    """Return the links between nodes, as many times slower or faster as makes steps last what a run has recorded.
+    """Fit the links between nodes to the step times of a recorded run.
 
     The run had the share's ranks. The middle by the median of `step_s`, the ends by those that 5 % are beyond. Raises
     `RequestError` where it was faster than its computation alone is here.
@@ -255,67 +263,37 @@ def forecast(shares: Sequence[Share], job: Job, cluster: Cluster, devices: Seque
 
 
 def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, error: float) -> Forecast:
-    one = shares[0]
-    profile, memory_bytes = _at(shares, devices, math.ceil(job.batch / (1 if cluster.is_weak else devices)))
-    trees = job.on_gpu
-    worst, middle, best = (cluster.network(quality, has_trees=trees) for quality in range(3))
-    step_s = timeline.step_s(profile, devices, middle)
-    # Of times, errors multiply: as much longer as shorter.
-    slow_s = math.hypot(timeline.step_s(profile, devices, worst) - step_s, error * profile.step_s)
-    fast_s = math.hypot(step_s - timeline.step_s(profile, devices, best), error / (1 + error) * profile.step_s)
-    times = Interval(step_s, step_s - min(fast_s, 0.99 * step_s), step_s + slow_s)
     grown = devices if cluster.is_weak else 1
-    speed_up = Interval(1.0, 1.0, 1.0) if devices == 1 else _speed_up(one.profile.step_s * grown, times, error)
-    steps = None if job.steps_per_epoch is None else math.ceil(job.steps_per_epoch / grown)
-    epoch_s = None if steps is None else steps * step_s
+    one_s = shares[0].profile.step_s * grown
+    profile, memory_bytes = _at(shares, devices, math.ceil(job.batch * grown / devices))
+    worst, middle, best = (cluster.network(quality, has_trees=job.on_gpu) for quality in range(3))
+    slow_s, step_s, fast_s = (timeline.step_s(profile, devices, network) for network in (worst, middle, best))
+    # Of times, errors multiply: as much longer as shorter.
+    longer_s = math.hypot(slow_s - step_s, error * profile.step_s)
+    shorter_s = math.hypot(step_s - fast_s, error / (1 + error) * profile.step_s)
+    times = Interval(step_s, step_s - min(shorter_s, 0.99 * step_s), step_s + longer_s)
+    epoch_s = None if job.steps_per_epoch is None else math.ceil(job.steps_per_epoch / grown) * step_s
     cost = None
     if cluster.price is not None and epoch_s is not None and job.epochs is not None:
         cost = devices * cluster.price * epoch_s * job.epochs / 3600
-    return Forecast(
-        devices=devices,
-        share=profile.batch,
-        step_s=times,
-        speed_up=speed_up,
-        samples_per_s=job.batch * grown / step_s,
-        epoch_s=epoch_s,
-        cost=cost,
-        memory_bytes=memory_bytes,
-        bytes_a_step=timeline.bytes_a_step(profile) if devices > 1 else 0,
-        losses_s=_losses(profile, devices, middle, one.profile.step_s * grown / devices),
-        dp_speed_up=_dp(shares, profile, devices, middle, grown)
-        if job.on_gpu and 1 < devices <= cluster.per_node
-        else None,
-    )
-
-
-def _speed_up(one_s: float, times: Interval, error: float) -> Interval:
-    """Return how many times as fast it is; one device's time has an `error` of its own."""
-    middle, own = one_s / times.middle, math.log1p(error)
-    less = math.exp(math.hypot(math.log(times.high / times.middle), own))
-    more = math.exp(math.hypot(math.log(times.middle / times.low), own))
-    return Interval(middle, middle / less, middle * more)
-
-
-def _losses(profile: Profile, devices: int, network: Network, ideal_s: float) -> dict[str, float]:
-    """Return what each cause adds to the ideal step, taken in one after the other."""
-    if devices == 1:
-        return {}
-    stages = (
-        profile.step_s,
-        timeline.step_s(profile, devices, FREE),
-        timeline.step_s(profile, devices, network.instant()),
-        timeline.step_s(profile, devices, network),
-    )
-    return {name: b - a for name, a, b in zip(LOSSES, (ideal_s, *stages), stages, strict=False)}
-
-
-def _dp(shares: Sequence[Share], profile: Profile, devices: int, network: Network, grown: int) -> float:
-    step_s = timeline.data_parallel_s(profile, devices, network)
-    return shares[0].profile.step_s * grown / step_s
+    speed_up, losses_s, dp_speed_up = Interval(1.0, 1.0, 1.0), {}, None
+    if devices > 1:
+        own = math.log1p(error)  # of one device's time
+        less, more = (math.exp(math.hypot(math.log(each), own)) for each in (times.high / step_s, step_s / times.low))
+        speed_up = Interval(one_s / step_s, one_s / step_s / less, one_s / step_s * more)
+        # What each cause adds to the ideal step, taken in one after the other.
+        free_s, instant_s = (timeline.step_s(profile, devices, network) for network in (FREE, middle.instant()))
+        stages = [one_s / devices, profile.step_s, free_s, instant_s, step_s]
+        losses_s = {name: b - a for name, a, b in zip(LOSSES, stages, stages[1:], strict=False)}
+        if job.on_gpu and devices <= cluster.per_node:
+            dp_speed_up = one_s / timeline.data_parallel_s(profile, devices, middle)
+    rate, bytes_a_step = job.batch * grown / step_s, profile.bytes_a_step if devices > 1 else 0
+    sizes = (epoch_s, cost, memory_bytes, bytes_a_step)
+    return Forecast(devices, profile.batch, times, speed_up, rate, *sizes, losses_s, dp_speed_up)
 
 
 def _at(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, float]:
-    """Return the profile and the memory of a rank of so many devices with so many samples."""
+    """Interpolate the profile and memory of a rank with so many samples."""
     one, *several = shares
     if devices == 1 or not several:
         return one.profile, one.memory_bytes
@@ -331,12 +309,26 @@ def _at(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, flo
 
 
 def sentences(rows: Sequence[Forecast], unit: str) -> list[str]:
-    """Return what it comes to in words; `unit` is what a device is called."""
-    told = []
-    for row in rows:
-        if row.devices == 1:
-            continue
-        low, middle, high = row.speed_up.low, row.speed_up.middle, row.speed_up.high
-        limit = f", limited by {row.limit}" if row.limit else ""
-        told.append(f"{row.devices} {unit}s: {middle:.3g}× ({low:.3g}–{high:.3g}){limit}.")
-    return told
+    """Return the speed-ups in words; `unit` is the name of a device."""
+    return [
+        f"{row.devices} {unit}s: {row.speed_up.middle:.3g}× ({row.speed_up.low:.3g}–{row.speed_up.high:.3g})"
+        f"{row.limit and f', limited by {row.limit}'}."
+        for row in rows
+        if row.devices > 1
+    ]
+
+
+def write(folder: Path, found: Sequence[Forecast], told: Sequence[str], about: str, made: str) -> list[str]:
+    """Write the forecast as JSON, Markdown and chart; return their names."""
+    rows = [row._asdict() | {"efficiency": row.efficiency, "limit": row.limit} for row in found]
+    rows = [row | {key: row[key]._asdict() for key in ("step_s", "speed_up")} for row in rows]
+    table = tables.markdown(tables.filled(COLUMNS, found), found)
+    text = [f"# Forecast: {about}", "", *(f"- {each}" for each in told), "", *table, "", made]
+    lines = [
+        charts.Line(name, [(float(row.devices), row.speed_up[part]) for row in found])
+        for part, name in enumerate(("forecast", "at worst", "at best"))
+    ]
+    write_json(folder / JSON, {"about": about, "made": made, "answer": list(told), "rows": rows})
+    write_whole(folder / MARKDOWN, ("\n".join(text) + "\n").encode())
+    write_whole(folder / SVG, charts.lines("Speed-up", lines, "devices", "×", ideal=True).encode())
+    return [JSON, MARKDOWN, SVG]

@@ -1,10 +1,10 @@
-"""The variants of one job: every combination of the values that options take, and why some of them cannot be."""
+"""The variants of one job: all combinations of the varied options."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ..config.options import leaves
 from ..config.registry import KINDS
@@ -15,137 +15,123 @@ from ..launchers import table
 MOST = 64
 """Variants that are run without --yes."""
 Words = tuple[str, ...]
-_WAYS = ("strategy", "devices")
-_DECIDED = ("output", "resume", "eval-every", "quiet")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One variant: the flags that make it, and its config; or why there is none."""
+    """One variant: its options, flags and config, or why it has none."""
 
     name: str
     flags: Words
     options: Mapping[str, str] = field(default_factory=dict)
-    """What varies, by option."""
     config: RunConfig | None = None
     why_not: str = ""
 
     def is_alone_of(self, other: Cell) -> bool:
         """Whether this is, but for the strategy, the other one on one device."""
-        mine, theirs = ({k: v for k, v in each.options.items() if k not in _WAYS} for each in (self, other))
-        if self.config is None or mine != theirs:
+        mine, theirs = (each.options.items() for each in (self, other))
+        differ = {key for key, _ in mine ^ theirs}
+        if self.config is None or not differ <= {"strategy", "devices"}:
             return False
         return self.config.parallel.devices == 1 or self.config.parallel.strategy == "single"
 
 
 def axes(vary: Sequence[str]) -> dict[str, list[str]]:
-    """Return {option: its values} of words such as "devices=1,2".
+    """Return {option: values} of words such as "devices=1,2".
 
-    Raises `RequestError` for a word that is none such, and for what is no option, with the nearest names.
+    Raises `RequestError` for unknown options, with the nearest names.
     """
-    known = {leaf.key: leaf.kind for leaf in leaves()}
+    known = {leaf.key for leaf in leaves()}
     found: dict[str, list[str]] = {}
     for word in vary:
-        key, equals, text = word.partition("=")
+        key, _, text = word.partition("=")
         key = key.strip().removeprefix("--").replace("_", "-")
         values = [value.strip() for value in text.split(",") if value.strip()]
-        if not equals or not values:
+        if not values:
             raise RequestError(f"--vary {word}: give an option and its values, as in --vary devices=1,2.")
         if key not in known:
-            raise unknown(
-                "option of --vary", key, known, "lockstep train --help lists all; a script's own flags do not vary."
-            )
-        if key in _DECIDED:
+            hint = "lockstep train --help lists all; a script's own flags do not vary."
+            raise unknown("option of --vary", key, known, hint)
+        if key in ("output", "resume"):
             raise RequestError(f"--vary {key}: the comparison itself decides on that; leave it out.")
-        if key in found:
-            raise RequestError(f"--vary {key} was given twice; give all its values at once.")
-        if known[key] is bool and not {*values} <= {"true", "false"}:
-            raise RequestError(f"--vary {word}: give true, false or both.")
-        found[key] = list(dict.fromkeys(values))
+        found[key] = list(dict.fromkeys([*found.get(key, []), *values]))
     return found
 
 
 def cells(
-    varied: dict[str, list[str]], parse: Callable[[Words], RunConfig], *, weak: bool = False, yes: bool = False
+    varied: Mapping[str, Sequence[str]],
+    parse: Callable[[Words], RunConfig],
+    *,
+    is_weak: bool = False,
+    is_confirmed: bool = False,
 ) -> list[Cell]:
-    """Return a cell for each combination; `parse` returns the config of these flags over the job's own.
+    """Return a cell for each combination of values.
 
-    With `weak`, the global batch grows with the devices. Raises `RequestError` where there are over `MOST` and nobody
-    has said `yes`, and where none of them can be.
+    `parse` returns the config of more flags over the job's own. If `is_weak`, the global batch grows with the devices.
+    Raises `RequestError` for more than `MOST` that are not confirmed, and where none can be run.
     """
     combined = list(itertools.product(*varied.values()))
-    if len(combined) > MOST and not yes:
+    if len(combined) > MOST and not is_confirmed:
         raise RequestError(f"--vary asks for {len(combined)} variants; vary less, or add --yes where you mean it.")
-    found: list[Cell] = []
-    for values in combined:
-        options = dict(zip(varied, values, strict=True))
-        flags = tuple(word for key, value in options.items() for word in words(key, value))
-        name = "-".join(f"{key}-{value}" if value in ("true", "false") else value for key, value in options.items())
-        found.append(_parsed(Cell(name=name or "as it is", flags=flags, options=options), parse, weak=weak))
+    found = [_cell(dict(zip(varied, values, strict=True)), parse, is_weak) for values in combined]
     if all(cell.why_not for cell in found):
         raise RequestError(f"None of {counted(len(found), 'variant')} can be run; {found[0].name}: {found[0].why_not}")
     return found
 
 
-def words(key: str, value: str) -> Words:
-    """Return the option as flags."""
-    if value == "true":
-        return (f"--{key}",)
-    return (f"--no-{key}",) if value == "false" else (f"--{key}", value)
-
-
-def _parsed(cell: Cell, parse: Callable[[Words], RunConfig], *, weak: bool) -> Cell:
-    """Return the cell with its config, or with the reason why it has none."""
-    flags = cell.flags
+def _cell(options: dict[str, str], parse: Callable[[Words], RunConfig], is_weak: bool) -> Cell:
+    switches = {"true": "--{}", "false": "--no-{}"}
+    words = [
+        (switches[value].format(key),) if value in switches else (f"--{key}", value) for key, value in options.items()
+    ]
+    flags = tuple(itertools.chain(*words))
+    name = "-".join(f"{key}-{value}" if value in switches else value for key, value in options.items())
     try:
         config = parse(flags)
         asked = config.parallel
-        if weak and asked.devices is None and asked.strategy != "single":
+        if is_weak and asked.devices is None and asked.strategy != "single":
             raise RequestError("--scaling weak has to know how many devices: give --devices, or --vary devices=1,2.")
-        if weak and (devices := asked.devices or 1) > 1:
+        if is_weak and (devices := asked.devices or 1) > 1:
             flags = (*flags, "--batch", str(config.batch.size * devices))
             config = parse(flags)
-        reason = _contradiction(config)
+        _check_devices(config)
     except RequestError as error:
-        return replace(cell, flags=flags, why_not=str(error))
-    return replace(cell, flags=flags, why_not=reason, config=None if reason else config)
+        return Cell(name=name, flags=flags, options=options, why_not=str(error))
+    return Cell(name=name, flags=flags, options=options, config=config)
 
 
-def _contradiction(config: RunConfig) -> str:
-    """Return why the devices and the strategy of a grid's cell do not go together; "" where they do."""
-    asked = config.parallel
-    devices, kind = asked.devices, KINDS.get(asked.strategy)
-    if kind is None:
-        return ""  # the job itself finds out what there is
-    if devices is None:
-        is_one = kind.process_per_device and table.least_ranks(config) == 1
-        return f"{asked.strategy} on one device is what single is; give --devices." if is_one else ""
-    if devices > 1 and not (kind.has_ranks or kind.drives_all):
-        return f"{asked.strategy} is one device, and {devices} were asked for."
-    if devices == 1 and (kind.has_ranks or kind.drives_all):
-        return f"{asked.strategy} on one device is what single is."
+def _check_devices(config: RunConfig) -> None:
+    """Raise `RequestError` where the devices and the strategy do not go together."""
+    devices, strategy = config.parallel.devices, config.parallel.strategy
+    if (kind := KINDS.get(strategy)) is None:
+        return  # auto: the job itself finds out which devices there are
     if kind.has_two_levels:
-        return f"{asked.strategy} needs several nodes, which are started by hand."
-    return ""
+        raise RequestError(f"{strategy} needs several nodes, which are started by hand.")
+    if devices is None:
+        devices = table.least_ranks(config) if kind.process_per_device else 2 if kind.drives_all else 1
+    is_several = kind.has_ranks or kind.drives_all
+    if devices == 1 and is_several:
+        raise RequestError(f"{strategy} on one device is what single is; give --devices.")
+    if devices > 1 and not is_several:
+        raise RequestError(f"{strategy} is one device, and {devices} were asked for.")
 
 
 def usual(
     cpus: int, gpus: int, *, has_bf16: bool, is_script: bool, given: Mapping[str, str] | None = None
 ) -> dict[str, list[str]]:
-    """Return what is varied where nobody says: the ways to train that make sense on this machine.
+    """Return what is varied by default on this machine.
 
-    `given` is what the job's own flags ask for, by option: of the ways, that one is compared with one device, and a
+    `given` has the job's own flags, by option: that strategy and these devices are compared with one device, and a
     precision that was asked for is the only one.
     """
     given = given or {}
-    several = gpus or min(max(2, cpus), 4)
+    devices = given.get("devices", str(gpus or min(max(2, cpus), 4)))
     ways = [name for name, kind in KINDS.items() if name != "single" and not kind.has_two_levels]
+    ways = [given["strategy"]] if "strategy" in given else ways
     found = {
-        "strategy": [] if is_script else ["single", *([given["strategy"]] if "strategy" in given else ways)],
-        "devices": ["1", given.get("devices", str(several))],
+        "strategy": [] if is_script or devices == "1" else ["single", *ways],  # on one device all are what single is
+        "devices": ["1", devices],
         "precision": ["fp32", "bf16"] if (has_bf16 or gpus) and "precision" not in given else [],
     }
     found = {key: list(dict.fromkeys(values)) for key, values in found.items()}
-    if len(found["devices"]) == 1:
-        del found["strategy"]  # all are what single is
     return {key: values for key, values in found.items() if len(values) > 1}

@@ -1,4 +1,4 @@
-"""What can be said of a ratio of two rates that were measured by turns on a noisy machine."""
+"""Statistics of measurements on a noisy machine: intervals and spreads."""
 
 from __future__ import annotations
 
@@ -27,27 +27,35 @@ class Interval(NamedTuple):
         """Whether the value lies in it."""
         return self.low <= value <= self.high
 
-
-def of_groups(groups: Sequence[Sequence[float]]) -> Interval:
-    """Return the geometric mean of positive values that come in groups, with its interval; infinite of a single group.
-
-    What differs from group to group is a random effect (Searle, Casella & McCulloch, Variance Components, 1992): the
-    groups' means are the sample.
-    """
-    means = [statistics.fmean(map(math.log, group)) for group in groups if group]
-    middle = statistics.fmean(means)
-    if len(means) == 1:
-        return Interval(math.exp(middle), 0.0, math.inf)
-    reach = student((1 + CONFIDENCE) / 2, len(means) - 1) * statistics.stdev(means) / math.sqrt(len(means))
-    return Interval(*(math.exp(each) for each in (middle, middle - reach, middle + reach)))
+    def times(self, factor: float) -> Interval:
+        """Return all three multiplied."""
+        return Interval(*(each * factor for each in self))
 
 
 class Spread(NamedTuple):
-    """The mean of measured values, their sample standard deviation (None of a single one), and how many they are."""
+    """Mean, sample standard deviation (None of one value), number of values."""
 
     mean: float
     sd: float | None
     n: int
+
+
+def mean(values: Sequence[float]) -> Interval:
+    """Return the mean and its interval, infinite for fewer than two values."""
+    middle = statistics.fmean(values) if values else 0.0
+    reach = math.inf
+    if len(values) > 1:
+        reach = student((1 + CONFIDENCE) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(middle, middle - reach, middle + reach)
+
+
+def of_groups(groups: Sequence[Sequence[float]]) -> Interval:
+    """Return the geometric mean, with its interval, of grouped positive values.
+
+    What differs from group to group is a random effect (Searle, Casella & McCulloch, Variance Components, 1992): the
+    groups' means are the sample.
+    """
+    return Interval(*map(math.exp, mean([statistics.fmean(map(math.log, group)) for group in groups if group])))
 
 
 def spread(values: Sequence[float]) -> Spread | None:
@@ -57,19 +65,11 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
-def paired(pairs: Sequence[tuple[float, float]]) -> Interval:
-    """Return the mean difference a - b of pairs (a, b), with its interval; infinite of fewer than two pairs."""
-    found = spread([a - b for a, b in pairs]) or Spread(0.0, None, 0)
-    if found.sd is None:
-        return Interval(found.mean, -math.inf, math.inf)
-    reach = student((1 + CONFIDENCE) / 2, found.n - 1) * found.sd / math.sqrt(found.n)
-    return Interval(found.mean, found.mean - reach, found.mean + reach)
-
-
 def of_next(groups: Sequence[Sequence[float]], sure: float = 0.9) -> float:
-    """Return by how much, relative, one more positive value may differ from its group's mean, with that certainty.
+    """Return how far, relative, one more value may be from its group's mean.
 
-    Groups are taken to vary alike (a prediction interval with a pooled variance); 0 where each has a single value.
+    That is sure with the probability `sure`. Groups are taken to vary alike (a prediction interval with a pooled
+    variance); 0 where each has a single value.
     """
     several = [[math.log(value) for value in group] for group in groups if len(group) > 1]
     freedom = sum(len(group) - 1 for group in several)
@@ -81,9 +81,9 @@ def of_next(groups: Sequence[Sequence[float]], sure: float = 0.9) -> float:
 
 
 def student(part: float, freedom: int) -> float:
-    """Return the number below which that part of Student's t lies: exact to 2 degrees of freedom, to 1 % above.
+    """Return a quantile of Student's t distribution.
 
-    By Fisher's expansion (Abramowitz & Stegun, 26.7.5).
+    Exact to 2 degrees of freedom; above, to 1 %, by Fisher's expansion (Abramowitz & Stegun, 26.7.5).
     """
     if freedom == 1:
         return math.tan(math.pi * (part - 0.5))

@@ -1,8 +1,8 @@
-"""Variants that live at the same time and run by turns, some steps each: what slows the machine slows all of them.
+"""A race: variants live at the same time and run turns of steps.
 
-On a machine that others share, a second is not like the next: here one and the same loop's turns of a tenth of a second
-vary by a seventh, and so do those of half a second. Many short turns, A B C C B A, see the same machine, and a race has
-hundreds of them in the time that ten trials from the start would take.
+What slows the machine slows all of them. On a machine that others share, a second is not like the next: here one and
+the same loop's turns of a tenth of a second vary by a seventh, and so do those of half a second. Many short turns, A B
+C C B A, see the same machine, and a race has hundreds of them in the time that ten trials from the start would take.
 """
 
 from __future__ import annotations
@@ -11,145 +11,106 @@ import contextlib
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
+from typing import NamedTuple
 
 from ..errors import LockstepError, RunError
-from ..verify.commands import Command, Running
+from ..verify.commands import Running
+from .grid import Words
+from .trials import reason
 
 _LOOK_S = 0.2
-_TURN = 50.0
-"""Times what a turn should take, after which a variant hangs; at least `_LEAST_TURN_S`."""
-_LEAST_TURN_S = 60.0
+_TURN, _LEAST_TURN_S = 50.0, 60.0
+"""Times what a turn should take, after which a variant hangs; and seconds, at least."""
 
 
-@dataclass
-class Runner:
-    """A variant in a race: its command, its ranks' connections, and the steps a second of its turns."""
+class Entrant(NamedTuple):
+    """A variant in a race; the ranks of its command connect to an address."""
 
     name: str
-    command: Running
-    listener: socket.socket
+    command: Callable[[str], Words]
+    log: Path
     steps: int
     turn_s: float
     """What a turn should take."""
-    ranks: list[_Rank] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
+
+
+def run(entrants: Sequence[Entrant], turns: int, limit_s: float) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Run turns A B C, C B A, …; return steps a second, and failures.
+
+    Both are by variant. One that is not ready within `limit_s` is left out; one that fails later ends the race. None of
+    their processes outlives this call.
+    """
+    with contextlib.ExitStack() as stack:
+        # Of this user alone, and short: a socket's path has at most 107 bytes.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
+        runners = [stack.enter_context(_Runner(each, f"{folder}/{place}")) for place, each in enumerate(entrants)]
+        until_s = time.monotonic() + limit_s
+        ready = [each for each in runners if each.attempt(partial(each.meet, until_s))]
+        for each in (each for number in range(turns) for each in ready[:: -1 if number % 2 else 1]):
+            if not each.attempt(each.turn):
+                break
+    return {each.name: each.rates for each in ready}, {each.name: each.failed for each in runners if each.failed}
+
+
+class _Runner(contextlib.ExitStack):
+    """A variant's command, its ranks' connections, and its turns."""
+
+    def __init__(self, entrant: Entrant, address: str) -> None:
+        super().__init__()
+        self.name, self.failed, self.rates = entrant.name, "", list[float]()
+        self._entrant, self._ranks = entrant, dict[int, socket.socket]()
+        self._listener = self.enter_context(socket.socket(socket.AF_UNIX))
+        self._listener.bind(address)
+        self._listener.listen()
+        self._listener.settimeout(_LOOK_S)
+        self._running = self.enter_context(Running(self.name, entrant.command(address), entrant.log))
+
+    def attempt(self, action: Callable[[], None]) -> bool:
+        """Return whether the action succeeds; otherwise end the command, and keep why."""
+        try:
+            action()
+        except LockstepError as error:
+            self.failed = reason(self.name, error)
+            self.close()
+        return not self.failed
 
     def meet(self, until_s: float) -> None:
-        """Return once all ranks have come to their first turn. Raises what the command has told where it ends."""
+        """Return once all ranks have come to their first turn."""
         size = 1
-        while len(self.ranks) < size:
+        while len(self._ranks) < size:
             self._check(until_s)
             with contextlib.suppress(TimeoutError):
-                rank = _Rank(self.listener.accept()[0])
-                rank.number, size = map(int, self._hear(rank, until_s).split())
-                self.ranks.append(rank)
-        for rank in self.ranks:
-            self._hear(rank, until_s)
-        self.ranks.sort(key=lambda rank: rank.number)
+                connection = self.enter_context(self._listener.accept()[0])
+                connection.settimeout(_LOOK_S)
+                rank, size = map(int, self._hear(connection, until_s).split())
+                self._ranks[rank] = connection
 
     def turn(self) -> None:
         """Run some steps, and note their speed, by rank 0's clock."""
-        for rank in self.ranks:
-            rank.say(str(self.steps))
-        until_s = time.monotonic() + max(_LEAST_TURN_S, _TURN * self.turn_s)
-        took_s = [float(self._hear(rank, until_s)) for rank in self.ranks]
-        self.rates.append(self.steps / took_s[0])
+        steps, until_s = self._entrant.steps, time.monotonic() + max(_LEAST_TURN_S, _TURN * self._entrant.turn_s)
+        for connection in self._ranks.values():
+            with contextlib.suppress(ConnectionError):  # its command has ended, and tells why
+                connection.sendall(f"{steps}\n".encode())
+        took_s = {rank: float(self._hear(connection, until_s)) for rank, connection in self._ranks.items()}
+        self.rates.append(steps / took_s[0])
 
-    def _hear(self, rank: _Rank, until_s: float) -> str:
-        """Return the rank's next line. Raises what the command has told where it ends, or `RunError` where it hangs."""
-        while (line := rank.heard()) is None:
+    def _hear(self, connection: socket.socket, until_s: float) -> str:
+        """Return the rank's next line: it waits for its turn then."""
+        line = b""
+        while not line.endswith(b"\n"):
             self._check(until_s)
-        return line
-
-    def _check(self, until_s: float) -> None:
-        self.command.check()
-        if time.monotonic() > until_s:
-            raise RunError(
-                f"The variant {self.name} failed: it did not come to its next turn; its log in the race's folder may "
-                "say why."
-            )
-
-
-class _Rank:
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(_LOOK_S)
-        self.number = 0
-        self._connection = connection
-        self._heard = b""
-
-    def say(self, text: str) -> None:
-        with contextlib.suppress(ConnectionError):  # its command has ended, and tells why
-            self._connection.sendall(f"{text}\n".encode())
-
-    def heard(self) -> str | None:
-        """Return the next line; None where it has not come within a moment."""
-        if b"\n" not in self._heard:
-            begun_s = time.monotonic()
             with contextlib.suppress(TimeoutError, ConnectionError):
-                self._heard += self._connection.recv(4096)
-            if b"\n" not in self._heard:
-                time.sleep(max(0.0, _LOOK_S - (time.monotonic() - begun_s)))  # it went away, and its command ends too
-                return None
-        line, _, self._heard = self._heard.partition(b"\n")
+                if more := connection.recv(4096):
+                    line += more
+                else:
+                    time.sleep(_LOOK_S)  # it went away, and its command ends too
         return line.decode()
 
-    def close(self) -> None:
-        self._connection.close()
-
-
-class Race(contextlib.AbstractContextManager["Race"]):
-    """Variants that have come to their first turns. At its end none of their processes is left."""
-
-    def __init__(self) -> None:
-        self.runners: list[Runner] = []
-        self._kept = contextlib.ExitStack()
-        # Of this user alone, and short: a socket's path has at most 107 bytes.
-        self._folder = Path(self._kept.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-")))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for runner in self.runners:
-            for rank in runner.ranks:
-                rank.close()
-        self._kept.__exit__(kind, error, trace)
-
-    def address(self) -> str:
-        """Return where the next variant's ranks are to connect."""
-        return str(self._folder / str(len(self.runners)))
-
-    def add(self, name: str, command: Command, log: Path, *, steps: int, turn_s: float) -> None:
-        """Start a variant that was given `address`."""
-        listener = self._kept.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(self.address())
-        listener.listen()
-        listener.settimeout(_LOOK_S)
-        running = self._kept.enter_context(Running(name, command, log))
-        self.runners.append(Runner(name, running, listener, steps, turn_s))
-
-    def meet(self, limit_s: float) -> dict[str, str]:
-        """Wait until all are ready; end those that are not, and return by name why."""
-        failed, until_s = {}, time.monotonic() + limit_s
-        for runner in list(self.runners):
-            try:
-                runner.meet(until_s)
-            except LockstepError as error:
-                failed[runner.name] = str(error)
-                self.runners.remove(runner)
-                runner.command.__exit__()
-        return failed
-
-    def run(self, turns: int) -> None:
-        """Give each variant so many turns: A B C, C B A, …"""
-        for number in range(turns):
-            for runner in self.runners[:: -1 if number % 2 else 1]:
-                runner.turn()
-
-    @property
-    def rates(self) -> Mapping[str, Sequence[float]]:
-        """Steps a second by variant and turn."""
-        return {runner.name: runner.rates for runner in self.runners}
+    def _check(self, until_s: float) -> None:
+        """Raise the error of a command that has ended, or that hangs."""
+        self._running.check()
+        if time.monotonic() > until_s:
+            raise RunError("it did not come to its next turn; its log in the race's folder may say why.")

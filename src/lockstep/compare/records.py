@@ -1,97 +1,130 @@
-"""What a run's own steps.jsonl tells of it."""
+"""Read a run's folder: steps.jsonl, summary, manifest and options."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..files import foreign, lines_of, parse_json, read, understanding
+from ..config.options import read_named
+from ..errors import RequestError
+from ..files import foreign, lines_of, parse_json, read, shown, understanding
 from ..record.checks import SUMMARY, Check, from_json
+from ..runs import folders
 
 FILE = "steps.jsonl"
+STEP, SECONDS, ACCURACY = range(3)
+"""Of an evaluation: its step, the seconds of training until then, and its accuracy."""
+JOB = ("model", "data", "step", "augment", "image-size", "samples", "holdout", "classes")
+"""The options that make runs ways of one job."""
+_TOLD = 3
+"""Options in which jobs differ, that a refusal names."""
+_BORING = ("output", "resume", "quiet", "log-every", "timeout", "stall-timeout", "init-method", "launcher", "data-dir")
+_STATES = {0: "done", 1: "failed", 2: "refused", 3: "proof failed", 75: "stopped"}
 
 
-def start(folder: Path) -> dict[str, Any]:
-    """Return the first start event of a run."""
-    with understanding(path := folder / FILE):
-        return {**parse_json(next(lines_of(path), b"{}"))}
+@dataclass
+class Record:
+    """A run's steps.jsonl; of steps repeated after a resume, the last count."""
+
+    start: dict[str, Any] = field(default_factory=dict)
+    """The first start event."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """By step; NaN for what was no finite number."""
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds since the start, percent of a processor, or of the GPUs), of rank 0."""
+    step_s: list[float] = field(default_factory=list)
+    """The mean step of each interval that was logged."""
+    step: int = 0
+    train_s: float = 0.0
+    """Seconds of its steps."""
+    epoch_s: list[float] = field(default_factory=list)
+    """Of each whole epoch."""
+    evals: list[list[Any]] = field(default_factory=list)
+    """As `STEP`, `SECONDS` and `ACCURACY` say."""
+    reached: bool = False
+    """Whether the last evaluation reaches the accuracy up to which the record was read."""
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The batch plan; empty for a loop without a loader."""
+        return self.start.get("plan") or {}
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What was chosen for the run, such as its devices."""
+        return self.start.get("chosen") or {}
+
+    @property
+    def devices(self) -> int:
+        """The devices that the run has used."""
+        return int(self.chosen.get("devices") or self.plan.get("ranks") or 1)
 
 
-def step_s(folder: Path) -> list[float]:
-    """Return the mean seconds of a step in each interval that a run has logged, but for the first."""
-    with understanding(path := folder / FILE):
-        rows = map(parse_json, lines_of(path))
-        return [float(row["step_s"]) for row in rows if row["event"] == "log"][1:]
+def record(folder: Path, until: float | None = None) -> Record:
+    """Read a run's steps.jsonl, up to an evaluation that reaches `until`.
 
-
-def curves(folder: Path, *, steps: int | None = None) -> tuple[list[float], list[tuple[float, float]]]:
-    """Return a run's losses by step, and (seconds since its start, percent) of a processor, or of its GPUs.
-
-    `steps` is how many of them are wanted, by default all.
+    Raises `RequestError` where the file is damaged.
     """
-    losses: dict[int, float] = {}  # a run that was resumed may have made a step twice
-    busy: list[tuple[float, float]] = []
-    begun: float | None = None
+    found, logged, is_part = Record(), [(0, 0.0)], False
     with understanding(path := folder / FILE):
-        for line in lines_of(path):
-            row = parse_json(line)
-            if row["event"] == "step":
-                losses[row["step"]] = math.nan if row["loss"] is None else float(row["loss"])
-            elif row["event"] == "start" and begun is None:
-                begun = float(row["time"])
-            elif row["event"] == "log" and begun is not None:
+        for row in map(parse_json, lines_of(path)):
+            event = row["event"]
+            if event == "start":
+                found.start = found.start or {**row}
+                first = row.get("first_step", 0)
+                logged = [each for each in logged if each[0] <= first]
+                found.step, found.train_s = logged[-1]
+                found.evals = [each for each in found.evals if each[STEP] <= first]
+                found.epoch_s, is_part = list(row.get("epoch_s", [])), bool(first % (row.get("steps_per_epoch") or 1))
+            elif event == "step":
+                found.losses[row["step"]] = math.nan if row["loss"] is None else float(row["loss"])
+            elif event == "log":
+                found.step_s.append(float(row["step_s"]))
+                found.train_s += row["step_s"] * (row["step"] - found.step)
+                found.step = row["step"]
+                logged.append((found.step, found.train_s))
                 percent = row.get("device_percent", row.get("process_cpu_percent"))
                 if percent is not None:
-                    busy.append((float(row["time"]) - begun, float(percent)))
-    return [loss for _, loss in sorted(losses.items())][:steps], busy
+                    found.busy.append((float(row["time"]) - float(found.start["time"]), float(percent)))
+            elif event == "epoch":
+                found.epoch_s += [] if is_part else [row["epoch_s"]]
+                is_part = False
+            elif event == "eval" and row.get("top1") is not None:
+                found.evals.append([row["step"], found.train_s, row["top1"]])
+                if until is not None and row["top1"] >= until:
+                    found.reached = True
+                    break
+    return found
 
 
-def proved(held: Any) -> str:
-    """Return the names of the checks that hold, and of those that fail; `held` is "proof" of a summary.json."""
-    judged = [each for each in from_json(held) if each.outcome in (Check.HOLDS, Check.FAILS)]
+def training(folder: Path, target: float | None) -> dict[str, Any]:
+    """Return the result of a whole training, up to the `target` accuracy."""
+    found = record(folder, target)
+    kept = {key: getattr(found, key) for key in ("step", "train_s", "epoch_s", "evals", "reached")}
+    return kept | {"proved": proved(json_of(folder / SUMMARY).get("proof"))}
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    """Return the object in a file, empty without one; raises `RequestError`."""
+    if not path.exists():
+        return {}
+    with understanding(path):
+        return {**parse_json(read(path))}
+
+
+def proved(proof: Any) -> str:
+    """Name the checks that hold or fail, of "proof" in a summary.json."""
+    judged = [each for each in from_json(proof) if each.outcome in (Check.HOLDS, Check.FAILS)]
     return ", ".join(each.name + " fails" * each.fails for each in judged)
 
 
-def training(path: Path, target: float | None) -> dict[str, Any]:
-    """Return what a run's steps.jsonl tells of its training, up to the evaluation that reaches `target` if one does.
-
-    step, train_s: how many steps, and their seconds. epoch_s: of each epoch. evals: [step, seconds until then,
-    accuracy] of each evaluation. reached: whether the last one reaches the target. proved: as of the whole run. Of
-    steps that a run made again, since it was killed and went on from a checkpoint, the last ones count. Raises
-    `RequestError` where a file is damaged.
-    """
-    told: dict[str, Any] = {"step": 0, "train_s": 0.0, "epoch_s": [], "evals": [], "reached": False, "proved": ""}
-    logged, is_part = [(0, 0.0)], False
-    if (summary := path.parent / SUMMARY).exists():
-        with understanding(summary):
-            told["proved"] = proved(parse_json(read(summary)).get("proof"))
-    with understanding(path):
-        for row in map(parse_json, lines_of(path)):
-            if row["event"] == "start":
-                first = row.get("first_step", 0)
-                logged = [each for each in logged if each[0] <= first]
-                told["evals"] = [each for each in told["evals"] if each[0] <= first]
-                told["epoch_s"], is_part = list(row.get("epoch_s", [])), bool(first % (row.get("steps_per_epoch") or 1))
-                told["step"], told["train_s"] = logged[-1]
-            elif row["event"] == "log":  # of the steps since the last one, by their mean
-                told["train_s"] += row["step_s"] * (row["step"] - told["step"])
-                told["step"] = row["step"]
-                logged.append((told["step"], told["train_s"]))
-            elif row["event"] == "epoch":
-                told["epoch_s"] += [] if is_part else [row["epoch_s"]]
-                is_part = False
-            elif row["event"] == "eval" and row.get("top1") is not None:
-                told["evals"].append([row["step"], told["train_s"], row["top1"]])
-                if target is not None and row["top1"] >= target:
-                    return told | {"reached": True}
-    return told
-
-
-def reaching(path: Path, target: float) -> Callable[[], bool]:
-    """Return what follows the records, and tells whether an evaluation reaches the target with steps left."""
-    read_to, total = 0, 0
+def reaching(folder: Path, target: float) -> Callable[[], bool]:
+    """Return a function: does an evaluation reach the target with steps left?"""
+    path, read_to, total = folder / FILE, 0, 0
 
     def look() -> bool:
         nonlocal read_to, total
@@ -109,3 +142,105 @@ def reaching(path: Path, target: float) -> Callable[[], bool]:
         return False
 
     return look
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run's folder, as its files tell."""
+
+    name: str
+    folder: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    trouble: str = ""
+    """Why they cannot be read."""
+
+    @functools.cached_property
+    def record(self) -> Record:
+        """Its steps.jsonl. Raises `RequestError` where that is damaged."""
+        return record(self.folder)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Over all its steps; older runs have counted images."""
+        rate = self.summary.get("samples_per_s") or self.summary.get("images_per_s")
+        return None if rate is None else float(rate)
+
+    @property
+    def state(self) -> str:
+        """Done, failed, stopped, running, killed, …"""
+        code = self.summary.get("exit")
+        if self.trouble:
+            return "?"
+        if code is not None:
+            return _STATES.get(code, f"exit {code}")
+        try:
+            folders.check_free(self.folder)
+        except RequestError:
+            return "running"
+        except OSError:  # of somebody else's
+            return "unfinished"
+        return "killed"
+
+
+def below(folder: Path) -> list[Run]:
+    """List the runs below `folder`, the newest last.
+
+    They are at most two levels deep, or whole trainings of comparisons. A folder that is a run itself is the only one.
+    Runs of a comparison's races are left out, which end in their midst.
+    """
+    if (folder / "manifest.json").exists():
+        return [_listed(folder, folder.parent)]
+    depths = ("*", "*/*", "*/seed-*/run", "*/*/seed-*/run")
+    paths = {path.parent for depth in depths for path in folder.glob(f"{depth}/manifest.json")}
+    is_race = {
+        path: path.parent.name.startswith("race-") and (path.parents[1] / "plan.json").exists() for path in paths
+    }
+    found = [_listed(path, folder) for path in sorted(paths) if not is_race[path]]
+    return sorted(found, key=lambda run: str(run.manifest.get("date", "")))
+
+
+def _listed(folder: Path, above: Path) -> Run:
+    name = str(folder.relative_to(above))
+    try:
+        return _read(folder, name)
+    except RequestError as error:
+        return Run(name=name, folder=folder, trouble=str(error))
+
+
+def load(folder: Path) -> Run:
+    """Return a run that has ended; raises `RequestError` for anything else."""
+    if not folder.is_dir():
+        raise RequestError(f"{shown(folder)} is not there; give the folder of a run that has ended.")
+    for name in (SUMMARY, "config.toml", FILE):
+        if not (folder / name).exists():
+            page = folder / "report.html"
+            what = f"a comparison, reported in {shown(page)}" if page.exists() else "no run that has ended"
+            raise RequestError(f"{shown(folder)} is {what}: it has no {name}; give another folder.")
+    return _read(folder, shown(folder))
+
+
+def _read(folder: Path, name: str) -> Run:
+    manifest, summary = (json_of(folder / file) for file in ("manifest.json", SUMMARY))
+    return Run(name=name, folder=folder, options=read_named(folder / "config.toml"), manifest=manifest, summary=summary)
+
+
+def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return, for each run, the options that are not the same in all."""
+    keys = dict.fromkeys(key for run in runs for key in run.options if key not in _BORING)
+    vary = [key for key in keys if len({repr(run.options.get(key)) for run in runs}) > 1]
+    return [{key: run.options[key] for key in vary if key in run.options} for run in runs]
+
+
+def check_one_job(runs: Sequence[Run], *more: str) -> None:
+    """Raise `RequestError` for runs that differ in `JOB`, or `more` options."""
+    first, *others = runs
+    for run in others:
+        pairs = [(key, run.options.get(key), first.options.get(key)) for key in (*JOB, *more)]
+        if differ := [f"{key} {mine!r} (not {its!r})" for key, mine, its in pairs if mine != its]:
+            more_of = f" and {len(differ) - _TOLD} more" if len(differ) > _TOLD else ""
+            raise RequestError(
+                f"{run.name} is of another job than {first.name}: {', '.join(differ[:_TOLD])}{more_of}; "
+                "compare runs of one job."
+            )

@@ -1,8 +1,9 @@
-"""All variants, until the ratios of their speeds are known well enough, or the time is used.
+"""The course of a comparison: trials, races, whole trainings.
 
 First a trial of each: whether it runs, where its time goes, what it holds. Then races: all of them live and run by
 turns (see `race`). Each race starts them anew, since what differs from start to start, such as where memory lies, is
-part of what an interval has to hold.
+part of what an interval has to hold. Last, if they are asked for, whole trainings, each alone on the machine: seed by
+seed, A B C, then C B A, so that a machine that becomes slower with time slows all variants alike.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,40 +20,40 @@ from typing import Any
 import psutil
 
 from .. import hardware
-from ..errors import LockstepError, RequestError, RunError, counted
-from ..files import own_folder, parse_json, read, shown, understanding, write_json
+from ..errors import RequestError, RunError, counted
+from ..files import own_folder, shown, understanding, write_json
 from ..launchers.table import visible_gpus
-from . import numbers, records, trials
+from ..record.console import duration
+from . import numbers, race, records, trials
 from .grid import Cell, Words
 from .numbers import Interval
-from .race import Race
+from .records import Record
 from .trials import Trial
 
 _FEWEST = 4
 """Races before an interval may be called narrow."""
-_TURN_S = 0.1
-_TURNS = (12, 400)
-"""At least and at most, in a race."""
+_TURN_S, _TURNS = 0.1, (12, 400)
+"""What a turn should take, and how many there are in a race, at least and at most."""
 _LEAST_LIMIT_S, _START_S = 60.0, 300.0
 """At least, for a trial, and for variants to come to their first turn."""
-_RACED, _TRIAL = "races.json", "trial"
 _MEMORY = 0.7
 """Of what is free, that variants may hold at the same time."""
+_TRIAL = "trial"
+Commands = Callable[[Cell, Path], Words]
+Tell = Callable[[str], None]
 
 
 @dataclass
 class Series:
-    """A variant, its trial, and its turns."""
+    """A variant's trial, races (steps a second by turn), and trainings by seed."""
 
     cell: Cell
     folder: Path = Path()
     trial: Trial | None = None
     races: list[list[float]] = field(default_factory=list)
-    """Of each race, the steps a second of its turns."""
     trouble: str = ""
     """Why it failed in a race."""
-    is_apart: bool = False
-    """Whether it raced alone, since memory does not hold all variants: its turns belong to no other's."""
+    trainings: dict[int, Trial] = field(default_factory=dict)
 
     @property
     def failed(self) -> str:
@@ -61,43 +61,64 @@ class Series:
         return self.cell.why_not or ("" if self.trial is None else self.trial.failed) or self.trouble
 
     @property
-    def timed_to(self) -> int:
-        """The last of its trial's steps that exchanged gradients, as training does."""
-        return 0 if self.trial is None else self.trial.told["warm_up"] + len(self.trial.step_s)
+    def told(self) -> dict[str, Any]:
+        """What its trial has measured."""
+        return {} if self.trial is None else self.trial.told
 
     @property
-    def devices(self) -> int:
-        """The devices that its trial has used."""
-        start = self.start
-        return int(start.get("chosen", {}).get("devices") or start["plan"].get("ranks") or 1)
+    def step_s(self) -> float:
+        """Seconds of a mean step of its trial."""
+        return statistics.fmean(self.told["step_s"])
 
     @property
-    def statistics(self) -> tuple[int, int]:
-        """Into how many parts, each with batch statistics of its own, a batch is cut: among replicas, and in turn."""
-        chosen, plan = self.start.get("chosen", {}), self.start["plan"]
-        if chosen.get("batchnorm", "none") == "none":
-            return 1, 1
-        return (self.devices if chosen["batchnorm"] == "local" else 1), int(plan.get("accumulation", 1))
+    def start_s(self) -> float:
+        """Seconds from the start of its command to what may be timed."""
+        return ((self.trial and self.trial.to_first_step_s) or 0.0) + 3 * self.step_s
+
+    @property
+    def turn_steps(self) -> int:
+        """How many steps of a turn are timed, after one that is not.
+
+        An epoch's first and last steps cost other times than those between. Turns of as many steps as an epoch, or of a
+        part of it, would always leave out the same ones.
+        """
+        steps = max(2, round(_TURN_S / self.step_s))
+        while math.gcd(steps + 1, self.record.start["steps_per_epoch"] or 1) > 1:
+            steps += 1
+        return steps
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds of a turn."""
+        return (1 + self.turn_steps) * self.step_s
 
     @functools.cached_property
+    def record(self) -> Record:
+        """The record of its trial's run."""
+        return records.record(self.folder / _TRIAL / trials.RUN)
+
+    @property
     def batch(self) -> int:
-        """Samples of a step, of all ranks; 1 of a loop without a loader, where nothing tells them."""
-        return int(self.start["plan"].get("global_size", 1))
-
-    @functools.cached_property
-    def start(self) -> dict[str, Any]:
-        """The start event of its trial's run."""
-        return records.start(self.run)
+        """Samples of a step, of all ranks; 1 where nothing tells them."""
+        return int(self.record.plan.get("global_size", 1))
 
     @property
-    def run(self) -> Path:
-        """The folder of its trial's run."""
-        return self.folder / _TRIAL / trials.RUN
+    def batch_parts(self) -> tuple[int, int]:
+        """Parts of a batch with own batch statistics: (replicas, micro-batches)."""
+        if (batchnorm := self.record.chosen.get("batchnorm", "none")) == "none":
+            return 1, 1
+        return (self.record.devices if batchnorm == "local" else 1), int(self.record.plan.get("accumulation", 1))
+
+    def ratio(self, other: Series) -> Interval:
+        """Return how many times as many samples a second it has."""
+        means = [[statistics.geometric_mean(race) for race in each.races] for each in (self, other)]
+        steps = numbers.of_groups([[a / b] for a, b in zip(*means, strict=False)])
+        return steps.times(self.batch / other.batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long the races go on."""
+    """When races end: the budget (trials included) is used, or ratios are known."""
 
     budget_s: float
     width: float
@@ -106,219 +127,171 @@ class Plan:
     """Timed steps of a trial; None for as many as fill its time."""
 
 
-Commands = Callable[[Cell, Path], Words]
+@dataclass(frozen=True, kw_only=True)
+class Aim:
+    """Whole trainings: the seeds, and the accuracy that ends each."""
+
+    seeds: Sequence[int] = ()
+    to_accuracy: float | None = None
+
+    def folder(self, series: Series, seed: int) -> Path:
+        """Return the folder of a training: one to another accuracy is another training."""
+        until = "" if self.to_accuracy is None else f"-to-{self.to_accuracy!r}"
+        return series.folder / f"seed-{seed}{until}"
 
 
-def run(
-    cells: Sequence[Cell],
-    command: Commands,
-    folder: Path,
-    plan: Plan,
-    tell: Callable[[str], None],
-    tried: Callable[[list[Series]], None] = lambda _: None,
-) -> list[Series]:
-    """Run the trials and races that `folder` does not hold yet, and return all.
+def run(cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, tell: Tell) -> list[Series]:
+    """Run the trials and races that `folder` lacks, and return all.
 
-    `command` returns the words of a cell's command that writes to the run's folder it is given; `tried` is called
-    between trials and races. Raises `RequestError` where the budget is too small for a race, and `RunError` where no
-    variant can be run.
+    `command` returns the words of a cell's command that writes to the run's folder it is given. Raises `RequestError`
+    where the budget is too small for a race, and `RunError` where no variant can be run.
     """
-    begun_s = time.monotonic()
     series = [Series(cell, folder / _safe(cell.name)) for cell in cells]
-    able = [each for each in series if not each.failed]
-    for number, each in enumerate(able, start=1):
-        tried_s, limit_s = time.monotonic(), max(plan.budget_s / len(able), _LEAST_LIMIT_S)
-        if _is_left(each):
-            tell(f"trying {each.cell.name} ({number} of {len(able)}), at most {limit_s:.0f} s")
-        each.trial = _trial(each, command, steps=plan.steps, limit_s=limit_s)
-        if each.failed:  # one that hangs takes no time from the others
-            begun_s += time.monotonic() - tried_s
-        _check_time(able, number, plan, time.monotonic() - begun_s)
-    living = [each for each in able if not each.failed]
-    if not living:
-        first = next(each for each in series if each.failed)
-        log = first.folder / _TRIAL / "log"
-        where = f" Its output is in {shown(log)}." if log.exists() else ""
-        raise RunError(
-            f"None of {counted(len(series), 'variant')} can be run; {first.cell.name}: {first.failed}{where}"
-        )
-    tried(series)
+    living = _try(series, command, plan, tell)
+    groups = [living]
     if not _fit(living):
         tell("memory does not hold all variants at once: they race one after the other, which widens the intervals")
-        for each in living:
-            each.is_apart = True
-    tried_s = time.monotonic() - begun_s
-    start_s, turn_s = _start_s(living), sum(map(_turn_s, living))
+        groups = [[each] for each in living]
+    spent_s = sum(each.trial.seconds for each in living if each.trial is not None)
+    start_s, turn_s = sum(map(_start_s, groups)), sum(each.turn_s for each in living)
     least_s = start_s + _TURNS[0] * turn_s
-    if tried_s + least_s > plan.budget_s:
+    if spent_s + least_s > plan.budget_s:
         raise RequestError(
-            f"--budget {plan.budget_s:.0f}s is too small: trying each variant took {tried_s:.0f} s, and a race takes "
-            f"{least_s:.0f} s at least; give {math.ceil(tried_s + _FEWEST * least_s)}s for {_FEWEST} races."
+            f"--budget {plan.budget_s:.0f}s is too small: trying each variant took {spent_s:.0f} s, and a race takes "
+            f"{least_s:.0f} s at least; give {math.ceil(spent_s + _FEWEST * least_s)}s for {_FEWEST} races, and "
+            f"--output {shown(folder)}, which keeps what was tried."
         )
     # As long as it takes to start: more turns narrow what turns differ by, more races what starts do.
-    races_s = (plan.budget_s - tried_s) / _FEWEST
+    races_s = (plan.budget_s - spent_s) / _FEWEST
     turns = min(_TURNS[1], max(_TURNS[0], round(min(start_s, races_s - start_s) / turn_s)))
-    number, before = 0, _raced(folder, plan)
-    while living and (
-        number == 0 or (number < before if before else not _is_over(living, plan, begun_s, start_s + turns * turn_s))
-    ):
+    number = 0
+    while groups and (number == 0 or spent_s + start_s + turns * turn_s <= plan.budget_s):
+        width = _widest(living)
+        if number >= _FEWEST and width <= plan.width:
+            break
         number += 1
-        tell(f"race {number}: {counted(turns, 'turn')} of {counted(len(living), 'variant')}{_known(living)}")
-        _race(living, command, folder / f"race-{number:02}", turns)
-        living = [each for each in living if not each.failed]
-    write_json(folder / _RACED, {"races": number, "budget_s": plan.budget_s})
+        known = f", ratios known to ±{width:.1%}" if width < 1 else ""
+        tell(f"race {number}: {counted(turns, 'turn')} of {counted(len(living), 'variant')}{known}")
+        spent_s += _race(groups, command, folder / f"race-{number:02}", turns)
+        groups = [alive for group in groups if (alive := [each for each in group if not each.failed])]
+        living = [each for group in groups for each in group]
     return series
 
 
-def _check_time(able: Sequence[Series], tried: int, plan: Plan, took_s: float) -> None:
-    """Raise `RequestError` once it is seen that the budget does not even hold the trials."""
-    known = [each.trial.seconds for each in able[:tried] if each.trial is not None and not each.trial.failed]
-    waiting = sum(map(_is_left, able[tried:]))
-    left_s = waiting * statistics.fmean(known) if known else 0.0
-    if took_s + left_s > plan.budget_s:
-        raise RequestError(
-            f"--budget {plan.budget_s:.0f}s is too small: trying {tried} of {counted(len(able), 'variant')} took "
-            f"{took_s:.0f} s; give {math.ceil(2 * (took_s + left_s))}s, or fewer variants."
-        )
-
-
-def _is_left(series: Series) -> bool:
-    before = trials.done(series.folder / _TRIAL)
-    return before is None or bool(before.failed)
-
-
-def _raced(folder: Path, plan: Plan) -> int:
-    """Return how many races there were when they ended within this budget; 0 where they have not."""
-    if not (path := folder / _RACED).exists():
-        return 0
-    with understanding(path):
-        told = parse_json(read(path))
-        return int(told["races"]) if told["budget_s"] >= plan.budget_s else 0
+def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) -> list[Series]:
+    """Try each variant, and return those that work."""
+    able = [each for each in series if not each.failed]
+    for number, each in enumerate(able, start=1):
+        name, path, limit_s = each.cell.name, each.folder / _TRIAL, max(plan.budget_s / len(able), _LEAST_LIMIT_S)
+        if trials.done(path) is None:
+            tell(f"trying {name} ({number} of {len(able)}), at most {limit_s:.0f} s")
+        own_folder(each.folder)
+        words = ("compare", "measured", str(plan.steps or 0), *command(each.cell, path / trials.RUN))
+        each.trial = trials.once(name, path, words, limit_s=limit_s)
+    living = [each for each in able if not each.failed]
+    if not living:
+        first, what = series[0], counted(len(series), "variant")
+        raise RunError(f"None of {what} can be run; {first.cell.name}: {first.failed}")
+    return living
 
 
 def base_of(series: Sequence[Series]) -> Series:
-    """Return the variant that the others are compared with: the first on one device, else the first that is its model.
+    """Return the variant that ratios are to.
 
-    Replicas with batch statistics of their own are not; where all are such, it is the first.
+    It is the first on one device, else the first that is its model (replicas with batch statistics of their own are
+    not), else the first.
     """
-    alone = [each for each in series if each.devices == 1]
-    whole = [each for each in series if each.statistics[0] == 1]
+    alone = [each for each in series if each.record.devices == 1]
+    whole = [each for each in series if each.batch_parts[0] == 1]
     return [*alone, *whole, *series][0]
 
 
-def ratio(ours: Series, theirs: Series) -> Interval:
-    """Return how many times as many steps a second `ours` makes."""
-    means = [[statistics.geometric_mean(race) for race in each.races] for each in (ours, theirs)]
-    return numbers.of_groups([[a / b] for a, b in zip(*means, strict=False)])
-
-
-def _trial(series: Series, command: Commands, *, steps: int | None, limit_s: float) -> Trial:
-    folder = series.folder / _TRIAL
-    own_folder(series.folder)
-    watched = ("compare", "measured", str(steps or 0), *command(series.cell, folder / trials.RUN))
-    return trials.once(series.cell.name, folder, watched, limit_s=limit_s)
-
-
-def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int) -> None:
-    """Run a race, or take what it left when it was run before."""
+def _race(groups: Sequence[Sequence[Series]], command: Commands, folder: Path, turns: int) -> float:
+    """Run a race, or read a former one; return its seconds."""
     path = folder / "race.json"
-    if path.exists():
-        with understanding(path):
-            told: dict[str, Any] = parse_json(read(path))
-            for each in living:
-                if each.cell.name in told["rates"]:
-                    each.races.append([float(rate) for rate in told["rates"][each.cell.name]])
-                each.trouble = told["failed"].get(each.cell.name, "")
-        return
-    trials.make_anew(folder)
-    rates: dict[str, list[float]] = {}
-    for group in [[each] for each in living] if living[0].is_apart else [living]:
-        with Race() as race:
-            for each in group:
-                name = _safe(each.cell.name)
-                words = command(each.cell, folder / name)
-                raced = (sys.executable, "-P", "-m", "lockstep", "compare", "raced", race.address(), *words)
-                log, steps = folder / f"{name}.log", _steps_of_turn(each)
-                race.add(each.cell.name, raced, log, steps=steps, turn_s=_turn_s(each))
-            failed = race.meet(max(_START_S, 3 * _start_s(group)))
-            for each in group:
-                each.trouble = failed.get(each.cell.name, "")
-            try:
-                race.run(turns)
-            except LockstepError as error:  # one that fails ends the race, and is in the next no more
-                failing = [each for each in group if f"The variant {each.cell.name} failed" in str(error)]
-                for each in failing or group:
-                    each.trouble = each.trouble or str(error)
-            rates |= {name: list(each) for name, each in race.rates.items()}
-    fewest = min((len(rates[each.cell.name]) for each in living if not each.failed), default=0)
-    for each in living:
-        if not each.failed and fewest:
-            each.races.append(rates[each.cell.name][:fewest])
-    for each in living:
-        each.trouble = each.trouble.removeprefix(f"The variant {each.cell.name} failed: ")
-    told = {"failed": {each.cell.name: each.trouble for each in living if each.trouble}}
-    told["rates"] = {each.cell.name: each.races[-1] for each in living if not each.failed and fewest}
-    write_json(path, told)
+    if not path.exists():
+        trials.make_free(folder)
+        begun_s, rates, failed = time.monotonic(), dict[str, list[float]](), dict[str, str]()
+        for group in groups:
+            entrants = [_entrant(each, command, folder) for each in group]
+            found, trouble = race.run(entrants, turns, max(_START_S, 3 * _start_s(group)))
+            rates, failed = rates | found, failed | trouble
+        rates = {name: each for name, each in rates.items() if name not in failed}
+        fewest = min(map(len, rates.values()), default=0)
+        rates = {name: each[:fewest] for name, each in rates.items() if fewest}
+        write_json(path, {"failed": failed, "rates": rates, "seconds": time.monotonic() - begun_s})
+    told = records.json_of(path)
+    with understanding(path):
+        for each in (each for group in groups for each in group):
+            each.trouble = told["failed"].get(each.cell.name, "")
+            if rated := told["rates"].get(each.cell.name):
+                each.races.append([float(rate) for rate in rated])
+        return float(told.get("seconds", 0.0))
+
+
+def _entrant(series: Series, command: Commands, folder: Path) -> race.Entrant:
+    name = _safe(series.cell.name)
+
+    def raced(address: str) -> Words:
+        return trials.command("compare", "raced", address, *command(series.cell, folder / name))
+
+    return race.Entrant(series.cell.name, raced, folder / f"{name}.log", series.turn_steps, series.turn_s)
 
 
 def _fit(living: Sequence[Series]) -> bool:
-    """Whether the variants' memory is there for all of them at the same time."""
-    peaks = [(_told(each)["peak_memory_bytes"], each.devices) for each in living]
+    """Whether memory holds all variants at the same time."""
+    peaks = [(each.told["peak_memory_bytes"], each.record.devices) for each in living]
     smallest = min((gpu.memory_bytes for gpu in hardware.gpus(visible_gpus())), default=0)
     if sum((peak["device"] or 0) / devices for peak, devices in peaks) > _MEMORY * smallest:
         return False
     return bool(sum(peak["host"] for peak, _ in peaks) < _MEMORY * psutil.virtual_memory().available)
 
 
-def _told(series: Series) -> dict[str, Any]:
-    assert series.trial is not None
-    return series.trial.told
-
-
-def _step_s(series: Series) -> float:
-    steps = _told(series)["step_s"]
-    return float(sum(steps) / len(steps))
-
-
-def _steps_of_turn(series: Series) -> int:
-    """Return how many steps of a turn are timed, after one that is not.
-
-    An epoch's first and last steps cost other times than those between. Turns of as many steps as an epoch, or of a
-    part of it, would always leave out the same ones.
-    """
-    steps = max(2, round(_TURN_S / _step_s(series)))
-    while math.gcd(steps + 1, series.start["steps_per_epoch"] or 1) > 1:
-        steps += 1
-    return steps
-
-
-def _turn_s(series: Series) -> float:
-    return (1 + _steps_of_turn(series)) * _step_s(series)  # the first one is not timed
-
-
-def _start_s(living: Sequence[Series]) -> float:
-    each_s = [(each.trial.to_first_step_s or 0.0) + 3 * _step_s(each) for each in living if each.trial is not None]
-    if living[0].is_apart:
-        return sum(each_s)
-    return max(max(each_s), sum(each_s) / hardware.cpus())  # they start at the same time
-
-
-def _is_over(living: Sequence[Series], plan: Plan, begun_s: float, race_s: float) -> bool:
-    if time.monotonic() - begun_s + race_s > plan.budget_s:
-        return True
-    return len(living[0].races) >= _FEWEST and _widest(living) <= plan.width
+def _start_s(group: Sequence[Series]) -> float:
+    each_s = [each.start_s for each in group]
+    return max(*each_s, sum(each_s) / hardware.cpus())  # they start at the same time
 
 
 def _widest(living: Sequence[Series]) -> float:
     base = base_of(living)
-    return max((ratio(each, base).half_width for each in living if each is not base), default=0.0)
-
-
-def _known(living: Sequence[Series]) -> str:
-    width = _widest(living) if len(living[0].races) > 1 else math.inf
-    return f", ratios known to ±{width:.1%}" if width < 1 else ""
+    return max(each.ratio(base).half_width for each in living)
 
 
 def _safe(name: str) -> str:
     """Return the name as one of a folder's."""
     return "".join(each if each.isalnum() or each in "-_.+=" else "_" for each in name)
+
+
+def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], aim: Aim, tell: Tell) -> None:
+    """Run the missing whole trainings, one after the other.
+
+    One that was begun goes on. `command` returns the words of a cell's command with this run's folder and seed. A
+    variant whose training fails is trained no more. Raises what `trials.once` does.
+    """
+    able, target = [each for each in found if not each.failed], aim.to_accuracy
+    for number, seed in enumerate(aim.seeds):
+        for place, each in enumerate(able[:: -1 if number % 2 else 1], start=1):
+            folder = aim.folder(each, seed)
+            if any(before.failed for before in each.trainings.values()):
+                continue
+            if trials.done(folder) is None:
+                which = f"{each.cell.name}, seed {seed} ({number * len(able) + place} of {len(able) * len(aim.seeds)})"
+                tell(f"training {which}{_length(each)}")
+            run_folder = folder / trials.RUN
+            each.trainings[seed] = trials.once(
+                each.cell.name,
+                folder,
+                command(each.cell, run_folder, seed),
+                result=functools.partial(records.training, run_folder, target),
+                is_enough=None if target is None else records.reaching(run_folder, target),
+                goes_on=True,
+            )
+
+
+def _length(series: Series) -> str:
+    """Return a training's length in words, by its trial; "" where unknown."""
+    start, config = series.record.start, series.cell.config
+    steps = int(start["total_steps"])
+    if config is not None and config.data.name:  # a script decides on its epochs
+        steps = min(int(start["steps_per_epoch"]) * config.epochs, config.max_steps or steps)
+    return f", about {duration(series.start_s + steps * series.step_s)} and evaluations" if steps else ""

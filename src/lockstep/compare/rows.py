@@ -1,16 +1,19 @@
-"""The table of a comparison: a row a variant, each number with what it covers."""
+"""The rows of a comparison's table: variants, or runs that ended."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.options import IDENTITY
 from ..verify import curve
 from . import numbers, records, rounds
+from .grid import Cell
 from .numbers import Interval, Spread
+from .records import ACCURACY, SECONDS, STEP, Record, Run
 from .rounds import Series
 
 PARTS = ("data", "compute", "communication", "optimizer", "rest")
@@ -19,18 +22,25 @@ _COMPARED = 5
 """First steps whose losses are compared: rounding that grows from step to step is no other model."""
 _FEWEST = 20
 """Steps of which a 95th percentile is told."""
-_PHASES = {"data": "data", "step": "optimizer"}
 _EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
-_COMPUTE = ("forward", "backward")
+_PART_OF = {"data": "data", "forward": "compute", "backward": "compute", "step": "optimizer"}
+_PART_OF |= dict.fromkeys(_EXCHANGES, "communication")
+_AS_TOLD = ("ranks", "bytes_a_step", "busy_processors", "busy_gpus", "joules_a_step")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is known of a variant; what could not be measured is None."""
+    """The numbers of a variant or run, as docs/compare.md explains them.
+
+    What could not be measured is None; a `Spread` is over seeds.
+    """
 
     name: str
     flags: tuple[str, ...]
     failed: str = ""
+    series: Series = field(default_factory=lambda: Series(Cell(name="", flags=())))
+    """What it was made of; empty of a run that has ended."""
+    record: Record = field(default_factory=Record)
     devices: int = 1
     ranks: int = 1
     turns: int = 0
@@ -39,50 +49,37 @@ class Row:
     ratio: Interval | None = None
     """Of samples/s, to the first row that is one device, else to the first that is its model; 1 of that one itself."""
     speed_up: Interval | None = None
-    """Of samples/s, to the row that is the same on one device; None where there is none."""
+    """Of samples/s, to the row that is the same on one device."""
     step_p50_s: float | None = None
     step_p95_s: float | None = None
     epoch_s: float | None = None
     parts_s: dict[str, float] = field(default_factory=dict)
     """Of a mean step, by `PARTS`: they sum to it."""
     teraflops: float | None = None
-    """Floating-point operations of matrix products and convolutions, in 10¹² a second."""
     matrix_share: float | None = None
-    """Of the rate at which all ranks multiply large matrices, measured then."""
     bytes_a_step: float | None = None
-    """That a rank gives to collectives: gradients, and statistics of BatchNorm."""
     host_memory_bytes: float | None = None
     device_memory_bytes: float | None = None
     busy_processors: float | None = None
     busy_gpus: float | None = None
-    """In which a kernel ran, as NVML tells of its last second: 2 where two were busy all the time."""
     joules_a_step: float | None = None
     to_first_step_s: float | None = None
     accuracy: Spread | None = None
-    """At the end of whole trainings: the share of samples that are right. This and what follows: over seeds."""
     seeds: int | None = None
-    """Whole trainings."""
     trained_s: Spread | None = None
-    """Of their training steps, without evaluations; `trained_epoch_s`: of a mean epoch."""
     trained_epoch_s: Spread | None = None
     reached: int | None = None
-    """Seeds for which an evaluation reached the accuracy that was asked for; None where none was."""
+    """Seeds for which an evaluation reached the accuracy that was asked for."""
     to_accuracy_steps: Spread | None = None
-    """Steps, and their seconds, until then."""
     to_accuracy_s: Spread | None = None
     loss_gap: float | None = None
     """The largest relative difference of the first steps' losses to those of the row that `ratio` is to."""
     proved: str = ""
-    """Checks that hold, or fail: of the trial's replicas or, after whole trainings, of all that they have proved."""
     another: str = ""
     """Why it is another model, where that is judged."""
     same_model: bool | None = None
-    """Whether the losses agree within the tolerance, and batch statistics are of as many samples; None in another
-    precision, or where what varies is the model."""
-
-    def tells(self, part: str) -> bool:
-        """Whether a part of the step is known: replicas in one process exchange within their computation."""
-        return part != "communication" or self.ranks > 1 or self.devices == 1
+    """Whether losses agree within the tolerance, and batch statistics are of as many samples; None where precision or
+    model vary."""
 
     @property
     def efficiency(self) -> float | None:
@@ -90,66 +87,51 @@ class Row:
         return None if self.speed_up is None else self.speed_up.middle / self.devices
 
 
-def rows(found: Sequence[Series], *, tolerance: float | None = None) -> list[Row]:
+def of_series(found: Sequence[Series], *, tolerance: float | None = None, target: float | None = None) -> list[Row]:
     """Return a row for each variant that was tried, in their order.
 
-    `tolerance` is the relative difference of losses that counts as the same model, by default what rounding explains.
+    `tolerance` is the relative difference of losses that counts as the same model, by default what rounding explains;
+    `target` the accuracy to which they were trained.
     """
-    working = [each for each in found if each.races and not each.failed and each.trial is not None]
-    return [_row(each, working, tolerance) for each in found]
+    working = [each for each in found if each.races and not each.failed]
+    rows = []
+    for each in found:
+        fields: dict[str, Any] = {"failed": each.failed or "it was not run"}
+        if each in working:
+            fields = _measured(each, working, tolerance) | _trained(each, target)
+        rows.append(Row(name=each.cell.name, flags=each.cell.flags, series=each, **fields))
+    return rows
 
 
-def _row(series: Series, working: Sequence[Series], tolerance: float | None) -> Row:
-    cell, trial = series.cell, series.trial
-    if series not in working or trial is None:
-        return Row(name=cell.name, flags=cell.flags, failed=series.failed or "it was not run")
+def _measured(series: Series, working: Sequence[Series], tolerance: float | None) -> dict[str, Any]:
+    told, record, batch, step_s = series.told, series.record, series.batch, series.told["step_s"]
     base = rounds.base_of(working)
-    alone = next((each for each in working if each.cell.is_alone_of(cell)), None)
-    start, told, step_s = series.start, trial.told, trial.step_s
-    batch = series.batch
+    alone = next((each for each in working if each.cell.is_alone_of(series.cell)), None)
     rate = numbers.of_groups([[each * batch for each in race] for race in series.races])
     middle_s = batch / rate.middle
-    flops = told["flops_a_step"] or 0
-    gap = _loss_gap(series, base) if batch == base.batch else None
-    # What decides the model may vary too: then other losses are no fault.
-    is_judged = cell.options.keys().isdisjoint(IDENTITY) and _precision(series) == _precision(base)
-    if tolerance is None and base.cell.config is not None:
-        tolerance = curve.default_tolerance(base.cell.config)
-    another = _another(series, base, gap, tolerance or 0.0) if gap is not None and is_judged else None
-    steps = start["steps_per_epoch"]
-    return Row(
-        name=cell.name,
-        flags=cell.flags,
-        devices=series.devices,
-        ranks=told["ranks"],
-        turns=sum(map(len, series.races)),
-        batch=start["plan"].get("global_size"),
-        samples_per_s=rate,
-        ratio=_samples_ratio(series, base),
-        speed_up=None if alone is None else _samples_ratio(series, alone),
-        step_p50_s=statistics.median(step_s),
-        step_p95_s=statistics.quantiles(step_s, n=20, method="inclusive")[18] if len(step_s) >= _FEWEST else None,
-        epoch_s=steps * middle_s if steps else None,
-        parts_s=_parts_of(told),
-        teraflops=flops / middle_s / 1e12 if flops else None,
-        matrix_share=flops / middle_s / rate_s if flops and (rate_s := told["matrix_flops_per_s"]) else None,
-        bytes_a_step=told["bytes_a_step"],
-        host_memory_bytes=told["peak_memory_bytes"]["host"],
-        device_memory_bytes=told["peak_memory_bytes"]["device"],
-        busy_processors=told["busy_processors"],
-        busy_gpus=told.get("busy_gpus"),
-        joules_a_step=told["joules_a_step"],
-        to_first_step_s=trial.to_first_step_s,
-        loss_gap=gap,
-        proved=records.proved(told.get("proof")),
-        another=another or "",
-        same_model=None if another is None else not another,
-    )
-
-
-def _samples_ratio(ours: Series, theirs: Series) -> Interval:
-    factor = ours.batch / theirs.batch
-    return Interval(*(each * factor for each in rounds.ratio(ours, theirs)))
+    steps, flops, matrix_rate = record.start["steps_per_epoch"], told["flops_a_step"], told["matrix_flops_per_s"]
+    timed_to = told["warm_up"] + len(step_s)  # from there on, nothing is exchanged
+    losses = {step: loss for step, loss in record.losses.items() if step <= timed_to}
+    return {
+        **{name: told.get(name) for name in _AS_TOLD},
+        **{f"{kind}_memory_bytes": size for kind, size in told["peak_memory_bytes"].items()},
+        **_likeness(series, base, tolerance),
+        "record": replace(record, losses=losses),
+        "devices": record.devices,
+        "turns": sum(map(len, series.races)),
+        "batch": record.plan.get("global_size"),
+        "samples_per_s": rate,
+        "ratio": series.ratio(base),
+        "speed_up": None if alone is None else series.ratio(alone),
+        "step_p50_s": statistics.median(step_s),
+        "step_p95_s": statistics.quantiles(step_s, n=20, method="inclusive")[18] if len(step_s) >= _FEWEST else None,
+        "epoch_s": steps * middle_s if steps else None,
+        "parts_s": _parts_of(told),
+        "teraflops": flops / middle_s / 1e12 if flops else None,
+        "matrix_share": flops / middle_s / matrix_rate if flops and matrix_rate else None,
+        "to_first_step_s": series.trial.to_first_step_s if series.trial else None,
+        "proved": records.proved(told.get("proof")),
+    }
 
 
 def _parts_of(told: dict[str, Any]) -> dict[str, float]:
@@ -157,12 +139,9 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
     step_s = sum(steps) / len(steps)
     found = dict.fromkeys(PARTS, 0.0)
     for phase, seconds in phases.items():
-        part = (
-            "communication" if phase in _EXCHANGES else "compute" if phase in _COMPUTE else _PHASES.get(phase, "rest")
-        )
+        # The forward pass of a loop of one's own is in its own code, which no phase names.
+        part = "compute" if phase == "" and "forward" not in phases else _PART_OF.get(phase, "rest")
         found[part] += seconds
-    if "forward" not in phases:  # a loop of one's own, whose forward pass is in its own code
-        found["compute"], found["rest"] = found["compute"] + phases.get("", 0.0), found["rest"] - phases.get("", 0.0)
     if unsynchronised := told.get("unsynchronised_step_s"):
         # What a backward pass waits for inside, no phase tells. Steps that exchange no gradients are faster by that and
         # by what the phases do tell of gradients: their exchanges, but for those that such steps have too.
@@ -175,19 +154,99 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _another(ours: Series, theirs: Series, gap: float, tolerance: float) -> str:
-    """Return why the model is not the other's; "" where it is."""
-    parts, whole = ours.statistics, theirs.statistics
-    if parts != whole:  # another one, however near the first losses are
-        return f"each {'replica' if parts[0] != whole[0] else 'micro-batch'} has batch statistics of its own"
-    return f"its losses differ by {gap:.1e}" if gap > tolerance else ""
+def _likeness(ours: Series, base: Series, tolerance: float | None) -> dict[str, Any]:
+    """Compare the models of two variants with the same global batch."""
+    if ours.batch != base.batch:
+        return {}
+    a, b = ours.record.losses, base.record.losses
+    gap = max((curve.gap(a[step], b[step]) for step in sorted(a.keys() & b.keys())[:_COMPARED]), default=None)
+    configs = [each.cell.config for each in (ours, base)]
+    precisions = {"" if config is None else config.precision.name for config in configs}
+    # What decides the model may vary too: then other losses are no fault.
+    if gap is None or len(precisions) > 1 or not ours.cell.options.keys().isdisjoint(IDENTITY):
+        return {"loss_gap": gap}
+    if tolerance is None:
+        tolerance = 0.0 if configs[1] is None else curve.default_tolerance(configs[1])
+    another = f"its losses differ by {gap:.1e}" if gap > tolerance else ""
+    if (parts := ours.batch_parts) != (whole := base.batch_parts):  # another model, however near the first losses are
+        another = f"each {'replica' if parts[0] != whole[0] else 'micro-batch'} has batch statistics of its own"
+    return {"loss_gap": gap, "another": another, "same_model": not another}
 
 
-def _loss_gap(ours: Series, theirs: Series) -> float | None:
-    """Return the largest relative difference of the first losses that both have; None where they have none."""
-    a, b = (curve.losses_of(each.run) for each in (ours, theirs))
-    return max((curve.gap(a[step], b[step]) for step in sorted(a.keys() & b.keys())[:_COMPARED]), default=None)
+def _trained(series: Series, target: float | None) -> dict[str, Any]:
+    if not series.trainings:
+        return {}
+    told = [each.told for each in series.trainings.values() if not each.failed]
+    ends, reached = ([each["evals"][-1] for each in told if each[kind]] for kind in ("evals", "reached"))
+    found: dict[str, Any] = {
+        "seeds": len(told),
+        "accuracy": numbers.spread([each[ACCURACY] for each in ends]),
+        "trained_s": numbers.spread([each["train_s"] for each in told]),
+        "trained_epoch_s": numbers.spread([statistics.fmean(each["epoch_s"]) for each in told if each["epoch_s"]]),
+        "reached": None if target is None else len(reached),
+        "to_accuracy_steps": numbers.spread([each[STEP] for each in reached]),
+        "to_accuracy_s": numbers.spread([each[SECONDS] for each in reached]),
+    }
+    for seed, each in series.trainings.items():
+        found |= {"failed": f"training with seed {seed} failed: {each.failed}"} if each.failed else {}
+    proved = "; ".join(dict.fromkeys(each["proved"] for each in told if each.get("proved")))
+    return found | ({"proved": proved} if proved else {})
 
 
-def _precision(series: Series) -> str:
-    return "" if series.cell.config is None else series.cell.config.precision.name
+def difference(ours: Row, theirs: Row, at: int, *, reached: bool = False) -> Interval:
+    """Return the mean difference of last evaluations, in `SECONDS` or `ACCURACY`.
+
+    It is over the seeds that both have or, with `reached`, for which both reached the accuracy.
+    """
+    kind = "reached" if reached else "evals"
+    mine, other = (
+        {seed: each.told["evals"][-1][at] for seed, each in row.series.trainings.items() if each.told.get(kind)}
+        for row in (ours, theirs)
+    )
+    return numbers.mean([value - other[seed] for seed, value in mine.items() if seed in other])
+
+
+def accuracy_curve(row: Row) -> list[tuple[float, float]]:
+    """Return (seconds, accuracy) of each evaluation, means over all seeds."""
+    seeds = [each.told["evals"] for each in row.series.trainings.values() if not each.failed]
+    by_place = [list(zip(*same, strict=True)) for same in zip(*seeds, strict=False)]
+    return [(statistics.fmean(each[SECONDS]), statistics.fmean(each[ACCURACY])) for each in by_place]
+
+
+def of_runs(runs: Sequence[Run]) -> list[Row]:
+    """Return a row a run; speeds measured once have no interval."""
+    found = [_of_run(run, runs[0]) for run in runs]
+    rated = [row for row in found if row.samples_per_s is not None]
+    base = next((row for row in rated if row.devices == 1), rated[0] if rated else None)
+    rate = base.samples_per_s if base else None
+    return [
+        replace(row, ratio=row.samples_per_s and rate and _once(row.samples_per_s.middle / rate.middle))
+        for row in found
+    ]
+
+
+def _of_run(run: Run, first: Run) -> Row:
+    summary, record, rate = run.summary, run.record, run.samples_per_s
+    memory, epochs, top1 = summary.get("peak_memory_bytes") or {}, summary.get("epoch_s") or [], summary.get("top1")
+    differ = records.differing([first, run])[1]
+    return Row(
+        name=run.name,
+        flags=tuple(word for key, value in differ.items() for word in (f"--{key}", str(value))),
+        failed="" if rate else f"ended with exit code {summary.get('exit')}, and no speed was recorded",
+        record=record,
+        devices=record.devices,
+        ranks=int(record.plan.get("ranks") or 1),
+        batch=record.plan.get("global_size"),
+        samples_per_s=_once(rate) if rate else None,
+        step_p50_s=summary.get("step_p50_s"),
+        step_p95_s=summary.get("step_p95_s"),
+        epoch_s=statistics.fmean(map(float, epochs)) if epochs else None,
+        host_memory_bytes=memory.get("host"),
+        device_memory_bytes=memory.get("device") or None,
+        proved=records.proved(summary.get("proof")),
+        accuracy=None if top1 is None else numbers.spread([float(top1)]),
+    )
+
+
+def _once(value: float) -> Interval:
+    return Interval(value, 0.0, math.inf)

@@ -1,19 +1,8 @@
-"""The time of one step on several ranks: computation as measured on one, and exchanges over links that are described.
+"""The time of one step on several ranks.
 
 A measured step is a list of points: where BatchNorm exchanges its statistics, and where a gradient is ready. Between
-two points lies computation, of which there are as many samples as steps were measured. The timeline lays this out for
-N ranks:
-
-- A rank that computes while others do is ready when the slowest is: the expected largest of N draws from the samples,
-  over all computation since ranks last waited for one another.
-- BatchNorm's exchanges are waited for. Gradients are put into buckets in the order in which they are ready; a bucket is
-  sent when its last one is, while computation goes on, and the step ends when the last bucket is summed and the
-  optimizer has stepped. Exchanges go one after the other. What computation and an exchange cost one another while both
-  are under way is measured (`Link.beside`): gloo's need a processor, too.
-- An exchange takes what a ring takes (Patarasuk & Yuan, 2009), or, where the library may choose, two trees (Sanders,
-  Speck & Träff, 2009) if these are faster. A ring sends 2 (N - 1) messages, one after the other, of an N-th part.
-
-Nothing in it is fitted to a measured step of several ranks.
+two points lies computation, of which there are as many samples as steps were measured. docs/forecast.md says how N
+ranks are laid out. Nothing in it is fitted to a measured step of several ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,21 +19,21 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 GATHER, REDUCE, GRADIENT = "gather", "reduce", "gradient"
 
 
-@dataclass(frozen=True)
-class Point:
-    """Where a step's computation meets an exchange: a `GATHER` or `REDUCE` that is waited for, or a `GRADIENT`."""
+class Point(NamedTuple):
+    """An exchange in a step, and the bytes that a rank gives.
+
+    A `GATHER` or `REDUCE` is waited for; a `GRADIENT` is not.
+    """
 
     kind: str
     bytes: int
-    """That a rank gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Steps of one rank, as they were measured."""
+    """Steps of one rank, as they were measured, with `batch` samples each."""
 
     batch: int
-    """Samples of a step."""
     points: tuple[Point, ...]
     seconds: np.ndarray
     """(steps, points + 1): of computation before each point, from the end of the step before; the last, after all."""
@@ -52,17 +42,35 @@ class Profile:
 
     @property
     def step_s(self) -> float:
-        """Of a mean step."""
+        """Seconds of a mean step."""
         return float(self.seconds.sum(1).mean())
+
+    @property
+    def bytes_a_step(self) -> int:
+        """Bytes that a rank gives to exchanges in a step."""
+        return sum(point.bytes for point in self.points)
 
     def scaled(self, factor: float, batch: int) -> Profile:
         """Return it with all seconds times `factor`, as of another batch."""
         return replace(self, seconds=self.seconds * factor, batch=batch)
 
+    @property
+    def buckets(self) -> dict[int, int]:
+        """{number of the point that sends a bucket of gradients: its bytes}."""
+        gradients = [(number, point.bytes) for number, point in enumerate(self.points) if point.kind == GRADIENT]
+        found: dict[int, int] = {}
+        held, limit = 0, FIRST_BUCKET_BYTES if self.overlaps else math.inf
+        for number, size_bytes in gradients:
+            held += size_bytes
+            if held >= limit or number == gradients[-1][0]:
+                found[number] = held
+                held, limit = 0, BUCKET_BYTES
+        return found
+
 
 @dataclass(frozen=True)
 class Link:
-    """What carries messages: (bytes, seconds until a message has arrived), by size; on a line between these."""
+    """A link: (bytes, seconds until a message arrives), interpolated by size."""
 
     points: tuple[tuple[float, float], ...]
     gather_s: float = 0.0
@@ -73,7 +81,7 @@ class Link:
 
     @classmethod
     def of(cls, bytes_per_s: float, latency_s: float) -> Link:
-        """Return a link of this rate, one way, over which a small message takes `latency_s`."""
+        """Return a link of this rate, one way, and latency."""
         return cls(((0.0, latency_s), (bytes_per_s, latency_s + 1.0)))
 
     @property
@@ -93,7 +101,7 @@ class Link:
         return a_s + (b_s - a_s) / (b - a) * (size_bytes - a)
 
     def behind(self, other: Link) -> Link:
-        """Return the link over which a message takes the time of both, one after the other."""
+        """Return the two links one after the other."""
         largest = max(self.points[-1][0], other.points[-1][0])
         shares = [(each.message_s(largest), each.beside) for each in (self, other)]
         beside = sum(taken * each for taken, each in shares) / sum(taken for taken, _ in shares)
@@ -114,7 +122,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Nodes of `per_node` devices: `within` a node each has a link, `between` nodes there is one a node."""
+    """Nodes of `per_node` devices, linked `within` and `between` nodes."""
 
     between: Link
     within: Link
@@ -123,7 +131,10 @@ class Network:
     """Whether the library may add up along trees (NCCL), or along a ring alone (gloo)."""
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
-        """Return the seconds that it takes to sum so many bytes over the ranks."""
+        """Return the seconds to sum so many bytes over the ranks.
+
+        In a ring (Patarasuk & Yuan, 2009), or two trees where they are faster (Sanders, Speck & Träff, 2009).
+        """
         ring_s = 2 * self._around_s(size_bytes / ranks, ranks)
         if not self.has_trees or ranks == 1:
             return ring_s
@@ -132,9 +143,16 @@ class Network:
         return min(ring_s, 2 * (hops_s + self._transfer_s(size_bytes, ranks)))
 
     def all_gather_s(self, size_bytes: float, ranks: int) -> float:
-        """Return the seconds that it takes to have so many bytes of each rank on all: messages around the ring."""
-        link = self.between if self._nodes(ranks) > 1 else self.within
-        return max(0.0, self._around_s(size_bytes, ranks) + (ranks - 1) * link.gather_s)
+        """Return the seconds to gather so many bytes of each rank, in a ring."""
+        return max(0.0, self._around_s(size_bytes, ranks) + (ranks - 1) * self.outer(ranks).gather_s)
+
+    def outer(self, ranks: int) -> Link:
+        """Return the outermost link that so many ranks need."""
+        return self.between if self._nodes(ranks) > 1 else self.within
+
+    def instant(self) -> Network:
+        """Return the same without latency."""
+        return replace(self, between=self.between.instant(), within=self.within.instant())
 
     def _around_s(self, size_bytes: float, ranks: int) -> float:
         if ranks == 1:
@@ -143,46 +161,35 @@ class Network:
         hops_s = between * self.between.latency_s + (ranks - 1 - between) * self.within.latency_s
         return hops_s + (ranks - 1) * self._transfer_s(size_bytes, ranks)
 
-    def beside(self, ranks: int) -> float:
-        """Return what a second of an exchange and of computation at once costs; see `Link.beside`."""
-        return (self.between if self._nodes(ranks) > 1 else self.within).beside
-
-    def instant(self) -> Network:
-        """Return the same without latency."""
-        return replace(self, between=self.between.instant(), within=self.within.instant())
-
     def _nodes(self, ranks: int) -> int:
         return math.ceil(ranks / self.per_node)
 
     def _transfer_s(self, size_bytes: float, ranks: int) -> float:
-        """Return what so many bytes add to a message's latency on the slowest of the links."""
-        links = [self.between] if self._nodes(ranks) > 1 else []
-        links += [self.within] if self.per_node > 1 else []
+        """Return the seconds of so many bytes, without latency, on the slowest link."""
+        links = [self.between] * (self._nodes(ranks) > 1) + [self.within] * (self.per_node > 1)
         return max(link.message_s(size_bytes) - link.latency_s for link in links)
 
 
-_NO_LINK = Link.of(math.inf, 0.0)
-FREE = Network(between=_NO_LINK, within=_NO_LINK)
+FREE = Network(between=Link.of(math.inf, 0.0), within=Link.of(math.inf, 0.0))
 """Exchanges that take no time."""
 
 
 def step_s(profile: Profile, ranks: int, network: Network) -> float:
-    """Return the seconds of a step of so many ranks, each with the profile's batch."""
+    """Return the seconds of a step of so many such ranks."""
     *before, after = profile.seconds.T
-    slowest = _Slowest(len(profile.seconds), ranks)
-    cost = 1 + network.beside(ranks)
+    cost = 1 + network.outer(ranks).beside
     # From the moment at which the gradients are there: the optimizer's step, then the next one up to that moment.
     now_s, since, computed_s = 0.0, after.copy(), 0.0
     left_s = 0.0  # of exchanges that are under way
 
     def compute() -> None:
-        """Go on to where the slowest has computed for `since`, which ranks have done since they last waited."""
+        """Advance until the slowest rank has computed `since` they last waited."""
         nonlocal now_s, computed_s, left_s
-        more_s = max(0.0, slowest(since) - computed_s)
+        more_s = max(0.0, _slowest_of(since, ranks) - computed_s)
         both_s = min(more_s, left_s)
         now_s, computed_s, left_s = now_s + both_s * cost + more_s - both_s, computed_s + more_s, left_s - both_s
 
-    buckets = _buckets(profile)
+    buckets = profile.buckets
     for number, (point, taken) in enumerate(zip(profile.points, before, strict=True)):
         since += taken
         if point.kind != GRADIENT:
@@ -198,51 +205,25 @@ def step_s(profile: Profile, ranks: int, network: Network) -> float:
 
 
 def data_parallel_s(profile: Profile, ranks: int, network: Network) -> float:
-    """Return the seconds of a step of one process that drives so many devices, as torch's DataParallel does.
+    """Return the seconds of a step of torch's DataParallel.
 
-    Weights are sent to all devices before the forward pass and gradients summed on the first after the backward pass;
-    neither overlaps with computation, and BatchNorm exchanges nothing.
+    Nothing overlaps, and statistics are not exchanged. Weights are sent to all devices before the forward pass and
+    gradients summed on the first after the backward pass.
     """
     size_bytes = sum(point.bytes for point in profile.points if point.kind == GRADIENT)
-    slowest = _Slowest(len(profile.seconds), ranks)
-    return slowest(profile.seconds.sum(1)) + network.all_reduce_s(size_bytes, ranks)  # a broadcast and a reduction
+    exchange_s = network.all_reduce_s(size_bytes, ranks)  # a broadcast and a reduction
+    return _slowest_of(profile.seconds.sum(1), ranks) + exchange_s
 
 
-def bytes_a_step(profile: Profile) -> int:
-    """Return the bytes that a rank gives to exchanges in a step."""
-    gathered = sum(point.bytes for point in profile.points if point.kind != GRADIENT)
-    return gathered + sum(_buckets(profile).values())
+def _slowest_of(values: np.ndarray, ranks: int) -> float:
+    """Return the expected largest of N draws from samples, by their order.
 
-
-class _Slowest:
-    """The expected largest of N draws, by the samples' order, so that no law of their distribution is assumed.
-
-    No order tells of more ranks than there are samples: then it is at least what a normal law has (Blom, 1958).
+    No distribution is assumed. No order tells of more ranks than there are samples: then it is at least what a normal
+    law has (Blom, 1958).
     """
-
-    def __init__(self, samples: int, ranks: int) -> None:
-        part = np.arange(samples + 1) / samples
-        self._weights = np.diff(part**ranks)
-        self._far = statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > samples > 1 else 0.0
-
-    def __call__(self, values: np.ndarray) -> float:
-        by_order = float(np.sort(values) @ self._weights)
-        return max(by_order, float(values.mean() + self._far * values.std(ddof=1))) if self._far else by_order
-
-
-def _buckets(profile: Profile) -> dict[int, int]:
-    """Return {the number of the point at which a bucket is sent: its bytes}."""
-    gradients = [(number, point.bytes) for number, point in enumerate(profile.points) if point.kind == GRADIENT]
-    if not gradients:
-        return {}
-    last = gradients[-1][0]
-    if not profile.overlaps:
-        return {last: sum(size_bytes for _, size_bytes in gradients)}
-    found: dict[int, int] = {}
-    held, limit = 0, FIRST_BUCKET_BYTES
-    for number, size_bytes in gradients:
-        held += size_bytes
-        if held >= limit or number == last:
-            found[number] = held
-            held, limit = 0, BUCKET_BYTES
-    return found
+    samples = len(values)
+    by_order = float(np.sort(values) @ np.diff((np.arange(samples + 1) / samples) ** ranks))
+    if not ranks > samples > 1:
+        return by_order
+    far = statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return max(by_order, float(values.mean() + far * values.std(ddof=1)))

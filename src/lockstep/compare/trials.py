@@ -1,4 +1,4 @@
-"""One trial of a variant: a command of its own, in a folder of its own, and what became of it."""
+"""Run a variant's command in its own folder; keep the result."""
 
 from __future__ import annotations
 
@@ -12,104 +12,86 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LockstepError, RequestError, Stopped
-from ..files import own_folder, parse_json, read, understanding, write_json
+from ..files import own_folder, understanding, write_json
 from ..runs import folders
 from ..verify import commands
 from . import measured
 from .grid import Words
+from .records import json_of
 
-_RESULT = "trial.json"
 RUN = "run"
 """The run's folder, in that of its trial."""
+_RESULT = "trial.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What one command has measured; or why it has not."""
+    """The result of one command, or why it failed."""
 
     told: dict[str, Any]
-    """What `measured.Probe`, or the records of a whole training, tell; empty where it failed."""
+    """What `measured`, or the record of a whole training, tells; empty where it failed."""
     seconds: float
-    """From its start to its end."""
     to_first_step_s: float | None = None
     failed: str = ""
 
-    @property
-    def step_s(self) -> list[float]:
-        """Seconds of each timed step."""
-        return [float(each) for each in self.told["step_s"]]
-
 
 def done(folder: Path) -> Trial | None:
-    """Return the trial that was run in that folder before; None where none came to its end."""
-    path = folder / _RESULT
-    if not path.exists():
-        return None
-    with understanding(path):
-        return Trial(**parse_json(read(path)))
+    """Return the trial in a folder; None where it failed or is missing."""
+    found = json_of(folder / _RESULT)
+    with understanding(folder / _RESULT):
+        return Trial(**found) if found and not found["failed"] else None
 
 
-def run(
+def once(
     name: str,
     folder: Path,
-    watched: Words,
+    words: Words,
     *,
     limit_s: float = math.inf,
-    told: Callable[[], dict[str, Any]] | None = None,
-    enough: Callable[[], bool] | None = None,
+    result: Callable[[], dict[str, Any]] | None = None,
+    is_enough: Callable[[], bool] | None = None,
+    goes_on: bool = False,
 ) -> Trial:
-    """Run a variant's command, `watched` by a verb of lockstep's; note in `folder` what became of it.
+    """Return the trial in `folder`, or run lockstep with `words` for it.
 
-    What fails is a trial too. `told` returns what it has measured, by default what a probe has left; as soon as
-    `enough` says so, the command is stopped, which is no failure.
-
-    Raises KeyboardInterrupt, `Stopped` where somebody else stops the command, and OSError where the folder cannot be
-    written.
+    What fails is a trial too. `result` returns what was measured, by default what `measured` has left; as soon as
+    `is_enough` returns True the command is stopped, which is no failure. What was begun there is dropped, unless the
+    command `goes_on` with it. Raises KeyboardInterrupt, `Stopped` where somebody else stops the command, OSError where
+    the folder cannot be written, and `RequestError` where a command that was left behind still uses it.
     """
-    own_folder(folder)
+    if before := done(folder):
+        return before
+    make_free(folder, keeps=goes_on)
     begun_s, begun_time = time.monotonic(), time.time()
-    words = (sys.executable, "-P", "-m", "lockstep", *watched)
-    failed, found = "", {}
+    failed, told = "", {}
     try:
-        commands.run(name, [words], [folder / "log"], limit_s=limit_s, enough=enough)
-        found = _probed(folder) if told is None else told()
+        commands.run(name, [command(*words)], [folder / "log"], limit_s=limit_s, enough=is_enough)
+        told = result() if result else json_of(folder / RUN / measured.FILE)
+        failed = "" if told else "it has left no measurements; its log may say why."
     except Stopped:
         raise
     except LockstepError as error:
-        failed = str(error).removeprefix(f"The variant {name} failed: ")
-        if isinstance(error, RequestError):
-            failed = f"refused: {failed}"
-    first = found.get("first_step_time")
-    trial = Trial(
-        told=found,
-        seconds=time.monotonic() - begun_s,
-        to_first_step_s=None if first is None else first - begun_time,
-        failed=failed,
-    )
-    write_json(folder / _RESULT, vars(trial))
-    return trial
+        failed = "refused: " * isinstance(error, RequestError) + reason(name, error)
+    first_time = told.get("first_step_time")
+    to_first_step_s = None if first_time is None else first_time - begun_time
+    found = Trial(told=told, seconds=time.monotonic() - begun_s, to_first_step_s=to_first_step_s, failed=failed)
+    write_json(folder / _RESULT, vars(found))
+    return found
 
 
-def once(name: str, folder: Path, watched: Words, *, limit_s: float) -> Trial:
-    """Return the trial that was run in `folder` before; where none was, or it failed, run it as `run` does."""
-    before = done(folder)
-    if before is not None and not before.failed:
-        return before
-    make_anew(folder)
-    return run(name, folder, watched, limit_s=limit_s)
+def command(*words: str) -> Words:
+    """Return lockstep's command with these words."""
+    return (sys.executable, "-P", "-m", "lockstep", *words)
 
 
-def _probed(folder: Path) -> dict[str, Any]:
-    path = folder / RUN / measured.FILE
-    with understanding(path):
-        told: dict[str, Any] = parse_json(read(path))
-        return told
+def reason(name: str, error: LockstepError) -> str:
+    """Return why a variant's command failed, without its name."""
+    return str(error).removeprefix(f"The variant {name} failed: ")
 
 
-def make_anew(folder: Path) -> None:
-    """Make an empty folder: what was begun there and came to no end has left runs, which are not continued."""
-    if (run_folder := folder / RUN).is_dir():
-        folders.check_free(run_folder)  # a comparison that was killed may have left one that trains on
-    if folder.exists():
+def make_free(folder: Path, *, keeps: bool = False) -> None:
+    """Make a folder that no run uses, empty unless it `keeps` its files."""
+    folders.check_free(folder / RUN)  # a comparison that was killed may have left a command that trains on
+    if folder.exists() and not keeps:
         shutil.rmtree(folder)
     own_folder(folder)
