@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import RunConfig, World, launchers
+from lockstep import RunConfig, World, launch
 from lockstep.config.options import override, recipe
 from lockstep.steps.job import assemble
 
@@ -44,7 +44,7 @@ def measure() -> Report:
     rows: list[tuple[str, ...]] = []
     met: list[bool] = []
     for ranks in RANKS:
-        found = launchers(_sums, configured(strategy="ddp", devices=ranks, accelerator="cpu"))
+        found = launch(_sums, configured(strategy="ddp", devices=ranks, accelerator="cpu"))
         assert found is not None
         for size, (_, _, goal) in SIZES.items():
             gloo, ours = (Series(tuple(found[size][name])) for name in ("gloo", "shared memory"))
@@ -61,7 +61,7 @@ def measure() -> Report:
                 )
             )
     for name, (_, _, goal) in TRAININGS.items():
-        found = launchers(partial(_trainings, name), configured(strategy="ddp", devices=2, accelerator="cpu"))
+        found = launch(partial(_trainings, name), configured(strategy="ddp", devices=2, accelerator="cpu"))
         assert found is not None
         one, two = (Series(tuple(found[subject])) for subject in ("one", "two"))
         quotient = two.per(one)

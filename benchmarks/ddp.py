@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep import RunConfig, World, launchers
+from lockstep import RunConfig, World, launch
 from lockstep.steps.job import Job, assemble
 
 from .harness import Report, Series, interleave, verdict
@@ -34,7 +34,7 @@ def measure() -> Report:
     config = configured(
         model="resnet18", data="fake", image_size=32, batch=2 * EACH, batchnorm="local", strategy="ddp", devices=2
     )
-    found = launchers(on_rank, config)
+    found = launch(on_rank, config)
     assert found is not None
     rows, shares = [], {}
     for precision in PRECISIONS:

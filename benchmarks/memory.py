@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lockstep import RunConfig, World, launchers
+from lockstep import RunConfig, World, launch
 from lockstep.data import sets
 from lockstep.steps.job import assemble
 
@@ -30,7 +30,7 @@ def measure() -> Report:
     for ranks in (1, 2):
         # Spawned for one rank too: a process in which nothing else has left freed memory to fill.
         config = configured(**options, strategy="ddp", devices=ranks, launcher="spawn")
-        found = launchers(on_rank, config)
+        found = launch(on_rank, config)
         assert found is not None
         before, after = found
         grown[ranks] = after - before

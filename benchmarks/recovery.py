@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from lockstep import RunConfig, World, launchers
+from lockstep import RunConfig, World, launch
 from lockstep.checkpoint import write as saving
 from lockstep.launchers import rank
 from lockstep.monitor.watchdog import Watch
@@ -151,7 +151,7 @@ def precautions() -> tuple[Series, Series, float]:
     config = dataclasses.replace(asked, parallel=dataclasses.replace(asked.parallel, devices=2))
     os.environ[_HELD_BACK] = "1"  # inherited by the ranks, which read it when they import this module
     try:
-        measured: tuple[Series, Series, float] | None = launchers(_shares, config)
+        measured: tuple[Series, Series, float] | None = launch(_shares, config)
     finally:
         del os.environ[_HELD_BACK]
     assert measured is not None

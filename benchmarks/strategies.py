@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep import RunConfig, World, launchers
+from lockstep import RunConfig, World, launch
 from lockstep.steps.job import assemble
 
 from .harness import Report, Series, interleave
@@ -24,7 +24,7 @@ MODELS = ("resnet18", "pyramidnet-110-48")
 
 def measure() -> Report:
     """Return each strategy's images a second, and its quotient to one process."""
-    found = launchers(on_rank, configured(model="mlp", data="digits", strategy="ddp", devices=DEVICES))
+    found = launch(on_rank, configured(model="mlp", data="digits", strategy="ddp", devices=DEVICES))
     assert found is not None
     rows, said = [], []
     for model in MODELS:

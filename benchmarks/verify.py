@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep import RunConfig, World, launchers, override, train
+from lockstep import RunConfig, World, launch, override, train
 from lockstep.checks.digest import digest
 from lockstep.record.base import Recorder
 from lockstep.steps.job import assemble
@@ -52,7 +52,7 @@ def measure() -> Report:
     """Return the time of a digest by that of reading, the share of a run that its checks take, and a proof's time."""
     digests, size_bytes = digested()
     ratio = digests["digest"].per(digests["read"])
-    found = launchers(on_rank, configured(**RUN, max_steps=STEPS))
+    found = launch(on_rank, configured(**RUN, max_steps=STEPS))
     assert found is not None
     runs = {name: Series(tuple(values)) for name, values in found.items()}
     share, slower = runs["share"], runs["checked"].per(runs["unchecked"])

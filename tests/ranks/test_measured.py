@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from lockstep.compare.measured import FILE, measure, measure_share
 from lockstep.config.options import override, recipe
 from lockstep.config.schema import RunConfig
 from lockstep.engine import run
+from lockstep.record.base import Nothing
+from lockstep.runs.run import Opened
 from lockstep.sessions.session import Session
 from lockstep.world.world import World
 
@@ -79,33 +82,6 @@ def _watched(world: World, folder: Path, ranks: int) -> dict[str, Any]:
     return found
 
 
-def _without_loader(config: RunConfig, world: World) -> None:
-    """Train by a loop that makes its own batches, of five steps, beyond which its schedule has no learning rate."""
-    with Session(config, world, has_folder=True) as session:
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
-        model, optimizer, schedule = session.prepare(model, optimizer, schedule)
-        for _ in session.epochs(1):
-            for _ in range(5):
-                session.backward(model(torch.ones(8, 4)).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-
-
-def _measured_without_loader(world: World, folder: Path) -> dict[str, Any]:
-    Measured(_without_loader, steps=6)(override(RunConfig(), accelerator="cpu", output=folder), world)
-    found: dict[str, Any] = json.loads((folder / FILE).read_text())
-    return found
-
-
-def test_a_loop_that_makes_its_own_batches_is_measured_for_longer_than_it_lasts(pool: RankPool, tmp_path: Path) -> None:
-    found = pool.run(1, _measured_without_loader, tmp_path)[0]
-    assert len(found["step_s"]) == 6
-    assert records.start(tmp_path)["plan"] == {}, "nothing tells samples: its steps are counted"
-
-
 def test_a_lone_rank_meets_the_exchanges_that_ranks_make(pool: RankPool, tmp_path: Path) -> None:
     together = pool.run(2, _watched, tmp_path / "together", 2)[0]
     alone = pool.run(1, _watched, tmp_path / "alone", 2)[0]
@@ -118,7 +94,7 @@ def test_a_lone_rank_meets_the_exchanges_that_ranks_make(pool: RankPool, tmp_pat
 
 def _without_loader(config: RunConfig, world: World) -> None:
     """Train by a loop that makes its own batches, of five steps, beyond which its schedule has no learning rate."""
-    with Session(config, world, has_folder=True) as session:
+    with Session(config, world, nullcontext(Opened(config, Nothing(), None))) as session:
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)

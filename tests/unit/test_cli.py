@@ -50,7 +50,9 @@ def test_help_names_every_verb_every_flag_and_all_that_a_flag_takes(capsys: pyte
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--help"])
     told = capsys.readouterr().out
-    takes = {leaf.key: leaf.rule if isinstance(leaf.rule, OneOf) else () for leaf in leaves()}
+    takes: dict[str, tuple[str, ...]] = {
+        leaf.key: leaf.rule if isinstance(leaf.rule, OneOf) else () for leaf in leaves()
+    }
     takes |= {"strategy": tuple(KINDS), "launcher": launchers.names(), "data": sets.names()}
     for key, names in takes.items():
         found = re.search(rf"--{key}[ ,].*?(?=--\w|╰|\+-)", told, re.DOTALL)

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ import torch
 from hypothesis import given
 from PIL import Image
 from torch._C._distributed_c10d import TCPStore
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from lockstep.config.schema import DataConfig
-from lockstep.data import folder
-from lockstep.data.feed import begin_worker
+from lockstep.data import counter, folder
+from lockstep.data.feed import GENERATORS, Feed
 from lockstep.data.sets import build
 from lockstep.data.source import Source, Splits
 from lockstep.errors import RequestError, RunError
@@ -115,20 +114,17 @@ def test_a_worker_does_not_collect_its_ranks_garbage() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     garbage = [store]
     garbage.append(garbage)  # type: ignore[arg-type]
-    loader = DataLoader(
-        _Collecting(), num_workers=1, worker_init_fn=partial(begin_worker, None), generator=torch.Generator()
-    )
+    feed = Feed(_Collecting(), stays=False, num_workers=1, pin_memory=False)
     gc.disable()
     try:
         del store, garbage
-        assert [int(x) for x in loader] == [0, 1]
+        assert list(feed.answers(counter.keys(GENERATORS, 0), [0, 1])) == [0, 1]
     finally:
         gc.enable()
 
 
 class _Collecting(Dataset[int]):
-    def __len__(self) -> int:
-        return 2
+    dataset = None
 
     def __getitem__(self, index: int) -> int:
         gc.collect()
@@ -206,7 +202,7 @@ def test_classes_that_are_missing_hidden_or_linked_and_images_of_any_mode(small:
 
 _DECODES = """
 import json, pathlib, resource, sys, time
-from lockstep.data import folder
+from lockstep.data import counter, folder
 from lockstep.errors import RequestError
 pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30),) * 2)

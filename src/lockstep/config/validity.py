@@ -85,7 +85,7 @@ def leaves_of(owner: type, section: str | None = None) -> tuple[Leaf, ...]:
     for name, hint in get_type_hints(owner, include_extras=True).items():
         plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if is_dataclass(plain):
-            found += leaves_of(plain, name)
+            found += leaves_of(plain, name)  # type: ignore[arg-type]
             continue
         optional = NoneType in get_args(plain)
         kind = get_args(plain)[0] if optional else plain
@@ -96,9 +96,9 @@ def leaves_of(owner: type, section: str | None = None) -> tuple[Leaf, ...]:
     return tuple(found)
 
 
-def check(config: object) -> None:
+def check(config: Any) -> None:
     """Raise `RequestError` for the first option whose value is none that it takes."""
-    for leaf in leaves_of(type(config)):
+    for leaf in leaves_of(type(config)):  # type: ignore[arg-type]
         value = leaf.of(config)
         for each in value if isinstance(value, tuple) else () if value is None else (value,):
             if leaf.rule is not None:

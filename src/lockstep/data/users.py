@@ -19,7 +19,6 @@ from torch.utils.data import IterableDataset, TensorDataset
 from .. import hardware, user_code
 from ..config.schema import DataConfig
 from ..errors import LockstepError, RequestError, RunError
-from ..monitor.failures import WORKER_HINT
 from ..world.random_state import kept
 from . import counter
 from .feed import GENERATORS, Batches, Feed, seed
@@ -168,7 +167,8 @@ class Streamed(Source):
                 x, y = (part.to(self._device, non_blocking=True) for part in (x, y.long()))
                 yield Fetched(self._transform(x, share, epoch), y, share)
         except (OSError, EOFError) as error:
-            raise RunError(f"A data worker died as it sent samples ({error}): {WORKER_HINT}.") from error
+            hint = "if the host ran out of memory, use fewer --workers"
+            raise RunError(f"A data worker died as it sent samples ({error}): {hint}.") from error
 
     def close(self) -> None:
         self._feed.close()

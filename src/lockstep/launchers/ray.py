@@ -26,7 +26,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from ..config.registry import auto, kind, with_ranks
 from ..config.schema import ParallelConfig, RunConfig
@@ -203,7 +203,7 @@ class _Job:
                     break
         if causes:
             raise first_cause(causes).error()
-        return value_of(self._ended[0])
+        return value_of(cast(bytes, self._ended[0]))
 
     def _end_of(self, node: int, result: Any) -> bytes | Failure:
         import ray
