@@ -62,8 +62,7 @@ def test_units_that_the_default_precision_leaves_idle_are_told(
     flag: str, units: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu avx2 {flag}\n")
-    monkeypatch.setattr(hardware, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(hardware, "_cpuinfo", lambda field: f"fpu avx2 {flag}")
     train = ("train", "digits", "--accelerator", "cpu", "--batch", "512", "--max-steps", "1")
     for precision in ("fp32", "fp64"):
         assert main([*train, "--precision", precision]) == 0

@@ -118,7 +118,7 @@ absent.py                              | absent.py cannot be read: No such file 
 broken.py                              | broken.py is no script that Python can read | (broken.py, line 1)
 -m absent_module                       | -m absent_module: there is no such module
 --model mlp --devices 2 --lr 1 mine.py --batch 3 | takes no --model, --lr: the script decides
---config mistyped.toml mine.py         | takes no --config
+--config trained/config.toml mine.py   | takes no --config
 --find-unused --seed=1 mine.py         | takes no --find-unused
 --devcies 2 mine.py                    | did you mean --devices
 --strategy dp mine.py                  | drives several devices from one process

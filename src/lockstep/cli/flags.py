@@ -142,6 +142,8 @@ def _values(flags: Iterable[_Flag]) -> dict[str, Any]:
     for flag in flags:
         if (leaf := known.get(flag.name)) is None:
             raise unknown("flag", flag.text, [f"--{name}" for name in known], "lockstep train --help lists all.")
+        if leaf.kind is not bool and not get_args(leaf.kind):
+            _check_stray(flag.words[1:])
         found = [_typed(leaf, flag.text, word) for word in flag.words]
         if leaf.kind is bool:
             if found:
@@ -151,8 +153,6 @@ def _values(flags: Iterable[_Flag]) -> dict[str, Any]:
             found = [flag.name == leaf.key]
         elif not found and not get_args(leaf.kind):
             raise RequestError(f"{flag.text} lacks its value; give {leaf.takes}.")
-        elif not get_args(leaf.kind):
-            _check_stray(found[1:])
         values[leaf.key] = found if get_args(leaf.kind) else found[0]
     return values
 

@@ -118,7 +118,7 @@ class Keys:
             raise Unanswered(str(error)) from error
 
     def _sealed(self, place: str, text: str) -> bytes:
-        data = text.encode()
+        data = text.encode(errors="replace")  # a file's name may be no text
         return self._seal(place, data) + data if data else b""
 
     def _seal(self, place: str, data: bytes) -> bytes:
