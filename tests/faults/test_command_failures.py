@@ -120,7 +120,7 @@ def test_a_run_that_is_refused_leaves_nothing(folder: Path, capsys: pytest.Captu
         own = ("--data", "tests.own_data:beyond_the_classes", "--workers", 0, "--batch", 60)
         # In the first batch, when the run has begun; and before it begins.
         assert "train sample 41 has label 3, but the classes are 0 to 2" in refusal(capsys, *OWN, *own, *output)
-        assert "9 scores a sample, and the labels are of 10 classes" in refusal(capsys, *TRAIN, "--classes", 9, *output)
+        assert "a last layer of 10 outputs" in refusal(capsys, *TRAIN, "--classes", 9, *output)
     left = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     assert left - {"runs"} == {"mine", "mine/notes.txt"}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from lockstep.compare.measured import FILE, measure, measure_share
 from lockstep.config.options import override, recipe
 from lockstep.config.schema import RunConfig
 from lockstep.engine import run
-from lockstep.record.base import Nothing
-from lockstep.runs.run import Opened
+from lockstep.record.console import Notices
+from lockstep.runs.run import opened
 from lockstep.sessions.session import Session
 from lockstep.world.world import World
 
@@ -94,7 +93,7 @@ def test_a_lone_rank_meets_the_exchanges_that_ranks_make(pool: RankPool, tmp_pat
 
 def _without_loader(config: RunConfig, world: World) -> None:
     """Train by a loop that makes its own batches, of five steps, beyond which its schedule has no learning rate."""
-    with Session(config, world, nullcontext(Opened(config, Nothing(), None))) as session:
+    with Session(config, world, opened(config, world, keys=("seed",), console=Notices())) as session:
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)

@@ -8,6 +8,7 @@ of it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import time
@@ -240,6 +241,13 @@ def _steps(run: _Run) -> Iterator[str]:
     for part in run.parts:
         if (begun := part.start["plan"]["global_size"]) != config.batch.size:
             yield f"{CONFIG} has batch {config.batch.size}, and the run was started with {begun} ({_at(part.start)})"
+    for last, part in itertools.pairwise(run.parts):
+        then, now = (each.start["plan"]["accumulation"] for each in (last, part))
+        if now != then and part.start["chosen"].get("batchnorm") != "none":
+            yield (
+                f"from step {part.first_step + 1} on, batch statistics are those of one of "
+                f"{counted(now, 'global micro-batch')}, and were of one of {then}: another model ({_at(part.start)})"
+            )
     for row in run.rows("step"):
         epoch, within = divmod(row["step"] - 1, per_epoch)
         begin, end = plan.batch(within, samples)
