@@ -83,7 +83,7 @@ def test_without_vary_the_ways_of_this_machine_are_compared_with_one_device() ->
         ("digits --vary output=a,b", "decides on that"),
         ("digits --vary devises=1,2", "did you mean devices"),
         ("digits --vary devices", "give an option and its values"),
-        ("digits --vary devices=1,x", "One variant is left, which nothing is compared with (x: --devices x"),
+        ("digits --vary devices=1,x", "One variant is left (x: --devices x"),
         ("digits --vary strategy=ddq,ddpp", "None of 2 variants can be run; ddq: Unknown strategy 'ddq': did"),
         (f"digits --vary seed={','.join(map(str, range(65)))}", "asks for 65 variants; vary less, or add --yes"),
         ("digits --accelerator cpu --vary strategy=single,ddp", "ddp on one device is what single is"),
@@ -373,6 +373,11 @@ def test_a_report_says_the_same_in_every_form_and_asks_no_network(tmp_path: Path
     assert ("93.00% ± 1.00%" in page, "over the seeds" in page) == (True, True), "and what it covers"
 
 
+def test_an_interval_that_nobody_knows_leaves_bars_to_be_seen() -> None:
+    drawn = charts.bars("Speed", [charts.Bar("a", {"": 700.0}, numbers.Interval(700.0, 0.2, 3e6))], "samples/s")
+    assert float(re.findall(r'width="([\d.]+)"', drawn)[0]) == 360, "half of the width"
+
+
 def _run(folder: Path, *, config: str = "", summary: str = "{}", **manifest: str) -> Path:
     folder.mkdir(parents=True)
     for name, text in {"config.toml": config, "summary.json": summary, "manifest.json": json.dumps(manifest)}.items():
@@ -398,6 +403,7 @@ def test_runs_of_one_job_are_rows_and_of_other_jobs_are_refused(tmp_path: Path) 
     with pytest.raises(RequestError, match=r"b is of another job than a: holdout 0\.1 \(not 0\.0\)"):
         check_one_job([one, other])
     check_one_job([one, larger])
+    assert (records.job(one) == records.job(larger), records.job(one) == records.job(other)) == (True, False)
 
 
 def test_runs_are_listed_with_what_differs_and_damage_is_a_row(tmp_path: Path) -> None:
@@ -409,6 +415,8 @@ def test_runs_are_listed_with_what_differs_and_damage_is_a_row(tmp_path: Path) -
     assert [(run.name, run.state) for run in (first, second, damaged)] == [("b", "done"), ("a", "killed"), ("c", "?")]
     assert "summary.json" in damaged.trouble
     assert records.differing([first, second]) == [{"lr": 0.1}, {"lr": 0.2}]
+    other = replace(first, options={"model": "train", "collate": "x"})
+    assert records.differing([first, second, other]) == [{"lr": 0.1}, {"lr": 0.2}, {"model": "train"}], "of each job"
     for part in ("compared/one/seed-0/run", "compared/race-01/one"):
         shutil.copytree(tmp_path / "a", tmp_path / part)
     (tmp_path / "compared" / "plan.json").touch()

@@ -27,7 +27,7 @@ from ..sessions.script import Script
 from ..versions import version_of
 from . import flags, output, run, words
 from .train import entry
-from .variants import Job, kept_in, machine, made, telling, whole_number
+from .variants import Job, crowded, kept_in, machine, made, telling, whole_number
 
 if TYPE_CHECKING:
     from ..world.world import World
@@ -85,7 +85,9 @@ def main(given: list[str]) -> int:
     left_out = [each for each in cells if each.why_not]
     if len(left_out) == len(cells) - 1:
         why = "; ".join(f"{each.name}: {each.why_not}" for each in left_out)
-        raise RequestError(f"One variant is left, which nothing is compared with{f' ({why})' if why else ''}.")
+        raise RequestError(
+            f"One variant is left ({why}); " * bool(why) + "give two different values at least, as in --vary devices=1,2."
+        )
     if "--vary" not in asked:
         cells = [each for each in cells if not each.why_not]  # nobody has asked for the others
     steps = whole_number("--steps", asked.get("--steps"))
@@ -95,6 +97,8 @@ def main(given: list[str]) -> int:
     folder = job.folder("comparison", {"cells": listed, "steps": steps})
     screen = Screen(stderr=True)
     _announce(screen, cells, plan, aim)
+    if disturbed := crowded():
+        screen.say((f"warning: {disturbed}", "yellow"))
     with telling(screen) as tell, kept_in(folder):
         found = rounds.run(cells, job.command, folder, plan, tell)
         rounds.train(found, job.training, aim, tell)
@@ -103,6 +107,7 @@ def main(given: list[str]) -> int:
     if any(row.samples_per_s and row.batch is None for row in table):
         told.append("Without a loader that the session has prepared nothing tells samples: samples/s are steps/s here.")
     made_with = ", ".join(f"{name} {version_of(name)}" for name in ("lockstep-torch", "torch"))
+    told += [disturbed] if disturbed else []
     title, about = f"{folders.default_name(base)}: ways to train", f"{machine()}; {made_with}"
     _write(Report(title=title, about=about, made=made(), rows=table, answer=told), folder)
     return 0 if any(row.samples_per_s for row in table) else 1

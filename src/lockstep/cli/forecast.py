@@ -18,7 +18,7 @@ from ..launchers import table as launchers
 from ..runs import folders
 from ..screen import Screen
 from . import output, words
-from .variants import Job, kept_in, machine, made, telling, whole_number
+from .variants import Job, crowded, kept_in, machine, made, telling, whole_number
 
 _USAGE = """\
 usage: lockstep forecast [RECIPE] --network NETWORK [--devices N:M] [flags of lockstep train]
@@ -74,6 +74,8 @@ def main(given: list[str]) -> int:
     )
     folder = job.folder("forecast", {"scaling": "weak" if job.is_weak else "strong"})
     screen = Screen(stderr=True)
+    if disturbed := crowded():
+        screen.say((f"warning: {disturbed}", "yellow"))
     batch = None if job.is_script else base.batch.size
 
     def command(ranks: int, path: Path) -> Words:

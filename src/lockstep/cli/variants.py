@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from .. import hardware
 from ..compare.grid import Cell, Words
 from ..compare.records import json_of
@@ -27,6 +29,10 @@ from . import flags, run, words
 from .train import check
 
 
+_BUSY, _LOOK_S = 0.15, 0.5
+"""The share of the processors from which on it is told that other programs use them, and how long that is looked at."""
+
+
 class Job:
     """The job of all variants, as the words of a command."""
 
@@ -37,6 +43,10 @@ class Job:
         ours, self._script = run.split(given, switches) if self.is_script else (given, [])
         self.asked, self.given = words.take(ours, {**own, "--output": str})
         """Values of the flags `own`, and the other words before a script."""
+        if behind := {word.partition("=")[0] for word in self._script[1:]} & {"--vary", "--network"}:
+            raise RequestError(
+                f"{min(behind)} comes after the script, whose own flags those are; put flags of {prog} before it."
+            )
         self.is_weak, self._prog = self.asked.get("--scaling") == "weak", prog
         named = {word.partition("=")[0] for word in self.given} & {"--config", "--model", "--data"}
         if not self.is_script and not named and all(word.startswith("-") for word in self.given[:1]):
@@ -101,6 +111,17 @@ def kept_in(folder: Path) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise folders.unwritable(folder, error) from error
+
+
+def crowded() -> str:
+    """Say how much of the processors other programs use now, and what that does; "" where it is little."""
+    share = psutil.cpu_percent(_LOOK_S) / 100
+    if share < _BUSY:
+        return ""
+    return (
+        f"Other programs use {share:.0%} of the processors: intervals are wider, and a process whose threads wait for one "
+        "another loses more time than several of one thread each. Measure again when they have ended."
+    )
 
 
 def whole_number(name: str, text: str | None) -> int | None:

@@ -42,5 +42,5 @@ def tolerance(name: str, text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise RequestError(f"{name} {text}: give 0 or more, such as 1e-6.")
+        raise RequestError(f"{name} {text}: give 0 or more.")
     return number

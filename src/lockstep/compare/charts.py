@@ -11,6 +11,7 @@ from html import escape
 from typing import NamedTuple
 
 from .numbers import Interval
+from .tables import brief
 
 _WIDTH, _HEIGHT, _LEFT, _ROW = 720, 260, 64, 44
 _POINTS, _FEW = 400, 12
@@ -50,22 +51,23 @@ def bars(title: str, given: Sequence[Bar], unit: str) -> str:
     kinds = list(dict.fromkeys(kind for bar in given for kind in bar.parts))
     drawn, top = _key(kinds) if len(kinds) > 1 else ([], 0)
     known = [bar.interval if bar.interval and bar.interval.low > 0 else None for bar in given]
-    longest = max(
-        (max(bar.length, held.high if held else 0) for bar, held in zip(given, known, strict=True)), default=1
-    )
+    # An interval may be a thousand times as long as its bar: it goes on beyond the edge.
+    most = 2 * max((bar.length for bar in given), default=1)
+    longest = max((*(bar.length for bar in given), *(min(held.high, most) for held in known if held)), default=1)
     for number, (bar, held) in enumerate(zip(given, known, strict=True)):
         x, y = 0.0, top + number * _ROW + 20
-        drawn.append(_text(0, y - 5, f"{bar.name}: {_short(bar.length)} {unit}"))
+        drawn.append(_text(0, y - 5, f"{bar.name}: {brief(bar.length)} {unit}"))
         for kind, length in bar.parts.items():
             wide = length / longest * _WIDTH
-            colour, hint = COLOURS[kinds.index(kind) % len(COLOURS)], escape(f"{kind} {_short(length)} {unit}")
+            colour, hint = COLOURS[kinds.index(kind) % len(COLOURS)], escape(f"{kind} {brief(length)} {unit}")
             size = f'x="{x:.1f}" y="{y}" width="{wide:.1f}" height="18"'
             drawn.append(f'<rect {size} fill="{colour}"><title>{hint}</title></rect>')
             x += wide
         if held:
             low, high = (each / longest * _WIDTH for each in held[1:])
-            drawn.append(f'<path class="whisker" d="M{low:.1f} {y + 4}v10m0 -5H{high:.1f}m0 -5v10"/>')
-    told = "; ".join(f"{bar.name} {_short(bar.length)} {unit}" for bar in given)
+            end = f"{high:.1f}m0 -5v10" if high <= _WIDTH else str(_WIDTH)
+            drawn.append(f'<path class="whisker" d="M{low:.1f} {y + 4}v10m0 -5H{end}"/>')
+    told = "; ".join(f"{bar.name} {brief(bar.length)} {unit}" for bar in given)
     return _svg(title, told, top + len(given) * _ROW, drawn) if given else ""
 
 
@@ -91,9 +93,9 @@ def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal:
     for tick in (y_low + y_span * part / 4 for part in range(5)):
         y = at(x_low, tick)[1]
         drawn.append(f'<path class="grid" d="M{_LEFT} {y:.1f}h{wide}"/>')
-        drawn.append(_text(_LEFT - 6, y + 4, _short(tick), "end"))
+        drawn.append(_text(_LEFT - 6, y + 4, brief(tick), "end"))
     for tick in sorted(xs) if len(xs) <= _FEW else (x_low + x_span * part / 4 for part in range(5)):
-        drawn.append(_text(at(tick, y_low)[0], bottom + 18, _short(tick), "middle"))
+        drawn.append(_text(at(tick, y_low)[0], bottom + 18, brief(tick), "middle" if tick < max(xs) else "end"))
     drawn += [_text(_WIDTH - 20, bottom + 36, x_unit, "end"), _text(4, bottom + 36, y_unit)]
     if ideal:
         drawn.append(f'<path class="ideal" d="{path([(x, x) for x in sorted(xs)])}"/>')
@@ -103,7 +105,7 @@ def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal:
         drawn.append(f'<path d="{path(points)}" {style}><title>{escape(name)}</title></path>')
         dots = [at(*point) for point in points] if len(points) <= _FEW else []
         drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in dots]
-    told = "; ".join(f"{name} ends at {_short(points[-1][1])}" for name, points in finite)
+    told = "; ".join(f"{name} ends at {brief(points[-1][1])}" for name, points in finite)
     return _svg(title, told, bottom + 44, drawn)
 
 
@@ -126,7 +128,3 @@ def _key(kinds: Sequence[str]) -> tuple[list[str], int]:
         )
         drawn.append(_text(26, 14 + 20 * number, kind))
     return drawn, 20 * len(kinds) + 8
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from ..launchers import table
 
 MOST = 64
 """Variants that are run without --yes."""
+_NUMBER = re.compile(r"[\d.e+-]+")
 Words = tuple[str, ...]
 
 
@@ -85,7 +87,11 @@ def _cell(options: dict[str, str], parse: Callable[[Words], RunConfig], is_weak:
         (switches[value].format(key),) if value in switches else (f"--{key}", value) for key, value in options.items()
     ]
     flags = tuple(itertools.chain(*words))
-    name = "-".join(f"{key}-{value}" if value in switches else value for key, value in options.items())
+    lone = len(options) == 1  # a number by itself does not tell what it is of
+    name = "-".join(
+        f"{key}-{value}" if value in switches or (lone and _NUMBER.fullmatch(value)) else value
+        for key, value in options.items()
+    )
     try:
         config = parse(flags)
         asked = config.parallel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -227,10 +227,24 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return, for each run, the options that are not the same in all."""
-    keys = dict.fromkeys(key for run in runs for key in run.options if key not in _BORING)
-    vary = [key for key in keys if len({repr(run.options.get(key)) for run in runs}) > 1]
-    return [{key: run.options[key] for key in vary if key in run.options} for run in runs]
+    """Return, for each run, the options that are not the same in all of its job; of several jobs, theirs first."""
+    jobs = _varied(runs, JOB)
+    found = []
+    for run in runs:
+        mates = [each for each in runs if job(each) == job(run)]
+        keys = dict.fromkeys([*jobs, *_varied(mates, [key for each in mates for key in each.options])])
+        found.append({key: run.options[key] for key in keys if run.options.get(key) not in (None, "", [], ())})
+    return found
+
+
+def _varied(runs: Sequence[Run], keys: Iterable[str]) -> list[str]:
+    kept = [key for key in dict.fromkeys(keys) if key not in _BORING]
+    return [key for key in kept if len({repr(run.options.get(key)) for run in runs}) > 1]
+
+
+def job(run: Run) -> tuple[str, ...]:
+    """Return what makes runs ways of one job."""
+    return tuple(repr(run.options.get(key)) for key in JOB)
 
 
 def check_one_job(runs: Sequence[Run], *more: str) -> None:

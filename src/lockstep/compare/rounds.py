@@ -163,14 +163,16 @@ def run(cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, tell
         )
     # As long as it takes to start: more turns narrow what turns differ by, more races what starts do.
     races_s = (plan.budget_s - spent_s) / _FEWEST
+    # One that is left alone is compared with nothing: its rate is told, and no more.
+    races_s = races_s if len(living) > 1 else 0.0
     turns = min(_TURNS[1], max(_TURNS[0], round(min(start_s, races_s - start_s) / turn_s)))
     number = 0
     while groups and (number == 0 or spent_s + start_s + turns * turn_s <= plan.budget_s):
         width = _widest(living)
-        if number >= _FEWEST and width <= plan.width:
+        if number >= _FEWEST and (width <= plan.width or len(living) == 1):
             break
         number += 1
-        known = f", ratios known to ±{width:.1%}" if width < 1 else ""
+        known = f", ratios known to ±{width:.1%}" if width < 1 and len(living) > 1 else ""
         tell(f"race {number}: {counted(turns, 'turn')} of {counted(len(living), 'variant')}{known}")
         spent_s += _race(groups, command, folder / f"race-{number:02}", turns)
         groups = [alive for group in groups if (alive := [each for each in group if not each.failed])]

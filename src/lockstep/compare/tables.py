@@ -49,6 +49,11 @@ def gib(size_bytes: float) -> str:
     return f"{size_bytes / 2**30:.2f} GiB"
 
 
+def brief(value: float) -> str:
+    """Return a number in three digits, or in whole ones from a thousand on."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
 def filled(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]:
     """Return the columns in which any row has something."""
     return [each for each in columns if any(map(each.shown, rows))]
