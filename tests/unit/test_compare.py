@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from lockstep.compare import answer, grid, numbers, records, rounds, rows
+from lockstep.compare import answer, charts, grid, numbers, records, rounds, rows
 from lockstep.compare.clock import Clock
 from lockstep.compare.grid import Cell, Words
 from lockstep.compare.records import Record, Run, check_one_job

@@ -86,7 +86,8 @@ def main(given: list[str]) -> int:
     if len(left_out) == len(cells) - 1:
         why = "; ".join(f"{each.name}: {each.why_not}" for each in left_out)
         raise RequestError(
-            f"One variant is left ({why}); " * bool(why) + "give two different values at least, as in --vary devices=1,2."
+            f"One variant is left ({why}); " * bool(why)
+            + "give two different values at least, as in --vary devices=1,2."
         )
     if "--vary" not in asked:
         cells = [each for each in cells if not each.why_not]  # nobody has asked for the others

@@ -28,7 +28,6 @@ from ..versions import version_of
 from . import flags, run, words
 from .train import check
 
-
 _BUSY, _LOOK_S = 0.15, 0.5
 """The share of the processors from which on it is told that other programs use them, and how long that is looked at."""
 
@@ -119,8 +118,8 @@ def crowded() -> str:
     if share < _BUSY:
         return ""
     return (
-        f"Other programs use {share:.0%} of the processors: intervals are wider, and a process whose threads wait for one "
-        "another loses more time than several of one thread each. Measure again when they have ended."
+        f"Other programs use {share:.0%} of the processors: intervals are wider, and a process whose threads wait for "
+        "one another loses more time than several of one thread each. Measure again when they have ended."
     )
 
 
