@@ -83,8 +83,11 @@ def test_without_vary_the_ways_of_this_machine_are_compared_with_one_device() ->
         ("digits --vary output=a,b", "decides on that"),
         ("digits --vary devises=1,2", "did you mean devices"),
         ("digits --vary devices", "give an option and its values"),
-        ("digits --vary devices=1,x", "One variant is left (x: --devices x"),
-        ("digits --vary strategy=ddq,ddpp", "None of 2 variants can be run; ddq: Unknown strategy 'ddq': did"),
+        ("digits --vary devices=1,2,x", "--devices x: give a whole number"),
+        ("digits --vary strategy=single,ddp,ddpp", "did you mean ddp"),
+        ("digits --vary eval-every=1,2", "decides on that"),
+        ("digits --vary devices=1,1", "give two different values at least"),
+        ("train.py --vary devices=1,2", "--vary comes after the script"),
         (f"digits --vary seed={','.join(map(str, range(65)))}", "asks for 65 variants; vary less, or add --yes"),
         ("digits --accelerator cpu --vary strategy=single,ddp", "ddp on one device is what single is"),
         ("digits --vary strategy=ddp,dp --scaling weak", "give --devices"),
@@ -485,3 +488,17 @@ def test_a_budget_that_holds_no_race_is_refused_and_what_was_tried_is_kept(tmp_p
     plan = rounds.Plan(budget_s=40, width=0.02)
     with pytest.raises(RequestError, match=r"--budget 40s is too small: trying each variant took 100 s, and a race"):
         rounds.run(cells, lambda cell, folder: ("no-such-verb",), tmp_path, plan, lambda _: None)
+
+
+def test_a_budget_that_does_not_hold_the_trials_is_refused_before_all_are_made(tmp_path: Path) -> None:
+    cells = [Cell(name=name, flags=()) for name in "abc"]
+    (tmp_path / "a" / "trial").mkdir(parents=True)
+    (tmp_path / "a" / "trial" / "trial.json").write_text(json.dumps(vars(Trial(told={}, seconds=20.0))))
+    with pytest.raises(RequestError, match="--budget 50s is too small: trying 1 of 3 variants took 20 s; give 120s"):
+        rounds.run(
+            cells,
+            lambda cell, folder: ("no-such-verb",),
+            tmp_path,
+            rounds.Plan(budget_s=50, width=0.02),
+            lambda _: None,
+        )

@@ -81,6 +81,9 @@ def main(given: list[str]) -> int:
     job = Job(given, OWN, prog="lockstep compare")
     asked, base = job.asked, job.config()
     varied = grid.axes(asked.get("--vary", [])) or _usual(job, base)
+    for key, values in varied.items():
+        for value in values:
+            job.check_value(key, value)
     cells = grid.cells(varied, job.config, is_weak=job.is_weak, is_confirmed="--yes" in asked)
     left_out = [each for each in cells if each.why_not]
     if len(left_out) == len(cells) - 1:
@@ -102,6 +105,8 @@ def main(given: list[str]) -> int:
         screen.say((f"warning: {disturbed}", "yellow"))
     with telling(screen) as tell, kept_in(folder):
         found = rounds.run(cells, job.command, folder, plan, tell)
+        if told := rounds.length(found, aim):
+            tell(told)
         rounds.train(found, job.training, aim, tell)
     table = rows.of_series(found, tolerance=asked.get("--tolerance"), target=aim.to_accuracy)
     told = answer.sentences(table, job.shown, aim.to_accuracy)

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from .. import hardware
+from ..compare import grid
 from ..compare.grid import Cell, Words
 from ..compare.records import json_of
 from ..config.options import recipes
@@ -26,7 +27,7 @@ from ..runs import folders
 from ..screen import Screen, line
 from ..versions import version_of
 from . import flags, run, words
-from .train import check
+from .train import check, preflight
 
 _BUSY, _LOOK_S = 0.15, 0.5
 """The share of the processors from which on it is told that other programs use them, and how long that is looked at."""
@@ -42,10 +43,9 @@ class Job:
         ours, self._script = run.split(given, switches) if self.is_script else (given, [])
         self.asked, self.given = words.take(ours, {**own, "--output": str})
         """Values of the flags `own`, and the other words before a script."""
-        if behind := {word.partition("=")[0] for word in self._script[1:]} & {"--vary", "--network"}:
-            raise RequestError(
-                f"{min(behind)} comes after the script, whose own flags those are; put flags of {prog} before it."
-            )
+        lacking = {"--vary", "--network"} & (own.keys() - self.asked.keys())
+        if behind := lacking & {word.partition("=")[0] for word in self._script[1:]}:
+            raise RequestError(f"{min(behind)} comes after the script, whose own it is there; put it before that.")
         self.is_weak, self._prog = self.asked.get("--scaling") == "weak", prog
         named = {word.partition("=")[0] for word in self.given} & {"--config", "--model", "--data"}
         if not self.is_script and not named and all(word.startswith("-") for word in self.given[:1]):
@@ -60,6 +60,10 @@ class Job:
         config = flags.parse([*self.given, *more], prog=self._prog)
         check(config)
         return config
+
+    def check_value(self, key: str, value: str) -> None:
+        """Raise `RequestError` for a value that can never be one, whatever else is asked for."""
+        preflight(flags.parse([*grid.words(key, value)], prog=self._prog, base=RunConfig(), check=lambda *_: None))
 
     def command(self, cell: Cell, folder: Path) -> Words:
         """Return the command to measure: it writes here, and evaluates nothing."""

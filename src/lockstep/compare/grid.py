@@ -15,6 +15,8 @@ from ..launchers import table
 
 MOST = 64
 """Variants that are run without --yes."""
+_DECIDED = ("output", "resume", "eval-every", "quiet")
+_SWITCHES = {"true": "--{}", "false": "--no-{}"}
 _NUMBER = re.compile(r"[\d.e+-]+")
 Words = tuple[str, ...]
 
@@ -54,7 +56,7 @@ def axes(vary: Sequence[str]) -> dict[str, list[str]]:
         if key not in known:
             hint = "lockstep train --help lists all; a script's own flags do not vary."
             raise unknown("option of --vary", key, known, hint)
-        if key in ("output", "resume"):
+        if key in _DECIDED:
             raise RequestError(f"--vary {key}: the comparison itself decides on that; leave it out.")
         found[key] = list(dict.fromkeys([*found.get(key, []), *values]))
     return found
@@ -81,15 +83,16 @@ def cells(
     return found
 
 
+def words(key: str, value: str) -> Words:
+    """Return the option as flags."""
+    return (_SWITCHES[value].format(key),) if value in _SWITCHES else (f"--{key}", value)
+
+
 def _cell(options: dict[str, str], parse: Callable[[Words], RunConfig], is_weak: bool) -> Cell:
-    switches = {"true": "--{}", "false": "--no-{}"}
-    words = [
-        (switches[value].format(key),) if value in switches else (f"--{key}", value) for key, value in options.items()
-    ]
-    flags = tuple(itertools.chain(*words))
+    flags = tuple(itertools.chain(*itertools.starmap(words, options.items())))
     lone = len(options) == 1  # a number by itself does not tell what it is of
     name = "-".join(
-        f"{key}-{value}" if value in switches or (lone and _NUMBER.fullmatch(value)) else value
+        f"{key}-{value}" if value in _SWITCHES or (lone and _NUMBER.fullmatch(value)) else value
         for key, value in options.items()
     )
     try:

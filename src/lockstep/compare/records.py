@@ -228,13 +228,14 @@ def _read(folder: Path, name: str) -> Run:
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return, for each run, the options that are not the same in all of its job; of several jobs, theirs first."""
-    jobs = _varied(runs, JOB)
-    found = []
+    by_job: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        mates = [each for each in runs if job(each) == job(run)]
-        keys = dict.fromkeys([*jobs, *_varied(mates, [key for each in mates for key in each.options])])
-        found.append({key: run.options[key] for key in keys if run.options.get(key) not in (None, "", [], ())})
-    return found
+        by_job.setdefault(job(run), []).append(run)
+    jobs = _varied(runs, JOB)
+    vary = {of: [*jobs, *_varied(of_it, [key for run in of_it for key in run.options])] for of, of_it in by_job.items()}
+    return [
+        {key: run.options[key] for key in vary[job(run)] if run.options.get(key) not in (None, "", [])} for run in runs
+    ]
 
 
 def _varied(runs: Sequence[Run], keys: Iterable[str]) -> list[str]:

@@ -144,7 +144,14 @@ def _html(report: Report, columns: Sequence[Column], drawn: Mapping[str, str]) -
     template = Environment(autoescape=True).from_string((files(__package__) / "report.html.jinja").read_text("utf-8"))
     table = [[(column.shown(row), key(column, row)) for column in columns] for row in report.whole]
     heads = [column.head for column in columns]
-    return template.render(report=report, heads=heads, table=table, charts=drawn, confidence=CONFIDENCE)
+    differ = [(row.name, " ".join(_differing(row, report.rows[0])), row.failed) for row in report.rows]
+    return template.render(report=report, heads=heads, table=table, differ=differ, charts=drawn, confidence=CONFIDENCE)
+
+
+def _differing(row: Row, first: Row) -> list[str]:
+    """Return the first row's flags, or of another row those that are not the first one's."""
+    mine, its = ([*re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(each.flags))] for each in (row, first))
+    return mine if row is first else [each for each in mine if each not in its]
 
 
 def _markdown(report: Report, columns: Sequence[Column]) -> str:

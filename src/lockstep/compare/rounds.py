@@ -190,6 +190,12 @@ def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) ->
         own_folder(each.folder)
         words = ("compare", "measured", str(plan.steps or 0), *command(each.cell, path / trials.RUN))
         each.trial = trials.once(name, path, words, limit_s=limit_s)
+        known = [before.trial.seconds for before in able[:number] if before.trial and not before.trial.failed]
+        if known and (all_s := statistics.fmean(known) * (len(able) - number) + sum(known)) > plan.budget_s:
+            raise RequestError(
+                f"--budget {plan.budget_s:.0f}s is too small: trying {number} of {counted(len(able), 'variant')} took "
+                f"{sum(known):.0f} s; give {math.ceil(2 * all_s)}s, or fewer variants."
+            )
     living = [each for each in able if not each.failed]
     if not living:
         first, what = series[0], counted(len(series), "variant")
@@ -290,10 +296,27 @@ def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], 
             )
 
 
+def length(found: Sequence[Series], aim: Aim) -> str:
+    """Say how long the missing whole trainings take; "" without any."""
+    left = [
+        each for each in found for seed in aim.seeds if not each.failed and trials.done(aim.folder(each, seed)) is None
+    ]
+    seconds = [_training_s(each) for each in left]
+    about = f"about {duration(sum(seconds))} and evaluations" if all(seconds) else "no loop tells its steps"
+    most = "at most " if aim.to_accuracy is not None and all(seconds) else ""
+    return f"{counted(len(left), 'whole training')}: {most}{about}" if left else ""
+
+
 def _length(series: Series) -> str:
-    """Return a training's length in words, by its trial; "" where unknown."""
+    """Return a training's length in words; "" where unknown."""
+    seconds = _training_s(series)
+    return f", about {duration(seconds)} and evaluations" if seconds else ""
+
+
+def _training_s(series: Series) -> float:
+    """Return how long a training takes, by the trial; 0 where unknown."""
     start, config = series.record.start, series.cell.config
     steps = int(start["total_steps"])
     if config is not None and config.data.name:  # a script decides on its epochs
         steps = min(int(start["steps_per_epoch"]) * config.epochs, config.max_steps or steps)
-    return f", about {duration(series.start_s + steps * series.step_s)} and evaluations" if steps else ""
+    return series.start_s + steps * series.step_s if steps else 0.0

@@ -33,7 +33,7 @@ OPTIONS = {
     "--ntasks-per-node": _COUNT,
     "--gpus-per-node": (r"(\w+:)?[1-9][0-9]{0,8}", "a number from 1 up, or a type with it, such as a100:4"),
     "--cpus-per-task": _COUNT,
-    "--mem": _WORD,
+    "--mem": (r"[0-9]{1,9}[KMGT]?", "memory of a node, such as 64G"),
     "--time": (
         r"([0-9]{1,6}-)?[0-9]{1,6}(:[0-9]{1,6}){0,2}|UNLIMITED",
         "minutes, minutes:seconds, hours:minutes:seconds, or days-hours, such as 20:00 for twenty minutes",
