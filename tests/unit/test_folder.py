@@ -198,6 +198,29 @@ def test_classes_that_are_missing_hidden_or_linked_and_images_of_any_mode(small:
         made(small)
 
 
+def test_folders_behind_links_are_read_but_hidden_ones_and_circles_are_not(small: Path) -> None:
+    ants, bees, elsewhere = small / "train" / "ants", small / "train" / "bees", small / "elsewhere"
+    shutil.copytree(bees, ants / ".thumbnails")
+    for folder in (ants, bees):
+        for link, target in (("a", "."), ("b", "../ants")):
+            (folder / link).symlink_to(target)
+    assert len(made(small).train) == 9  # bees/b is no circle
+    (bees / "b").unlink()
+    shutil.copytree(ants, elsewhere / "inner", ignore=shutil.ignore_patterns("?"))
+    for link in ("more", "twice"):
+        (ants / link).symlink_to(elsewhere)
+    assert fetch(made(small).train, range(12))[1].tolist() == [0] * 9 + [1] * 3
+    # A chain of folders, each with two links to the next, would be read 2 ** 30 times.
+    for number in range(30):
+        (small / f"{number}").mkdir()
+        for link in ("a", "b"):
+            (small / f"{number}" / link).symlink_to(f"../{number + 1}")
+    shutil.copytree(bees, small / "30", symlinks=True)
+    (ants / "chain").symlink_to("../../0")
+    with pytest.raises(RequestError, match="more than 100 paths"):
+        made(small)
+
+
 # --- what somebody else's folder may hold
 
 _DECODES = """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ _MOST_PIXELS = 80_000_000
 """Below which Pillow does not warn. A file of 34 bytes can have as many."""
 _LONGEST = 16
 """Times its shorter side that an image is long where only its centre is taken: more would be resized to be cut off."""
+_MOST_PATHS = 100
+"""To one folder. Each of a chain of folders may have two links to the next: 2 ** depth paths."""
 
 
 @dataclass(frozen=True)
@@ -155,9 +158,17 @@ def _scan(config: DataConfig) -> Arrays:
 
 
 def _images(root: Path, name: str) -> list[str]:
-    """Return the paths of a class's images below `root`, sorted."""
+    """Return the paths of a class's images below `root`, sorted, those in linked folders too."""
     found: list[str] = []
-    for folder, _, files in os.walk(root / name):
+    paths = Counter[str]()
+    for folder, inner, files in os.walk(root / name, followlinks=True):
+        if any(each.samefile(folder) for each in Path(folder).parents):  # a link leads round in a circle
+            inner.clear()
+            continue
+        inner[:] = [each for each in inner if not each.startswith(".")]
+        paths[real := os.path.realpath(folder)] += 1
+        if paths[real] > _MOST_PATHS:
+            raise RequestError(f"Links in {root / name} lead to {real} on more than {_MOST_PATHS} paths; remove some.")
         below = os.path.relpath(folder, root)
         found += [f"{below}/{file}" for file in files if file.lower().endswith(_ENDINGS) and not file.startswith(".")]
     return sorted(found, key=os.fsencode)
