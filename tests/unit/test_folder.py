@@ -201,9 +201,9 @@ def test_classes_that_are_missing_hidden_or_linked_and_images_of_any_mode(small:
 def test_folders_behind_links_are_read_but_hidden_ones_and_circles_are_not(small: Path) -> None:
     ants, bees, elsewhere = small / "train" / "ants", small / "train" / "bees", small / "elsewhere"
     shutil.copytree(bees, ants / ".thumbnails")
-    for folder in (ants, bees):
+    for place in (ants, bees):
         for link, target in (("a", "."), ("b", "../ants")):
-            (folder / link).symlink_to(target)
+            (place / link).symlink_to(target)
     assert len(made(small).train) == 9  # bees/b is no circle
     (bees / "b").unlink()
     shutil.copytree(ants, elsewhere / "inner", ignore=shutil.ignore_patterns("?"))
