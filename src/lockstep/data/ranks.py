@@ -5,6 +5,7 @@ Lengths and digests are compared exactly, and a few samples by means: last bits 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -86,6 +87,8 @@ def check_alike(world: World, asked: str, facts: dict[str, Any]) -> None:
 
 def signature(value: Any) -> Signature:
     """Return numbers that stand for a sample or a batch: of each array, number and text in it, size and means."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, Mapping):
         value = [part for key in sorted(value, key=repr) for part in (repr(key), value[key])]
     if isinstance(value, list | tuple):

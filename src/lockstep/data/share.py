@@ -7,6 +7,7 @@ What a collate function draws is one of (seed, epoch, first sample of the share)
 from __future__ import annotations
 
 import copy
+import dataclasses
 import operator
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from itertools import chain
@@ -230,6 +231,11 @@ def moved(part: Any, *how: Any) -> Any:
     if to is None and isinstance(part, tuple | list):
         parts = [moved(each, *how) for each in part]
         return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
+    if to is None and dataclasses.is_dataclass(part) and not isinstance(part, type):
+        anew = copy.copy(part)
+        for field in dataclasses.fields(part):
+            object.__setattr__(anew, field.name, moved(getattr(part, field.name), *how))  # though it is frozen
+        return anew
     return part
 
 
