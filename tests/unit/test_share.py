@@ -162,6 +162,8 @@ def test_what_is_drawn_depends_on_neither_workers_nor_ranks(dataset: Any, worker
     assert len({number for row in alone for number in row[2:]}) == 2 * len(alone) == 46
     assert not isinstance(dataset, Counting) or {row[1] for row in alone} == {3}
     assert {row[2] for row in alone}.isdisjoint(row[2] for row in read(1, 4))
+    evaluated = [_samples([each.shares() for each in _ranks(dataset, 6, ranks, evaluates=True)]) for ranks in (1, 3)]
+    assert evaluated[0] == evaluated[1]
     # What a collate function draws follows from its share.
     drawn = [
         [micro.batch.item() % 1 for micro in _shared(dataset, 6, collate_fn=_drawing_collate, num_workers=n).micros(1)]

@@ -143,11 +143,10 @@ class Stream(IterableDataset[Any]):
             if set_epoch := getattr(self.dataset, "set_epoch", None):
                 set_epoch(self._epoch)
             seed(self._keys, 0)
-            samples: Iterator[Any] = iter(self.dataset)
+            samples = self._read(iter(self.dataset))
         for step in count():
             parts: list[tuple[Any, int, int, bool, Indices]] = []
             with kept():
-                seed(self._keys, step + 1)  # what the data set draws is the same on all ranks
                 found = [*held, *islice(samples, most - len(held))]
                 total = size if len(found) == most else len(found)
                 batch, held = found[:total], found[total:]
@@ -162,6 +161,15 @@ class Stream(IterableDataset[Any]):
                     parts.append((part, len(share), total, share is shares[-1], indices))
                 signatures = [signature(sample) for sample in batch[:COMPARED]] if step == self._first else []
             yield from ((*part, signatures) for part in parts)
+
+    def _read(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """Yield the samples; what the data set draws follows from their positions, however far the ranks look ahead."""
+        for number in count(1):
+            seed(self._keys, number)
+            batch = list(islice(samples, self._size))
+            yield from batch
+            if not batch:
+                return
 
 
 class Feed:
