@@ -104,7 +104,10 @@ def copy(tmp_path: Path) -> Path:
 
 
 def _told(world: World, folders: list[Path], apart: bool, way: str) -> str:
-    """Return with what sentence images are refused, or without folders own data, which on rank 1 differ in a `way`."""
+    """Return with what sentence images are refused, or without folders own data, which on rank 1 differ in a `way`.
+
+    Of data that are not refused, return what users are told.
+    """
     if apart:  # each on a node of its own
         topology = Topology(rank=world.rank, size=world.size, node=world.rank, nodes=world.size)
         world = dataclasses.replace(world, topology=topology)
@@ -113,10 +116,9 @@ def _told(world: World, folders: list[Path], apart: bool, way: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_data, "WAY", way if world.rank == 1 else "")
         try:
-            _built(world, folder or own)
+            return "".join(_built(world, folder or own).cautions)
         except RequestError as error:
             return str(error)
-    return ""
 
 
 def test_what_is_wrong_or_differs_on_one_rank_is_told_by_all(pool: RankPool, copy: Path, tmp_path: Path) -> None:
@@ -131,6 +133,8 @@ def test_what_is_wrong_or_differs_on_one_rank_is_told_by_all(pool: RankPool, cop
     hear("rank 1 has train images 119 (rank 0 has 120)", photographs(), copy, apart=True)
     hear("")
     for words, way in (
+        ("rank 1 has train labels", "relabelled"),
+        ("its train data: samples differ from one reading to the next", "own generator"),
         ("its train data is not the same on every rank: rank 1 reads other samples", "other samples"),
         ("raised OSError", "gone"),
     ):

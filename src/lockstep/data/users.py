@@ -7,6 +7,7 @@ of bytes (C, H, W) is an image: scaled to 0–1, and varied by --augment; anythi
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Generator, Iterable
 from typing import Any
@@ -23,7 +24,7 @@ from ..world.random_state import kept
 from . import counter
 from .feed import GENERATORS, Batches, Feed, seed
 from .images import Plain, Transform
-from .ranks import Signature, check_alike, compare, spread
+from .ranks import Signature, check_alike, compare, digest, spread
 from .resident import resident
 from .source import SPLITS, Fetched, Indices, Request, Source, Splits
 
@@ -64,8 +65,9 @@ def build(request: Request) -> Splits:
                 return _source(request, datasets[split], split, classes, variations)
 
             splits = Splits.of(request, make, validation="validation" in datasets, names=names)
-            facts = {"classes": classes, "a sample of shape": list(splits.train.shape)}
-            facts |= {f"{split} samples": len(dataset) for split, dataset in datasets.items()}
+            facts: dict[str, Any] = {"classes": classes, "a sample of shape": list(splits.train.shape)}
+            for split, dataset in datasets.items():
+                facts |= {f"{split} samples": len(dataset), f"{split} labels of digest": _labels(dataset)}
             signatures = {
                 split: Batches(dataset, name=name, split=split).signatures(keys, spread(len(dataset)))
                 for split, dataset in datasets.items()
@@ -75,9 +77,8 @@ def build(request: Request) -> Splits:
 
     facts, splits, signatures = world.together(built)
     check_alike(world, f"--data {name}", facts)
-    for split, own in signatures.items():
-        compare(world, f"--data {name}: its {split} data", own)
-    return splits
+    doubts = [compare(world, f"--data {name}: its {split} data", own) for split, own in signatures.items()]
+    return dataclasses.replace(splits, cautions=tuple(filter(None, doubts)))
 
 
 def _check(what: str, dataset: Any) -> None:
@@ -91,6 +92,15 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
         return dataset.tensors[0], dataset.tensors[1]
     return None
+
+
+def _labels(dataset: Any) -> str:
+    """Return a hash of the labels where they are known without reading samples: a label tensor, or `targets`."""
+    pair = _tensors(dataset)
+    try:
+        return digest(np.asarray(pair[1].cpu() if pair else dataset.targets, np.int64))
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # none; or no labels, but boxes, texts, …
+        return ""
 
 
 def _classes(name: str, dataset: Any) -> tuple[int, tuple[str, ...]]:
