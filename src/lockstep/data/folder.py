@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,14 +92,26 @@ def decode(path: Path) -> Image.Image:
 
 def transform(size: int, variations: tuple[str, ...] = ()) -> Callable[[Image.Image], Image.Image]:
     """Return what makes an image size × size, varied by "crop" and "flip" where those are among the `variations`."""
+    centre = partial(_centre, size=size)
+    if not {"crop", "flip"} & {*variations}:
+        return centre  # without torchvision, which some builds of torch cannot load
     from torchvision.transforms import v2
 
-    centre = [_short_enough, v2.Resize(size * 256 // 224), v2.CenterCrop(size)]
-    steps = [v2.RandomResizedCrop(size)] if "crop" in variations else centre
     made: Callable[[Image.Image], Image.Image] = v2.Compose(
-        steps + [v2.RandomHorizontalFlip()] * ("flip" in variations)
+        [v2.RandomResizedCrop(size) if "crop" in variations else centre]
+        + [v2.RandomHorizontalFlip()] * ("flip" in variations)
     )
     return made
+
+
+def _centre(image: Image.Image, size: int) -> Image.Image:
+    """Return what torchvision's `Resize`, to a shorter side of 256/224 of `size`, and `CenterCrop` make of an image."""
+    from PIL.Image import Resampling
+
+    image = _short_enough(image)
+    width, height = (size * 256 // 224 * side // min(image.size) for side in image.size)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return image.resize((width, height), Resampling.BILINEAR).crop((left, top, left + size, top + size))
 
 
 def _short_enough(image: Image.Image) -> Image.Image:
