@@ -158,7 +158,9 @@ class Photos(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if index == 13:
             raise KeyError("no such photo")
-        return torch.full((3, 8, 8), index * 10, dtype=torch.uint8), 7 if index == 11 else index % 3
+        return torch.full(
+            (3, 9 if index == 15 else 8, 8), index * 10, dtype=torch.uint8
+        ), 7 if index == 11 else index % 3
 
 
 def photos() -> tuple[Photos, Photos]:
@@ -206,6 +208,11 @@ def test_own_data_sets_are_read_in_order_and_a_bad_sample_is_named() -> None:
         splits.close()
         for index, kind, sentence in (
             (11, RequestError, r"train sample 11 has label 7, .* 0 to 2"),
+            (
+                15,
+                RequestError,
+                r"train sample 15 is torch.uint8 \(3, 9, 8\), sample 0 is .* \(3, 8, 8\); all must be alike",
+            ),
             (13, RunError, r"train sample 13 of --data \S+:photos, at \S+\.py:\d+: KeyError: 'no such photo'"),
         ):
             splits = own("photos", workers=workers)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -118,9 +119,8 @@ def _classes(name: str, dataset: Any) -> tuple[int, tuple[str, ...]]:
 
 
 def _source(request: Request, dataset: Any, split: str, classes: int, variations: tuple[str, ...]) -> Source:
-    what, pair, first = f"--data {request.config.name}: {split}", _tensors(dataset), dataset[0]
-    if not isinstance(first, tuple | list) or len(first) != 2 or not isinstance(x := first[0], Tensor):
-        raise RequestError(f"{what} sample 0 is not an (x tensor, label) pair.")
+    what, pair = f"--data {request.config.name}: {split}", _tensors(dataset)
+    x = _x(what, 0, dataset[0])
     is_image = x.dtype == torch.uint8 and x.dim() == 3
     if variations and not is_image:
         asked = f"--augment {' '.join(variations)} varies images of bytes (C, H, W)"
@@ -129,9 +129,23 @@ def _source(request: Request, dataset: Any, split: str, classes: int, variations
     if is_image:
         transform = Transform(request, x.shape, variations, (0.0,) * len(x), (255.0,) * len(x), turns=True)
     if pair is None:
-        return Streamed(request, dataset, split, classes, transform)
+        return Streamed(request, dataset, split, classes, transform, partial(_check_sample, what, x.dtype, x.shape))
     _check_labels(what, pair[1], np.arange(len(dataset)), classes)
     return resident(request, *pair, classes, transform)
+
+
+def _x(what: str, index: int, sample: Any) -> Tensor:
+    if not isinstance(sample, tuple | list) or len(sample) != 2 or not isinstance(sample[0], Tensor):
+        raise RequestError(f"{what} sample {index} is not an (x tensor, label) pair.")
+    return sample[0]
+
+
+def _check_sample(what: str, dtype: torch.dtype, shape: torch.Size, index: int, sample: Any) -> None:
+    """Raise `RequestError` for a sample that is not like sample 0, whose x has this dtype and shape."""
+    x = _x(what, index, sample)
+    if (x.dtype, x.shape) != (dtype, shape):
+        found = f"{x.dtype} {tuple(x.shape)}, sample 0 is {dtype} {tuple(shape)}"
+        raise RequestError(f"{what} sample {index} is {found}; all must be alike.")
 
 
 def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
@@ -151,14 +165,22 @@ class Streamed(Source):
     `RunError` where the data set's own code failed, and torch's RuntimeError, at any moment, for a worker that died.
     """
 
-    def __init__(self, request: Request, dataset: Any, split: str, classes: int, transform: Transform | Plain) -> None:
+    def __init__(
+        self,
+        request: Request,
+        dataset: Any,
+        split: str,
+        classes: int,
+        transform: Transform | Plain,
+        check: Callable[[int, Any], object] | None = None,
+    ) -> None:
         self.classes, self.shape, self.dtype = classes, transform.shape, transform.dtype
         name, workers, self._device = request.config.name, request.config.workers, request.world.device
         if workers is None:
             workers = min(_MOST_WORKERS, max(1, hardware.cpus() // request.world.topology.local_size))
         self._samples, self._transform, self._what = len(dataset), transform, f"--data {name}: {split}"
         self._seed, self._purpose = request.seed, _PURPOSE[split]
-        reader, pins = Batches(dataset, name=name, split=split), self._device.type == "cuda"
+        reader, pins = Batches(dataset, name=name, split=split, check=check), self._device.type == "cuda"
         self._feed = Feed(reader, stays=split == "train", num_workers=workers, pin_memory=pins)
 
     def __len__(self) -> int:
