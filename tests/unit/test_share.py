@@ -188,7 +188,10 @@ def test_a_sampler_is_drawn_from_seed_and_epoch(sampler: Any) -> None:
         assert [(each.samples, each.steps()) for each in shared] == [(9, 3)] * ranks
         return _samples([each.micros(epoch) for each in shared])
 
+    own = getattr(sampler, "generator", None) or torch.Generator()
+    before = own.get_state()
     drawn = read(1, 4)
+    assert torch.equal(own.get_state(), before)
     torch.rand(1)
     assert read(3, 4) == drawn
     assert sorted(drawn) != list(range(9))

@@ -206,11 +206,16 @@ class SharedLoader:
         if set_epoch := getattr(sampler, "set_epoch", None):
             set_epoch(epoch)
         own = [each for each in getattr(sampler, "__dict__", {}).values() if isinstance(each, torch.Generator)]
+        states = [generator.get_state() for generator in own]
         for number, generator in enumerate(own):
             generator.manual_seed(counter.key(self._seed, epoch, _SAMPLER, number))
-        with kept():
-            seed(counter.keys(GENERATORS, self._seed, epoch, _SAMPLER), 0)
-            return np.array([operator.index(each) for each in sampler], np.int64)
+        try:
+            with kept():
+                seed(counter.keys(GENERATORS, self._seed, epoch, _SAMPLER), 0)
+                return np.array([operator.index(each) for each in sampler], np.int64)
+        finally:
+            for generator, state in zip(own, states, strict=True):  # the user may draw from it, too
+                generator.set_state(state)
 
     def _moved(self, batch: Any) -> Any:
         return moved(batch, *self._how) if self._moves else batch
