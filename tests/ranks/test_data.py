@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import re
 import shutil
@@ -103,6 +104,10 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
+def _unseen(path: Path, **options: Any) -> None:
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
 def _told(world: World, folders: list[Path], apart: bool, way: str) -> str:
     """Return with what sentence images are refused, or without folders own data, which on rank 1 differ in a `way`.
 
@@ -115,6 +120,8 @@ def _told(world: World, folders: list[Path], apart: bool, way: str) -> str:
     folder = folders and DataConfig(name="imagefolder", dir=folders[world.rank], image_size=16, workers=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_data, "WAY", way if world.rank == 1 else "")
+        if way == "unseen" and world.rank == 1:
+            patch.setattr(np, "load", _unseen)
         try:
             return "".join(_built(world, folder or own).cautions)
         except RequestError as error:
@@ -131,6 +138,7 @@ def test_what_is_wrong_or_differs_on_one_rank_is_told_by_all(pool: RankPool, cop
     hear("", photographs(), copy, apart=True)
     next((copy / "train" / "ants").iterdir()).unlink()
     hear("rank 1 has train images 119 (rank 0 has 120)", photographs(), copy, apart=True)
+    hear("Ranks of one node must see the same /", photographs(), photographs(), way="unseen")
     hear("")
     for words, way in (
         ("rank 1 has train labels", "relabelled"),

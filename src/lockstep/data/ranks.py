@@ -52,11 +52,18 @@ def shared(world: World, build: Callable[[], Arrays]) -> Arrays:
 
         arrays, folder = world.together(make)
         folders = {node: folder for node, folder in world.gather([node, folder]) if folder}
-        files = [] if is_alone else sorted(Path(folders[node]).iterdir())
-        # Private (copy on write) rather than read-only: torch warns of arrays that it could not write to.
-        arrays |= {path.stem: np.load(path, mmap_mode="c", allow_pickle=False) for path in files}
-        world.barrier()  # before the files are removed
-        return arrays
+
+        def mapped() -> Arrays:
+            try:
+                files = [] if is_alone else sorted(Path(folders[node]).iterdir())
+                # Private (copy on write) rather than read-only: torch warns of arrays that it could not write to.
+                return arrays | {path.stem: np.load(path, mmap_mode="c", allow_pickle=False) for path in files}
+            except OSError as error:
+                raise RequestError(
+                    f"Ranks of one node must see the same {folders[node]} ({error.strerror})."
+                ) from error
+
+        return world.together(mapped)  # all have, before the files are removed
 
 
 def _write(arrays: Arrays, leaving: ExitStack) -> str:
