@@ -188,6 +188,15 @@ def test_a_small_run_folder_costs_little(tmp_path: Path, name: str) -> None:
     _ends_well(tmp_path, ("eval", run) if name in EVALUATED or file == "config.toml" else ("verify", "run", run))
 
 
+def test_a_file_of_holes_is_not_read(tmp_path: Path) -> None:
+    run = copy_of_run(tmp_path)
+    os.truncate(path := run / "checkpoints" / STEP / "model.safetensors", 1 << 30)
+    for named in (run, path):
+        code, said = outcome("diff", named, named)
+        assert code == 2
+        assert "it has 1,073,741,824 bytes, of which the disk holds" in said
+
+
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     """Of those in a run's folder some are drawn below."""
     os.mkfifo(tmp_path / "w")

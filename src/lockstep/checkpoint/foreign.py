@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import RequestError
-from ..files import DEFECTS, named, reason
+from ..files import DEFECTS, check_filled, named, reason
 from .read import load
 
 _GROUPS = {
@@ -85,7 +85,8 @@ def read(path: Path) -> dict[str, Tensor]:
 def _held(path: Path) -> Any:
     """Return what the file holds, once it is known to be no larger in memory than on the disk."""
     with open(path, "rb", opener=named) as file:
-        size = os.fstat(file.fileno()).st_size
+        check_filled(found := os.fstat(file.fileno()))
+        size = found.st_size
         if size > psutil.virtual_memory().total:
             raise ValueError(f"its {size:,} bytes are more than this host's memory")
         begin = file.read(9)
