@@ -190,7 +190,8 @@ def test_a_small_run_folder_costs_little(tmp_path: Path, name: str) -> None:
 
 def test_a_file_of_holes_is_not_read(tmp_path: Path) -> None:
     run = copy_of_run(tmp_path)
-    os.truncate(path := run / "checkpoints" / STEP / "model.safetensors", 1 << 30)
+    path = run / "checkpoints" / STEP / "model.safetensors"
+    os.truncate(path, 1 << 30)
     for named in (run, path):
         code, said = outcome("diff", named, named)
         assert code == 2
