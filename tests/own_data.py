@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,7 @@ class _Samples(Dataset[Pair]):
     """Samples of four classes; `reads` is called with the index of each before it is read."""
 
     classes = 4
+    targets: Sequence[int]
 
     def __init__(self, samples: int = 40, reads: Callable[[int], object] = hash) -> None:
         self.samples, self.reads = samples, reads
@@ -56,6 +57,12 @@ class _Others(_Drawn):
         return x + 3, label
 
 
+class _Unseeded(_Drawn):
+    def __getitem__(self, index: int) -> Pair:
+        x, label = super().__getitem__(index)
+        return x * np.random.default_rng().random(), label
+
+
 def drawn() -> Splits:
     return _Drawn(), _Drawn()
 
@@ -72,7 +79,9 @@ def differing() -> Splits:
     """Return data that tests may make different on one rank."""
     if WAY == "gone":
         raise OSError("no such file")
-    return _Others() if WAY == "other samples" else _Drawn(), _Drawn()
+    train = {"other samples": _Others, "own generator": _Unseeded}.get(WAY, _Drawn)()
+    train.targets = [(index + (WAY == "relabelled")) % 4 for index in range(len(train))]
+    return train, _Drawn()
 
 
 class _Labelled(_Samples):

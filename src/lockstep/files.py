@@ -24,6 +24,7 @@ from .printable import visible_json
 
 MOST_BYTES = 64 << 20  # of JSON or TOML: an honest run of thousands of ranks writes a tenth of it
 _DEEPEST, _DIGITS = 32, 100  # levels of JSON, digits of its whole numbers
+_FILLED = 16  # times that a file system may compress
 DEFECTS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, struct.error)
 """What the contents of a damaged or hostile file make a reader raise."""
 REFUSED = {
@@ -97,6 +98,13 @@ def read(path: Path, *, most_bytes: int = MOST_BYTES, through_links: bool = Fals
         if size > most_bytes:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most_bytes:,} are read", str(path))
         return file.read(size)  # not to an end that another process may put off
+
+
+def check_filled(found: os.stat_result) -> None:
+    """Raise OSError for a large file that is nearly all holes, which cost nothing to send, and minutes to read."""
+    held = found.st_blocks * 512  # 0 where a file system does not tell
+    if found.st_size > MOST_BYTES and 0 < held < found.st_size / _FILLED:
+        raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, of which the disk holds {held:,}")
 
 
 def lines_of(path: Path) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import re
 import shutil
@@ -103,8 +104,15 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
+def _unseen(path: Path, **options: Any) -> None:
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
 def _told(world: World, folders: list[Path], apart: bool, way: str) -> str:
-    """Return with what sentence images are refused, or without folders own data, which on rank 1 differ in a `way`."""
+    """Return with what sentence images are refused, or without folders own data, which on rank 1 differ in a `way`.
+
+    Of data that are not refused, return what users are told.
+    """
     if apart:  # each on a node of its own
         topology = Topology(rank=world.rank, size=world.size, node=world.rank, nodes=world.size)
         world = dataclasses.replace(world, topology=topology)
@@ -112,11 +120,12 @@ def _told(world: World, folders: list[Path], apart: bool, way: str) -> str:
     folder = folders and DataConfig(name="imagefolder", dir=folders[world.rank], image_size=16, workers=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_data, "WAY", way if world.rank == 1 else "")
+        if way == "unseen" and world.rank == 1:
+            patch.setattr(np, "load", _unseen)
         try:
-            _built(world, folder or own)
+            return "".join(_built(world, folder or own).cautions)
         except RequestError as error:
             return str(error)
-    return ""
 
 
 def test_what_is_wrong_or_differs_on_one_rank_is_told_by_all(pool: RankPool, copy: Path, tmp_path: Path) -> None:
@@ -129,8 +138,11 @@ def test_what_is_wrong_or_differs_on_one_rank_is_told_by_all(pool: RankPool, cop
     hear("", photographs(), copy, apart=True)
     next((copy / "train" / "ants").iterdir()).unlink()
     hear("rank 1 has train images 119 (rank 0 has 120)", photographs(), copy, apart=True)
+    hear("Ranks of one node must see the same /", photographs(), photographs(), way="unseen")
     hear("")
     for words, way in (
+        ("rank 1 has train labels", "relabelled"),
+        ("its train data: samples differ from one reading to the next", "own generator"),
         ("its train data is not the same on every rank: rank 1 reads other samples", "other samples"),
         ("raised OSError", "gone"),
     ):

@@ -61,7 +61,8 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_images_are_torchvisions_and_numbered_by_class_and_name() -> None:
+def test_images_are_torchvisions_and_numbered_by_class_and_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # they need none: some builds of torch cannot load it
     splits = made(photographs())
     assert (len(splits.train), len(splits.test), splits.train.classes) == (120, 80, 2)
     assert splits.train.shape == (3, 64, 64)
@@ -195,6 +196,29 @@ def test_classes_that_are_missing_hidden_or_linked_and_images_of_any_mode(small:
     assert (made(small).train.classes, len(made(small).train)) == (2, 6)
     (small / "val" / "bees").rename(small / "val" / "beees")
     with pytest.raises(RequestError, match=r"train and val in .* differ: beees, bees \(2 in all\)"):
+        made(small)
+
+
+def test_folders_behind_links_are_read_but_hidden_ones_and_circles_are_not(small: Path) -> None:
+    ants, bees, elsewhere = small / "train" / "ants", small / "train" / "bees", small / "elsewhere"
+    shutil.copytree(bees, ants / ".thumbnails")
+    for place in (ants, bees):
+        for link, target in (("a", "."), ("b", "../ants")):
+            (place / link).symlink_to(target)
+    assert len(made(small).train) == 9  # bees/b is no circle
+    (bees / "b").unlink()
+    shutil.copytree(ants, elsewhere / "inner", ignore=shutil.ignore_patterns("?"))
+    for link in ("more", "twice"):
+        (ants / link).symlink_to(elsewhere)
+    assert fetch(made(small).train, range(12))[1].tolist() == [0] * 9 + [1] * 3
+    # A chain of folders, each with two links to the next, would be read 2 ** 30 times.
+    for number in range(30):
+        (small / f"{number}").mkdir()
+        for link in ("a", "b"):
+            (small / f"{number}" / link).symlink_to(f"../{number + 1}")
+    shutil.copytree(bees, small / "30", symlinks=True)
+    (ants / "chain").symlink_to("../../0")
+    with pytest.raises(RequestError, match="more than 100 paths"):
         made(small)
 
 

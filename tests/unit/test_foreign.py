@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import struct
 import tempfile
 import zipfile
 import zlib
@@ -67,6 +68,18 @@ def _compressed() -> bytes:
     return file.getvalue()
 
 
+def _with_two_directories() -> bytes:
+    """Return an archive in which zipfile finds an empty dictionary, and torch's reader the one of `_compressed`."""
+
+    def record(archive: bytes) -> bytes:
+        count, size, offset = struct.unpack("<10xHLL2x", archive[-22:])
+        return struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, offset)
+
+    hidden, plain = _compressed(), _pickled(b"\x80\x02}.")
+    locator = struct.pack("<4sLQL", b"PK\6\7", 0, len(hidden) - 22, 1)
+    return b"".join((hidden[:-22], record(hidden), plain[:-22], record(plain), locator, plain[-22:]))
+
+
 WEIGHTS: dict[str, Callable[[], bytes]] = {
     "list-in-itself": lambda: _pickled(b"\x80\x02]q\x00h\x00a."),
     "lists-of-lists": lambda: _pickled(
@@ -77,11 +90,17 @@ WEIGHTS: dict[str, Callable[[], bytes]] = {
         b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range(1, 60)),
         b"K\x01u.",
     ),
+    "one-large-key": lambda: _pickled(
+        b"\x80\x02K\x01K\x01\x86q\x00",
+        b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range(1, 18)),
+        b"}q\x12" + b"h\x12h\x11Ns" * 100_000 + b".",
+    ),
     "memory-by-number": lambda: _pickled(
         b"\x80\x02c__builtin__\nbytearray\n\x8a\x05", (40 << 30).to_bytes(5, "little"), b"\x85R."
     ),
     "expanded": _expanded,
     "compressed": _compressed,
+    "two-directories": _with_two_directories,
 }
 
 
@@ -167,6 +186,16 @@ def test_a_small_run_folder_costs_little(tmp_path: Path, name: str) -> None:
         path.write_bytes(b"")
         os.truncate(path, 2 << 40)
     _ends_well(tmp_path, ("eval", run) if name in EVALUATED or file == "config.toml" else ("verify", "run", run))
+
+
+def test_a_file_of_holes_is_not_read(tmp_path: Path) -> None:
+    run = copy_of_run(tmp_path)
+    path = run / "checkpoints" / STEP / "model.safetensors"
+    os.truncate(path, 1 << 30)
+    for named in (run, path):
+        code, said = outcome("diff", named, named)
+        assert code == 2
+        assert "it has 1,073,741,824 bytes, of which the disk holds" in said
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ OWN = """
 --data {own}:fractions                 | train labels are torch.float32 | one whole number for each sample
 --data {own}:broken                    | raised FileNotFoundError at | my.csv
 --data {own}:vectors --augment crop    | --augment crop | images of bytes
+--data fake --image-size 7 --augment crop | --augment crop | 8 × 8 pixels or more, found 7 × 7
 --data {own}:vectors --model resnet8   | takes images | --model mlp
 --on-device on                         | --on-device on | use auto
 --holdout 1e-9                         | --holdout 1e-09 | none of 1,437 samples

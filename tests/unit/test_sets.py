@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import struct
+import sys
 import tarfile
 import threading
 import zipfile
@@ -78,21 +79,17 @@ def test_cifar_is_downloaded_whole_or_not_at_all_read_right_and_refused_once_dam
         member.size = len(good)
         file.addfile(member, io.BytesIO(good))
     md5 = hashlib.md5(path.read_bytes()).hexdigest()
-    official = torchvision.datasets.CIFAR10
-    monkeypatch.setattr(official, "train_list", official.test_list)
+    kind = cifar.CIFAR10._replace(train=cifar.CIFAR10.test)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     serves = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), serves) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/{path.name}"
         for where, found in ((url, "0" * 32), (f"{url}.tar.gz", md5)):
-            monkeypatch.setattr(official, "url", where)
-            monkeypatch.setattr(official, "tgz_md5", found)
             with pytest.raises(RequestError, match="cannot be downloaded"):
-                cifar.read(cifar.CIFAR10, DataConfig(dir=target))
+                cifar.read(kind._replace(url=where, archive_md5=found), DataConfig(dir=target))
             assert [*target.iterdir()] == []
-        monkeypatch.setattr(official, "url", url)
-        pixels, labels = cifar.read(cifar.CIFAR10, DataConfig(dir=target))["test"]
+        pixels, labels = cifar.read(kind._replace(url=url, archive_md5=md5), DataConfig(dir=target))["test"]
         server.shutdown()
     assert np.array_equal(pixels, images)
     assert labels.tolist() == pickle.loads(good, encoding="latin-1")["labels"]
@@ -102,7 +99,15 @@ def test_cifar_is_downloaded_whole_or_not_at_all_read_right_and_refused_once_dam
     for bad in (good[:-1], good[:1000] + bytes([good[1000] ^ 1]) + good[1001:]):
         batch_file.write_bytes(bad)
         with pytest.raises(RequestError, match=rf"{batch_file} is .*not the official file.*; remove "):
-            cifar.read(cifar.CIFAR10, DataConfig(dir=target))
+            cifar.read(kind, DataConfig(dir=target))
+
+
+@pytest.mark.parametrize("kind", [cifar.CIFAR10, cifar.CIFAR100])
+def test_cifars_checksums_are_torchvisions(kind: cifar.Cifar) -> None:
+    official = getattr(torchvision.datasets, kind.name.upper())
+    assert (kind.url, kind.archive_md5, kind.folder) == (official.url, official.tgz_md5, official.base_folder)
+    assert [*map(list, kind.train.items())] == official.train_list
+    assert [*map(list, kind.test.items())] == official.test_list
 
 
 class _Payload:
@@ -130,9 +135,10 @@ def test_cifar_100s_fine_labels_are_read_and_nothing_in_a_pickle_runs(
     path = Path("cifar-100-python", "test")
     path.parent.mkdir()
     path.write_bytes(whole)
-    for split in ("train_list", "test_list"):
-        monkeypatch.setattr(torchvision.datasets.CIFAR100, split, [["test", hashlib.md5(whole).hexdigest()]])
-    found, read = cifar.read(cifar.CIFAR100, DataConfig(name="cifar100", dir=tmp_path, download=False))["test"]
+    files = {"test": hashlib.md5(whole).hexdigest()}
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # as where torch cannot load it
+    kind = cifar.CIFAR100._replace(train=files, test=files)
+    found, read = cifar.read(kind, DataConfig(name="cifar100", dir=tmp_path, download=False))["test"]
     assert np.array_equal(found, images)
     assert np.array_equal(read, labels)
     assert not Path("executed").exists()
@@ -152,7 +158,9 @@ class Photos(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if index == 13:
             raise KeyError("no such photo")
-        return torch.full((3, 8, 8), index * 10, dtype=torch.uint8), 7 if index == 11 else index % 3
+        return torch.full(
+            (3, 9 if index == 15 else 8, 8), index * 10, dtype=torch.uint8
+        ), 7 if index == 11 else index % 3
 
 
 def photos() -> tuple[Photos, Photos]:
@@ -200,6 +208,11 @@ def test_own_data_sets_are_read_in_order_and_a_bad_sample_is_named() -> None:
         splits.close()
         for index, kind, sentence in (
             (11, RequestError, r"train sample 11 has label 7, .* 0 to 2"),
+            (
+                15,
+                RequestError,
+                r"train sample 15 is torch.uint8 \(3, 9, 8\), sample 0 is .* \(3, 8, 8\); all must be alike",
+            ),
             (13, RunError, r"train sample 13 of --data \S+:photos, at \S+\.py:\d+: KeyError: 'no such photo'"),
         ):
             splits = own("photos", workers=workers)

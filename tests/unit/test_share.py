@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.batching import BatchPlan
 from lockstep.data.order import Order
+from lockstep.data.ranks import signature
 from lockstep.data.share import Micro, SharedLoader, moved
 from lockstep.errors import RequestError
 from lockstep.world.random_state import Generators
@@ -161,6 +162,8 @@ def test_what_is_drawn_depends_on_neither_workers_nor_ranks(dataset: Any, worker
     assert len({number for row in alone for number in row[2:]}) == 2 * len(alone) == 46
     assert not isinstance(dataset, Counting) or {row[1] for row in alone} == {3}
     assert {row[2] for row in alone}.isdisjoint(row[2] for row in read(1, 4))
+    evaluated = [_samples([each.shares() for each in _ranks(dataset, 6, ranks, evaluates=True)]) for ranks in (1, 3)]
+    assert evaluated[0] == evaluated[1]
     # What a collate function draws follows from its share.
     drawn = [
         [micro.batch.item() % 1 for micro in _shared(dataset, 6, collate_fn=_drawing_collate, num_workers=n).micros(1)]
@@ -185,7 +188,10 @@ def test_a_sampler_is_drawn_from_seed_and_epoch(sampler: Any) -> None:
         assert [(each.samples, each.steps()) for each in shared] == [(9, 3)] * ranks
         return _samples([each.micros(epoch) for each in shared])
 
+    own = getattr(sampler, "generator", None) or torch.Generator()
+    before = own.get_state()
     drawn = read(1, 4)
+    assert torch.equal(own.get_state(), before)
     torch.rand(1)
     assert read(3, 4) == drawn
     assert sorted(drawn) != list(range(9))
@@ -271,6 +277,12 @@ class Point(NamedTuple):
     y: Tensor
 
 
+@dataclasses.dataclass(frozen=True)
+class Labelled:
+    x: Tensor
+    y: Tensor
+
+
 class Encoding(dict[str, Any]):
     """Like Hugging Face's: a mapping that moves itself."""
 
@@ -281,10 +293,14 @@ class Encoding(dict[str, Any]):
 
 def test_a_batch_is_moved_and_cast_whatever_its_shape() -> None:
     x, y = torch.zeros(2), torch.ones(2, dtype=torch.int64)
-    batch = [Point(x, y), {"a": (x, "name", None)}, Encoding(x=x), torch.nn.utils.rnn.pack_sequence([x])]
-    point, mapping, encoding, packed = moved(batch, torch.device("meta"), torch.float64, False)
+    batch: list[Any] = [Point(x, y), Labelled(x, y), {"a": (x, "name", None)}, Encoding(x=x)]
+    batch.append(torch.nn.utils.rnn.pack_sequence([x]))
+    point, labelled, mapping, encoding, packed = moved(batch, torch.device("meta"), torch.float64, False)
     assert all(part.is_meta for part in (point.x, point.y, mapping["a"][0], encoding["x"], packed.data))
-    assert (type(point), point.x.dtype, point.y.dtype) == (Point, torch.float64, torch.int64)
+    for each, kind in ((point, Point), (labelled, Labelled)):
+        assert (type(each), each.x.dtype, each.y.dtype) == (kind, torch.float64, torch.int64)
+    assert not batch[1].x.is_meta
+    assert signature(Labelled(x, y)) == signature(Point(x, y))
     assert mapping["a"][1:] == ("name", None)
     assert (type(encoding), encoding["moved"], packed.batch_sizes.is_meta) == (Encoding, "meta", False)
     cast = _shared(TensorDataset(x, y), 2, dtype=torch.float64)

@@ -10,6 +10,7 @@ import os
 import pickle
 import pickletools
 import re
+import struct
 import warnings
 import zipfile
 from collections import Counter
@@ -24,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import RequestError
-from ..files import DEFECTS, named, reason
+from ..files import DEFECTS, check_filled, named, reason
 from .read import load
 
 _GROUPS = {
@@ -84,7 +85,8 @@ def read(path: Path) -> dict[str, Tensor]:
 def _held(path: Path) -> Any:
     """Return what the file holds, once it is known to be no larger in memory than on the disk."""
     with open(path, "rb", opener=named) as file:
-        size = os.fstat(file.fileno()).st_size
+        check_filled(found := os.fstat(file.fileno()))
+        size = found.st_size
         if size > psutil.virtual_memory().total:
             raise ValueError(f"its {size:,} bytes are more than this host's memory")
         begin = file.read(9)
@@ -104,6 +106,11 @@ def _held(path: Path) -> Any:
 
 def _check_archive(file: IO[bytes], size: int) -> None:
     """Raise where the archive's files are compressed, lie upon each other or come twice, and `_check_pickles` does."""
+    # torch looks for the directory where the locator of a zip64 archive says, zipfile just before it.
+    file.seek(max(0, size - 98))
+    end = file.read()
+    if end[-22:-18] != b"PK\5\6" or (end[56:60] == b"PK\6\7" and end[64:72] != struct.pack("<Q", size - 98)):
+        raise ValueError("the archive has no end, or two")
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         names = {each.filename.lower() for each in entries}  # torch finds them so
@@ -120,10 +127,11 @@ def _check_archive(file: IO[bytes], size: int) -> None:
 def _check_pickles(file: IO[bytes], size: int, count: int) -> None:
     """Go through pickles without loading them; raise `_CodeError` for one that names more than tensors.
 
-    Raises ValueError for tuples that hold far more, written out, than the file: to hash such a key takes for ever.
+    Raises ValueError where what is referred to again is far more, written out, than the file: to hash tuples in tuples,
+    or one large key many times, takes for ever.
     """
     for _ in range(count):
-        memo, stack = dict[Any, int](), list[int | None]()  # how large each object is; None: a mark
+        repeated, memo, stack = 0, dict[Any, int](), list[int | None]()  # how large each object is; None: a mark
         for op, arg, _ in pickletools.genops(file):
             if op.name in _CALLS and not (op.name == "GLOBAL" and _PLAIN.fullmatch(str(arg))):
                 raise _CodeError(arg)
@@ -131,14 +139,15 @@ def _check_pickles(file: IO[bytes], size: int, count: int) -> None:
                 memo[arg] = stack[-1] or 0
                 continue
             weight, taken = memo.get(arg, 0) if op.name.endswith("GET") else 1, list(op.stack_before)
+            repeated += weight - 1
+            if repeated > 1_000_000 + size:
+                raise ValueError("it refers to itself")
             if pickletools.markobject in taken:
                 while (top := stack.pop()) is not None:
                     weight += top
                 taken = taken[: taken.index(pickletools.markobject)]
             for _ in taken:
                 weight += stack.pop() or 0
-            if weight > 1_000_000 + size:
-                raise ValueError("it refers to itself")
             stack += [None if op.name == "MARK" else weight] * len(op.stack_after)
 
 

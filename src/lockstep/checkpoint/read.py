@@ -116,7 +116,9 @@ def _verified(named: Path) -> State:
         tensors: dict[str, Tensor] = {}
         meta: dict[str, Any] = {}
         for name in sorted(sums, key=lambda each: each != STATE):  # which says what the others are
-            room -= (folder / name).stat().st_size
+            found = (folder / name).stat()
+            files.check_filled(found)
+            room -= found.st_size
             if room < 0:
                 raise _DamageError("its files are larger than this host's memory")
             if digest(folder / name) != sums[name]:

@@ -42,11 +42,11 @@ class Checkpoints:
         origin: Path | None = None,
     ) -> None:
         self.folder, self._warn, self._saved = folder, warn, saved
-        self._before = folder / origin.resolve().name if origin else None
         self._writing: Future[Path] | None = None
         self._step = 0
         own_folder(folder)
         _tidy(folder)
+        self._before = folder / origin.resolve().name if origin else None  # by the name that it has now
 
     def save(self, state: State, *, step: int, best: bool) -> None:
         """Copy the state, have it written in the background, and return; waits for the save before this one.
@@ -58,9 +58,10 @@ class Checkpoints:
         groups = _snapshot(state.tensors)
         text = render({"format": FORMAT, "version": VERSION, "meta": state.meta})
         before = self._before or _target(self.folder / "last")
-        self._step, self._writing = step, Future()
-        given = (self._writing, self.folder, groups, text, step, best, before)
+        writing = Future[Path]()
+        given = (writing, self.folder, groups, text, step, best, before)
         threading.Thread(target=_write, args=given, name="checkpoint").start()
+        self._step, self._writing = step, writing  # not before: `close` waits for it
 
     def poll(self) -> None:
         """Tell `warn` or `saved` how the last save ended, if it has; never waits."""

@@ -1,7 +1,8 @@
 """CIFAR-10 and CIFAR-100 (A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009).
 
 They come as pickles, which could run any program when they are loaded. Here their opcodes are read as a list, in which
-the pixels are one long string and the labels are the integers behind their key. Checksums are torchvision's.
+the pixels are one long string and the labels are the integers behind their key. Only a download needs torchvision,
+which some builds of torch cannot load.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import contextlib
 import hashlib
 import pickletools
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,18 +27,53 @@ _PIXELS = 3 * 32 * 32
 
 
 class Cifar(NamedTuple):
-    """One of the two sets; mean and std are of all pixels of the training images, in units of the stored bytes."""
+    """One of the two sets; mean and std are of all pixels of the training images, in units of the stored bytes.
+
+    `train` and `test` are {file: md5}.
+    """
 
     name: str
     classes: int
     folder: str
+    url: str
+    archive_md5: str
+    train: Mapping[str, str]
+    test: Mapping[str, str]
     label_key: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
 
-CIFAR10 = Cifar("cifar10", 10, "cifar-10-batches-py", "labels", (125.307, 122.950, 113.865), (62.993, 62.089, 66.705))
-CIFAR100 = Cifar("cifar100", 100, "cifar-100-python", "fine_labels", (129.31, 124.06, 112.43), (68.16, 65.38, 70.43))
+CIFAR10 = Cifar(
+    name="cifar10",
+    classes=10,
+    folder="cifar-10-batches-py",
+    url="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
+    archive_md5="c58f30108f718f92721af3b95e74349a",
+    train={
+        "data_batch_1": "c99cafc152244af753f735de768cd75f",
+        "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+        "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+        "data_batch_4": "634d18415352ddfa80567beed471001a",
+        "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    },
+    test={"test_batch": "40351d587109b95175f43aff81a1287e"},
+    label_key="labels",
+    mean=(125.307, 122.950, 113.865),
+    std=(62.993, 62.089, 66.705),
+)
+CIFAR100 = Cifar(
+    name="cifar100",
+    classes=100,
+    folder="cifar-100-python",
+    url="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
+    archive_md5="eb9058c3a382ffc7106e4002c42a8d85",
+    train={"train": "16019d7e3df5f24257cddd939b257f8d"},
+    test={"test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
+    label_key="fine_labels",
+    mean=(129.31, 124.06, 112.43),
+    std=(68.16, 65.38, 70.43),
+)
 
 
 def check(kind: Cifar, config: DataConfig) -> None:
@@ -54,15 +91,13 @@ def read(kind: Cifar, config: DataConfig) -> dict[str, tuple[Array, Array]]:
 
     Raises `RequestError` for files that are missing or not the official ones.
     """
-    from torchvision import datasets
-
     check(kind, config)
-    official, folder = getattr(datasets, kind.name.upper()), config.dir / kind.folder
+    folder = config.dir / kind.folder
     if not folder.is_dir():
-        _download(official, folder)
+        _download(kind, folder)
     splits = {}
-    for split, files in (("train", official.train_list), ("test", official.test_list)):
-        images, labels = zip(*(_read(folder / name, md5, kind.label_key) for name, md5 in files), strict=True)
+    for split, files in (("train", kind.train), ("test", kind.test)):
+        images, labels = zip(*(_read(folder / name, md5, kind.label_key) for name, md5 in files.items()), strict=True)
         splits[split] = (np.concatenate(images), np.concatenate(labels))
     return splits
 
@@ -87,17 +122,17 @@ def _read(path: Path, md5: str, label_key: str) -> tuple[Array, Array]:
     return np.ascontiguousarray(images), np.array(labels, np.uint8)
 
 
-def _download(official: Any, folder: Path) -> None:
+def _download(kind: Cifar, folder: Path) -> None:
     """Put the set's folder in its place whole: an interrupted download, or two nodes at once, leave nothing half."""
     from torchvision.datasets.utils import download_and_extract_archive
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as fresh:
-            download_and_extract_archive(official.url, fresh, md5=official.tgz_md5)
+            download_and_extract_archive(kind.url, fresh, md5=kind.archive_md5)
             with contextlib.suppress(OSError):  # another node on the same file system may have been faster
                 (Path(fresh) / folder.name).rename(folder)
     except (OSError, RuntimeError) as error:  # no network, no room; another md5
         raise RequestError(
-            f"{official.url} cannot be downloaded into {folder.parent} ({error}); fetch it by hand and unpack it there."
+            f"{kind.url} cannot be downloaded into {folder.parent} ({error}); fetch it by hand and unpack it there."
         ) from error

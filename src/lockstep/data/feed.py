@@ -58,14 +58,19 @@ class Batches:
     """Batches of a map-style data set: each task (keys, indices, note) is answered by (indices, note, batch).
 
     Without a note, the answer has the samples' signatures. Of a data set that `--data` names, what goes wrong in a
-    sample is one sentence, instead of a trace through three processes.
+    sample is one sentence, instead of a trace through three processes; `check` is given each (index, sample).
     """
 
     def __init__(
-        self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate, name: str = "", split: str = ""
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        name: str = "",
+        split: str = "",
+        check: Callable[[int, Any], object] | None = None,
     ) -> None:
         self._name = Name(name)  # before `dataset`, since its class is found in that module
-        self.dataset, self._collate, self._split = dataset, collate, split
+        self.dataset, self._collate, self._split, self._check = dataset, collate, split, check
         self._draws = False
         self._before: Generators | None = None
 
@@ -106,7 +111,7 @@ class Batches:
 
     def _sample(self, index: int) -> Any:
         try:
-            return self.dataset[index]
+            sample = self.dataset[index]
         except Exception as error:
             if not self._name or isinstance(error, LockstepError):
                 raise
@@ -114,6 +119,9 @@ class Batches:
             raise RunError(
                 f"The data set failed at {where}: {one_line(error)}", trace=traceback.format_exc()
             ) from error
+        if self._check is not None:
+            self._check(index, sample)
+        return sample
 
 
 class Stream(IterableDataset[Any]):
@@ -143,11 +151,10 @@ class Stream(IterableDataset[Any]):
             if set_epoch := getattr(self.dataset, "set_epoch", None):
                 set_epoch(self._epoch)
             seed(self._keys, 0)
-            samples: Iterator[Any] = iter(self.dataset)
+            samples = self._read(iter(self.dataset))
         for step in count():
             parts: list[tuple[Any, int, int, bool, Indices]] = []
             with kept():
-                seed(self._keys, step + 1)  # what the data set draws is the same on all ranks
                 found = [*held, *islice(samples, most - len(held))]
                 total = size if len(found) == most else len(found)
                 batch, held = found[:total], found[total:]
@@ -162,6 +169,15 @@ class Stream(IterableDataset[Any]):
                     parts.append((part, len(share), total, share is shares[-1], indices))
                 signatures = [signature(sample) for sample in batch[:COMPARED]] if step == self._first else []
             yield from ((*part, signatures) for part in parts)
+
+    def _read(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """Yield the samples; what the data set draws follows from their positions, however far the ranks look ahead."""
+        for number in count(1):
+            seed(self._keys, number)
+            batch = list(islice(samples, self._size))
+            yield from batch
+            if not batch:
+                return
 
 
 class Feed:

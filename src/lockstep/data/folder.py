@@ -10,9 +10,11 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +45,8 @@ _MOST_PIXELS = 80_000_000
 """Below which Pillow does not warn. A file of 34 bytes can have as many."""
 _LONGEST = 16
 """Times its shorter side that an image is long where only its centre is taken: more would be resized to be cut off."""
+_MOST_PATHS = 100
+"""To one folder. Each of a chain of folders may have two links to the next: 2 ** depth paths."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +92,26 @@ def decode(path: Path) -> Image.Image:
 
 def transform(size: int, variations: tuple[str, ...] = ()) -> Callable[[Image.Image], Image.Image]:
     """Return what makes an image size × size, varied by "crop" and "flip" where those are among the `variations`."""
+    centre = partial(_centre, size=size)
+    if not {"crop", "flip"} & {*variations}:
+        return centre  # without torchvision, which some builds of torch cannot load
     from torchvision.transforms import v2
 
-    centre = [_short_enough, v2.Resize(size * 256 // 224), v2.CenterCrop(size)]
-    steps = [v2.RandomResizedCrop(size)] if "crop" in variations else centre
     made: Callable[[Image.Image], Image.Image] = v2.Compose(
-        steps + [v2.RandomHorizontalFlip()] * ("flip" in variations)
+        [v2.RandomResizedCrop(size) if "crop" in variations else centre]
+        + [v2.RandomHorizontalFlip()] * ("flip" in variations)
     )
     return made
+
+
+def _centre(image: Image.Image, size: int) -> Image.Image:
+    """Return what torchvision's `Resize`, to a shorter side of 256/224 of `size`, and `CenterCrop` make of an image."""
+    from PIL.Image import Resampling
+
+    image = _short_enough(image)
+    width, height = (size * 256 // 224 * side // min(image.size) for side in image.size)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return image.resize((width, height), Resampling.BILINEAR).crop((left, top, left + size, top + size))
 
 
 def _short_enough(image: Image.Image) -> Image.Image:
@@ -155,9 +171,17 @@ def _scan(config: DataConfig) -> Arrays:
 
 
 def _images(root: Path, name: str) -> list[str]:
-    """Return the paths of a class's images below `root`, sorted."""
+    """Return the paths of a class's images below `root`, sorted, those in linked folders too."""
     found: list[str] = []
-    for folder, _, files in os.walk(root / name):
+    paths = Counter[str]()
+    for folder, inner, files in os.walk(root / name, followlinks=True):
+        if any(each.samefile(folder) for each in Path(folder).parents):  # a link leads round in a circle
+            inner.clear()
+            continue
+        inner[:] = [each for each in inner if not each.startswith(".")]
+        paths[real := os.path.realpath(folder)] += 1
+        if paths[real] > _MOST_PATHS:
+            raise RequestError(f"Links in {root / name} lead to {real} on more than {_MOST_PATHS} paths; remove some.")
         below = os.path.relpath(folder, root)
         found += [f"{below}/{file}" for file in files if file.lower().endswith(_ENDINGS) and not file.startswith(".")]
     return sorted(found, key=os.fsencode)

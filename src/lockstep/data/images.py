@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..errors import RequestError
 from . import counter
 from .source import Indices, Request
 
@@ -49,6 +50,10 @@ class Transform:
         *,
         turns: bool = False,
     ) -> None:
+        for name, least in (("crop", 8), ("cutout", 2)):  # smaller ones would not change
+            if name in names and min(shape[1:]) < least:
+                found = f"{shape[1]} × {shape[2]}; leave {name} out"
+                raise RequestError(f"--augment {name} needs images of {least} × {least} pixels or more, found {found}.")
         self.shape, self.dtype = shape, request.dtype
         self._names, self._seed, self._turns, self._is_normalised = names, request.seed, turns, bool(mean)
         self._device, self._channels_last = request.world.device, request.channels_last

@@ -5,6 +5,7 @@ Lengths and digests are compared exactly, and a few samples by means: last bits 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -51,11 +52,18 @@ def shared(world: World, build: Callable[[], Arrays]) -> Arrays:
 
         arrays, folder = world.together(make)
         folders = {node: folder for node, folder in world.gather([node, folder]) if folder}
-        files = [] if is_alone else sorted(Path(folders[node]).iterdir())
-        # Private (copy on write) rather than read-only: torch warns of arrays that it could not write to.
-        arrays |= {path.stem: np.load(path, mmap_mode="c", allow_pickle=False) for path in files}
-        world.barrier()  # before the files are removed
-        return arrays
+
+        def mapped() -> Arrays:
+            try:
+                files = [] if is_alone else sorted(Path(folders[node]).iterdir())
+                # Private (copy on write) rather than read-only: torch warns of arrays that it could not write to.
+                return arrays | {path.stem: np.load(path, mmap_mode="c", allow_pickle=False) for path in files}
+            except OSError as error:
+                raise RequestError(
+                    f"Ranks of one node must see the same {folders[node]} ({error.strerror})."
+                ) from error
+
+        return world.together(mapped)  # all have, before the files are removed
 
 
 def _write(arrays: Arrays, leaving: ExitStack) -> str:
@@ -86,6 +94,8 @@ def check_alike(world: World, asked: str, facts: dict[str, Any]) -> None:
 
 def signature(value: Any) -> Signature:
     """Return numbers that stand for a sample or a batch: of each array, number and text in it, size and means."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, Mapping):
         value = [part for key in sorted(value, key=repr) for part in (repr(key), value[key])]
     if isinstance(value, list | tuple):

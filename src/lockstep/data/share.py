@@ -7,6 +7,7 @@ What a collate function draws is one of (seed, epoch, first sample of the share)
 from __future__ import annotations
 
 import copy
+import dataclasses
 import operator
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from itertools import chain
@@ -205,11 +206,16 @@ class SharedLoader:
         if set_epoch := getattr(sampler, "set_epoch", None):
             set_epoch(epoch)
         own = [each for each in getattr(sampler, "__dict__", {}).values() if isinstance(each, torch.Generator)]
+        states = [generator.get_state() for generator in own]
         for number, generator in enumerate(own):
             generator.manual_seed(counter.key(self._seed, epoch, _SAMPLER, number))
-        with kept():
-            seed(counter.keys(GENERATORS, self._seed, epoch, _SAMPLER), 0)
-            return np.array([operator.index(each) for each in sampler], np.int64)
+        try:
+            with kept():
+                seed(counter.keys(GENERATORS, self._seed, epoch, _SAMPLER), 0)
+                return np.array([operator.index(each) for each in sampler], np.int64)
+        finally:
+            for generator, state in zip(own, states, strict=True):  # the user may draw from it, too
+                generator.set_state(state)
 
     def _moved(self, batch: Any) -> Any:
         return moved(batch, *self._how) if self._moves else batch
@@ -230,6 +236,11 @@ def moved(part: Any, *how: Any) -> Any:
     if to is None and isinstance(part, tuple | list):
         parts = [moved(each, *how) for each in part]
         return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
+    if to is None and dataclasses.is_dataclass(part) and not isinstance(part, type):
+        anew = copy.copy(part)
+        for field in dataclasses.fields(part):
+            object.__setattr__(anew, field.name, moved(getattr(part, field.name), *how))  # though it is frozen
+        return anew
     return part
 
 

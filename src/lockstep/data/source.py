@@ -91,12 +91,16 @@ Make = Callable[[str, tuple[str, ...]], Source]
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set: what is trained on, what is held out, and the classes' names, if they have any."""
+    """A data set: what is trained on, what is held out, and the classes' names, if they have any.
+
+    `cautions` are sentences to tell the user.
+    """
 
     train: Source
     test: Source
     validation: Source | None = None
     names: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, request: Request, make: Make, *, validation: bool = False, names: tuple[str, ...] = ()) -> Splits:

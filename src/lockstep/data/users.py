@@ -7,8 +7,10 @@ of bytes (C, H, W) is an image: scaled to 0–1, and varied by --augment; anythi
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from ..world.random_state import kept
 from . import counter
 from .feed import GENERATORS, Batches, Feed, seed
 from .images import Plain, Transform
-from .ranks import Signature, check_alike, compare, spread
+from .ranks import Signature, check_alike, compare, digest, spread
 from .resident import resident
 from .source import SPLITS, Fetched, Indices, Request, Source, Splits
 
@@ -64,8 +66,9 @@ def build(request: Request) -> Splits:
                 return _source(request, datasets[split], split, classes, variations)
 
             splits = Splits.of(request, make, validation="validation" in datasets, names=names)
-            facts = {"classes": classes, "a sample of shape": list(splits.train.shape)}
-            facts |= {f"{split} samples": len(dataset) for split, dataset in datasets.items()}
+            facts: dict[str, Any] = {"classes": classes, "a sample of shape": list(splits.train.shape)}
+            for split, dataset in datasets.items():
+                facts |= {f"{split} samples": len(dataset), f"{split} labels of digest": _labels(dataset)}
             signatures = {
                 split: Batches(dataset, name=name, split=split).signatures(keys, spread(len(dataset)))
                 for split, dataset in datasets.items()
@@ -75,9 +78,8 @@ def build(request: Request) -> Splits:
 
     facts, splits, signatures = world.together(built)
     check_alike(world, f"--data {name}", facts)
-    for split, own in signatures.items():
-        compare(world, f"--data {name}: its {split} data", own)
-    return splits
+    doubts = [compare(world, f"--data {name}: its {split} data", own) for split, own in signatures.items()]
+    return dataclasses.replace(splits, cautions=tuple(filter(None, doubts)))
 
 
 def _check(what: str, dataset: Any) -> None:
@@ -91,6 +93,15 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
         return dataset.tensors[0], dataset.tensors[1]
     return None
+
+
+def _labels(dataset: Any) -> str:
+    """Return a hash of the labels where they are known without reading samples: a label tensor, or `targets`."""
+    pair = _tensors(dataset)
+    try:
+        return digest(np.asarray(pair[1].cpu() if pair else dataset.targets, np.int64))
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # none; or no labels, but boxes, texts, …
+        return ""
 
 
 def _classes(name: str, dataset: Any) -> tuple[int, tuple[str, ...]]:
@@ -108,9 +119,8 @@ def _classes(name: str, dataset: Any) -> tuple[int, tuple[str, ...]]:
 
 
 def _source(request: Request, dataset: Any, split: str, classes: int, variations: tuple[str, ...]) -> Source:
-    what, pair, first = f"--data {request.config.name}: {split}", _tensors(dataset), dataset[0]
-    if not isinstance(first, tuple | list) or len(first) != 2 or not isinstance(x := first[0], Tensor):
-        raise RequestError(f"{what} sample 0 is not an (x tensor, label) pair.")
+    what, pair = f"--data {request.config.name}: {split}", _tensors(dataset)
+    x = _x(what, 0, dataset[0])
     is_image = x.dtype == torch.uint8 and x.dim() == 3
     if variations and not is_image:
         asked = f"--augment {' '.join(variations)} varies images of bytes (C, H, W)"
@@ -119,9 +129,23 @@ def _source(request: Request, dataset: Any, split: str, classes: int, variations
     if is_image:
         transform = Transform(request, x.shape, variations, (0.0,) * len(x), (255.0,) * len(x), turns=True)
     if pair is None:
-        return Streamed(request, dataset, split, classes, transform)
+        return Streamed(request, dataset, split, classes, transform, partial(_check_sample, what, x.dtype, x.shape))
     _check_labels(what, pair[1], np.arange(len(dataset)), classes)
     return resident(request, *pair, classes, transform)
+
+
+def _x(what: str, index: int, sample: Any) -> Tensor:
+    if not isinstance(sample, tuple | list) or len(sample) != 2 or not isinstance(sample[0], Tensor):
+        raise RequestError(f"{what} sample {index} is not an (x tensor, label) pair.")
+    return sample[0]
+
+
+def _check_sample(what: str, dtype: torch.dtype, shape: torch.Size, index: int, sample: Any) -> None:
+    """Raise `RequestError` for a sample that is not like sample 0, whose x has this dtype and shape."""
+    x = _x(what, index, sample)
+    if (x.dtype, x.shape) != (dtype, shape):
+        found = f"{x.dtype} {tuple(x.shape)}, sample 0 is {dtype} {tuple(shape)}"
+        raise RequestError(f"{what} sample {index} is {found}; all must be alike.")
 
 
 def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
@@ -141,14 +165,22 @@ class Streamed(Source):
     `RunError` where the data set's own code failed, and torch's RuntimeError, at any moment, for a worker that died.
     """
 
-    def __init__(self, request: Request, dataset: Any, split: str, classes: int, transform: Transform | Plain) -> None:
+    def __init__(
+        self,
+        request: Request,
+        dataset: Any,
+        split: str,
+        classes: int,
+        transform: Transform | Plain,
+        check: Callable[[int, Any], object] | None = None,
+    ) -> None:
         self.classes, self.shape, self.dtype = classes, transform.shape, transform.dtype
         name, workers, self._device = request.config.name, request.config.workers, request.world.device
         if workers is None:
             workers = min(_MOST_WORKERS, max(1, hardware.cpus() // request.world.topology.local_size))
         self._samples, self._transform, self._what = len(dataset), transform, f"--data {name}: {split}"
         self._seed, self._purpose = request.seed, _PURPOSE[split]
-        reader, pins = Batches(dataset, name=name, split=split), self._device.type == "cuda"
+        reader, pins = Batches(dataset, name=name, split=split, check=check), self._device.type == "cuda"
         self._feed = Feed(reader, stays=split == "train", num_workers=workers, pin_memory=pins)
 
     def __len__(self) -> int:
