@@ -62,7 +62,7 @@ TRAIN = """
 --schedule multistep --milestones 3 2  | --milestones | 3 2
 --accumulate 2 --micro-batch 3         | --accumulate 2 and --micro-batch 3 | give one
 --batch 2 --devices 3                  | batch 2 | 3 ranks
---accumulate 33 --devices 2            | use --accumulate 32 or less, or --batch 66 or more
+--accumulate 33 --devices 2            | use --accumulate 32 or less, or --batch 66 or more | continued | at most 1 rank
 --rank 2 --world-size 2                | --rank 2 | --world-size 2
 --nodes 3:2                            | --nodes '3:2' | such as 1:4
 --nodes 2                              | torchrun --nnodes 2
