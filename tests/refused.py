@@ -38,6 +38,14 @@ def noted(classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), Noted(64, classes))
 
 
+def lazy(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
+
+
+def sparse(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, classes, sparse=True))
+
+
 def unnormed(classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, classes))
 
@@ -86,6 +94,10 @@ def broken() -> NoReturn:
 
 def averaged(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
     return nn.functional.cross_entropy(scores, labels)
+
+
+def detached(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    return nn.functional.cross_entropy(scores.detach(), labels, reduction=reduction)
 
 
 def by_samples(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:

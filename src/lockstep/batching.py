@@ -48,6 +48,8 @@ class BatchPlan:
             accumulation = 1 if micro_size is None else -(-global_size // _largest_micro(micro_size, ranks, devices))
         if accumulation > (most := global_size // fewest):
             instead = f"--accumulate {most} or less, or --batch {accumulation * fewest} or more"
+            if fit := most_ranks(global_size // accumulation, devices):
+                instead += f"; a run that is continued keeps both: use at most {_ranks_of(fit, devices)}"
             if micro_size is not None:
                 instead = f"--micro-batch {_least_micro(micro_size, global_size, ranks, devices)} or more"
             raise RequestError(

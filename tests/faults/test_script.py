@@ -150,3 +150,11 @@ def test_each_end_has_its_exit_code(ranks: int, words: str, code: int, told: str
     assert re.fullmatch(told, ended.err), ended.err
     if words == "unclosed":  # whose failing comes last
         assert "rank 0 ends with None\n" in ended.out
+
+
+def test_a_script_whose_rank_was_killed_starts_again(tmp_path: Path) -> None:
+    written(tmp_path)
+    ended = command(tmp_path, "run", *RANKS, "--max-restarts", 1, "train.py", "killed_once")
+    assert ended.code == 0, ended
+    assert "Rank 1 was killed by SIGKILL (out of memory?); the ranks start again (restart 1 of 1)." in ended.err
+    assert ended.out.count("ends with None") == 2

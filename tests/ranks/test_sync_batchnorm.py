@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.models import table
 from lockstep.nn import sync_batchnorm
 from lockstep.training import optim
 from lockstep.world.world import World
@@ -81,6 +82,31 @@ def test_equals_one_process(pool: RankPool, kind: str, options: dict[str, Any], 
         close([torch.cat(shares) for shares in zip(*(rank[0] for rank in ranks), strict=True)], by_sample)
         for rank in ranks:
             close(rank[1:], (gradients, buffers))
+
+
+def _train(world: World, shares: list[int]) -> dict[str, Tensor]:
+    """Return the state after ten steps of 12 samples, of which the ranks compute these shares in rotation."""
+    torch.manual_seed(3)
+    model = table.build("resnet8", classes=4, in_channels=1, image_size=8).double()
+    model = sync_batchnorm.convert(model, world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    for step in range(10):
+        x, y = torch.randn(12, 1, 8, 8, dtype=torch.float64), torch.randint(4, (12,))
+        first = step % world.size
+        mine = torch.arange(12).split(shares[first:] + shares[:first])[world.rank]
+        optimizer.zero_grad()
+        (nn.functional.cross_entropy(model(x[mine]), y[mine], reduction="sum") / 12).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = world.sum(parameter.grad)
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_training_equals_one_process(pool: RankPool) -> None:
+    [alone] = pool.run(1, _train, [12])
+    for state in pool.run(3, _train, [5, 7, 0]):
+        torch.testing.assert_close(state, alone, rtol=1e-12, atol=1e-12)
 
 
 def _in_bfloat16(world: World) -> None:

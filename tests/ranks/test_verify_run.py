@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import re
 import shutil
@@ -13,12 +15,16 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep import checkpoint
+from lockstep.checkpoint import write
 from lockstep.checks import pages
 from lockstep.cli import flags
 from lockstep.cli.main import main
 from lockstep.engine import run
 from lockstep.errors import Stopped
 from lockstep.record.checks import Check
+from lockstep.record.result import Scores
+from lockstep.sessions import scoring
 from lockstep.verify import claims
 from lockstep.world.world import World
 
@@ -137,6 +143,44 @@ def test_a_run_that_is_complete_extended_or_carried_to_another_folder_holds(tmp_
     assert _wrong(onwards) == []
     _train(first, "--epochs", 3, "--resume", first / "checkpoints" / "step-00000058")
     assert _wrong(first) == [], "taken up from an older checkpoint"
+
+
+def _scored(patch: pytest.MonkeyPatch, *tops: float) -> None:
+    """Have the next evaluations come to these top1."""
+    right, given = scoring.scored, iter(tops)
+
+    def scored(*asked: Any, **how: Any) -> Scores:
+        found = right(*asked, **how)
+        assert found is not None
+        return dataclasses.replace(found, top1=next(given), top5=1.0)
+
+    patch.setattr(scoring, "scored", scored)
+
+
+def _best(folder: Path) -> int:
+    return int(checkpoint.load(folder / "checkpoints" / "best").meta["step"])
+
+
+def test_best_is_the_best_of_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on in another one may never again be as good as it was."""
+    _scored(monkeypatch, 0.8, 0.9, 0.5, 0.7, 0.6)
+    first = _train(tmp_path / "first", "--epochs", 2)
+    onwards = _train(tmp_path / "onwards", "--epochs", 5, "--resume", first)
+    assert (_best(first), _best(onwards), _wrong(onwards)) == (58, 116, [])
+
+
+def test_best_is_the_best_of_those_that_could_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = write.save_file
+
+    def full_once(tensors: Any, path: Path) -> None:
+        if "-00000058-" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        save(tensors, path)
+
+    monkeypatch.setattr(write, "save_file", full_once)
+    _scored(monkeypatch, 0.7, 0.9, 0.8)
+    folder = _train(tmp_path / "run", "--epochs", 3)
+    assert (_best(folder), _wrong(folder)) == (87, [])
 
 
 def test_a_run_that_was_stopped_and_resumed_on_other_ranks_holds(

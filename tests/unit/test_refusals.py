@@ -62,7 +62,7 @@ TRAIN = """
 --schedule multistep --milestones 3 2  | --milestones | 3 2
 --accumulate 2 --micro-batch 3         | --accumulate 2 and --micro-batch 3 | give one
 --batch 2 --devices 3                  | batch 2 | 3 ranks
---accumulate 33 --devices 2            | use --accumulate 32 or less, or --batch 66 or more
+--accumulate 33 --devices 2            | use --accumulate 32 or less, or --batch 66 or more | continued | at most 1 rank
 --rank 2 --world-size 2                | --rank 2 | --world-size 2
 --nodes 3:2                            | --nodes '3:2' | such as 1:4
 --nodes 2                              | torchrun --nnodes 2
@@ -142,6 +142,8 @@ OWN = """
 --model lacking:Net                    | importing lacking | ModuleNotFoundError at | lacking.py:2 | no_such_package
 --model {own}:narrow                   | cannot take this data set's samples | (1, 8, 8)
 --model {own}:noted                    | more than tensors in its state (1._extra_state)
+--model {own}:lazy                     | shapes a first batch decides (1.weight, 1.bias)
+--model {own}:sparse                   | sparse gradients (0) | leave sparse=True out
 --model {own}:unnormed                 | without running statistics (1)
 --model mobilenet_v3_small             | images of 3 channels | has 1 | one of our own
 --data {own}:outside                   | test sample 3 has label 3 | 0 to 2
@@ -157,6 +159,7 @@ OWN = """
 --holdout 1e-9                         | --holdout 1e-09 | none of 1,437 samples
 --precision tf32                       | tf32 | NVIDIA GPU | found cpu
 --loss {own}:by_samples                | returned a tensor of shape (8,)
+--loss {own}:detached                  | returned a number without a gradient
 --loss {own}:averaged                  | divides by the samples that it sees | for 8 samples (scores (8,
 --resume gone                          | gone | no checkpoint
 """.replace("{own}", "tests.refused")

@@ -1,9 +1,13 @@
-"""By which launcher a script that runs already is a rank."""
+"""By which launcher a script that runs already is a rank, and what is no function to launch."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 
+import lockstep
 from lockstep import hardware
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
@@ -37,3 +41,10 @@ def test_of_several_gpus_a_script_alone_takes_one(monkeypatch: pytest.MonkeyPatc
 
 def test_the_default_folder_has_the_scripts_name() -> None:
     assert folders.default_name(override(RunConfig(), model="train", data="")) == "train"
+
+
+def test_what_is_no_function_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", print)  # else `launch` would leave its own
+    main: Any = None  # what a function returns that was called by mistake
+    with pytest.raises(RequestError, match="takes a function that each rank calls; found None"):
+        lockstep.launch(main, devices=2)

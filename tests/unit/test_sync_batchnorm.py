@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.errors import RequestError
 from lockstep.models import table
 from lockstep.nn.sync_batchnorm import SyncBatchNorm, convert, fold, has_batchnorm
+from lockstep.strategies.data_parallel import ThreadReplicas
 from lockstep.world.topology import Topology
 from lockstep.world.world import World
 
@@ -114,6 +115,16 @@ def test_no_sample_is_to_one_rank_what_it_is_to_torch(options: dict[str, Any]) -
             y.sum().backward()
         found.append([y.detach(), *(item.grad for item in layer.parameters()), *layer.buffers()])
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_replicas_in_threads_have_statistics_of_their_own() -> None:
+    x = _drawn(6, 21, 4, 4).to(memory_format=torch.channels_last)
+    found = []
+    for model in (nn.Sequential(nn.BatchNorm2d(21)), fold(nn.Sequential(nn.BatchNorm2d(21)))):
+        y = ThreadReplicas(model, 3)(x)
+        y.sin().sum().backward()
+        found.append([y.detach(), *(item.grad for item in model.parameters()), *model.buffers()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
 def test_too_few_values_and_other_channels_are_told() -> None:

@@ -77,16 +77,18 @@ class Classifier:
         """Raise `RequestError` where the user's own loss is no sum over the first samples of the run."""
         job, name = self._job, f"--loss {self._job.config.optim.loss}"
         x, y = (part[:_PROBED] for part in self._first().batch)
-        with evaluating(job.model), torch.no_grad(), job.precision.autocast():
-            logits, told = job.model(x), [0.0, 0.0, 0.0]
+        with evaluating(job.model), job.precision.autocast():
+            with torch.no_grad():
+                logits, told = job.model(x), [0.0, 0.0, 0.0]
+            logits.requires_grad_()
             for number, part in enumerate((slice(None), slice(1), slice(1, None))):
                 if len(y[part]):
-                    try:
-                        found = job.loss_fn(logits[part], y[part], reduction="sum")
+                    try:  # on a copy: a loss may work in place
+                        found = job.loss_fn(logits[part].clone(), y[part], reduction="sum")
                     except Exception as error:
                         raise RequestError(f"{name} {user_code.raised(error)}; {_WANTED}.") from error
                     losses.check_number(name, found, _WANTED)
-                    told[number] = float(found)
+                    told[number] = float(found.detach())
         losses.check_sum(name, *told, of=f"{len(y)} samples (scores {tuple(logits.shape)}, labels {tuple(y.shape)})")
 
     def evaluate(self) -> None:

@@ -147,6 +147,8 @@ def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options
     several processes run must be importable by name. Raises a `LockstepError` for what goes wrong in any rank.
     """
     try:
+        if not callable(entry):
+            raise RequestError(f"launch takes a function that each rank calls; found {entry!r}.")
         if config is not None:
             return table.launch(entry, config)
         name = getattr(entry, "__name__", "function")

@@ -230,8 +230,7 @@ class Loop:
             step, score = self.progress.step, self._score
             self._score, self._saved_at = None, step
             if self._saver is not None:
-                is_best = None if score is None else self.progress.stale == 0
-                self._saver.save(lambda: self._captured(score), step=step, is_best=is_best)
+                self._saver.save(lambda: self._captured(score), step=step, score=score)
         self.start_clock()
 
     def stopped(self) -> Stopped:

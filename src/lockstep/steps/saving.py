@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 
-from ..checkpoint import Checkpoints
+from ..checkpoint import Checkpoints, peek
 from ..checkpoint.state import State
-from ..files import shown
+from ..files import DEFECTS, shown
 from ..runs.folders import unwritable
 from ..runs.run import Opened
 from ..world.world import World
@@ -43,17 +45,26 @@ class Saver:
         except OSError as error:
             raise unwritable(folder, error) from error
 
-    def save(self, make: Callable[[], State], *, step: int, is_best: bool | None) -> None:
-        """Save in the background what `make` returns (*collective*).
+    def save(self, make: Callable[[], State], *, step: int, score: float | None) -> None:
+        """Save in the background what `make` returns (*collective*); `score` is None where nobody scored the weights.
 
-        `is_best` says whether no weights scored higher, None where nobody scored them.
+        They become the best where those of the folder's best checkpoint scored less: the run's own best may be missing
+        there, since a save has failed or it was in another folder.
         """
         with self._world.pulse.during("save"):
             state = make()
             if self._checkpoints is not None:
-                self._checkpoints.wait()  # only then it is known whether `best` points to any
-                best = is_best is not None and (is_best or not (self._checkpoints.folder / "best").exists())
+                self._checkpoints.wait()  # only then it is known what `best` points to
+                best = score is not None and score > self._best_score(self._checkpoints.folder)
                 self._checkpoints.save(state, step=step, best=best)
+
+    def _best_score(self, folder: Path) -> float:
+        """Return the score of the checkpoint that `best` points to; -inf where there is none of this run."""
+        with contextlib.suppress(*DEFECTS):  # nothing there, or damaged
+            meta = peek(folder / "best") or {}
+            if meta["step"] <= (self._on_disk or 0):  # else it is of a branch that the run has left
+                return float(meta["scores"]["top1"])
+        return -math.inf
 
     def poll(self) -> None:
         """Tell how the save in the background ended, if it has."""

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import user_code
@@ -32,10 +33,16 @@ def evaluated(config: OptimConfig, training: LossFunction) -> LossFunction:
 
 
 def check_number(whose: str, found: Any, wanted: str) -> None:
-    """Raise `RequestError` unless the user's function, `whose` name is given, has returned one number."""
-    if not isinstance(found, Tensor) or found.dim():
-        shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise RequestError(f"{whose} returned {shown}; {wanted}.")
+    """Raise `RequestError` unless the user's function, `whose` name is given, has returned one number.
+
+    Where gradients are computed, the number must have one.
+    """
+    shown = f"a {type(found).__name__}"
+    if isinstance(found, Tensor):
+        if not found.dim() and (found.requires_grad or not torch.is_grad_enabled()):
+            return
+        shown = f"a tensor of shape {tuple(found.shape)}" if found.dim() else "a number without a gradient"
+    raise RequestError(f"{whose} returned {shown}; {wanted}.")
 
 
 def check_sum(whose: str, whole: float, first: float, rest: float, *, of: str) -> None:
