@@ -184,7 +184,7 @@ class Supervisor:
         return True
 
     def ask_to_stop(self) -> None:
-        """Have the ranks save and end."""
+        """Have the ranks save and end, those that still start after their first step."""
         for worker in self._workers:
             worker.send(signal.SIGUSR1)
 
@@ -328,13 +328,14 @@ def value_of(value: bytes) -> Any:
 def _start(place: Topology, payload: bytes, door: Door, notes: dict[str, str]) -> _Worker:
     """Start a rank's process.
 
-    With SIGINT blocked: until it leads its own group, the terminal's Ctrl-C would reach it. Nor does it take a
-    `pickle.py` of the current folder for Python's, as `python -c` does, which multiprocessing calls.
+    With SIGINT blocked: until it leads its own group, the terminal's Ctrl-C would reach it. With SIGUSR1 blocked: what
+    `ask_to_stop` sends would kill it until its loop heeds it. Nor does it take a `pickle.py` of the current folder for
+    Python's, as `python -c` does, which multiprocessing calls.
     """
     ours, theirs = multiprocessing.Pipe()
     arguments = (place, payload, theirs, door, notes)
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, name=f"rank-{place.rank}")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1})
     method = multiprocessing.get_start_method(allow_none=True)  # which starting a child would settle for good
     kept = os.environ.setdefault(_SAFE_PATH, _OURS)
     try:
