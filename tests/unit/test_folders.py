@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, RunError
 from lockstep.runs import folders
 from lockstep.runs import run as runs
 
@@ -56,14 +57,24 @@ def test_a_folder_is_one_runs_until_its_process_ends_however_that_is(tmp_path: P
         told = f"is in use by another run .process {process.pid} on {platform.node()}"
         with pytest.raises(RequestError, match=told):
             folders.check(config(output=tmp_path))
-        for before in (None, tmp_path):
-            with pytest.raises(RequestError, match=told), folders.held(config(output=tmp_path), before=before):
-                pass
+        with pytest.raises(RequestError, match=told), folders.held(config(output=tmp_path)):
+            pass
         process.kill()
         process.wait()
         with folders.held(config(output=tmp_path), before=tmp_path):
             pass
     folders.check(config(output=tmp_path))
+
+
+def test_rank_0_of_the_start_before_is_waited_for_and_keeps_the_next_from_writing(tmp_path: Path) -> None:
+    with _held(tmp_path) as process:
+        told = f"held by rank 0 of the start before this one .process {process.pid} on {platform.node()}"
+        hasty, patient = (config(output=tmp_path, stall_timeout=seconds) for seconds in (1, 60))
+        with pytest.raises(RunError, match=told), folders.held(hasty, before=tmp_path):
+            pass
+        words = ["sh", "-c", f"sleep 1; kill -9 {process.pid}"]
+        with subprocess.Popen(words), folders.held(patient, before=tmp_path):
+            assert process.wait(10) == -signal.SIGKILL
 
 
 def test_a_restart_goes_on_in_no_folder_but_one_of_the_commands_own(

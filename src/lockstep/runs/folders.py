@@ -14,13 +14,14 @@ import os
 import platform
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO
 
 from ..config.schema import RunConfig
-from ..errors import RequestError, Stopped
+from ..errors import RequestError, RunError, Stopped
 from ..files import REFUSED, check_own, lines_of, ours, shown
 
 RUNS = Path("runs")
@@ -30,6 +31,7 @@ _WRITTEN = (
     *("checkpoints", "failures", "output"),
 )
 """The names that a run writes, the manifest when it starts."""
+_LATE_S, _LOOK_S = 120.0, 0.2  # for an earlier start's rank 0 to end: NFS keeps a lost node's lock for 90 s
 _STEP = b'"event": "step"'  # in steps.jsonl from the first step on
 
 
@@ -38,8 +40,9 @@ def held(config: RunConfig, *, before: Path | None = None) -> Iterator[Path]:
     """Hold the folder of the run that `config` asks for while the block runs, made if it is new; yield its whole name.
 
     `before` is the folder of an earlier start of this very run, which may lie in it. Raises `RequestError` as `check`
-    does, and where the folder cannot be made, or is not here, though an earlier start has made it. Where the block
-    raises one and no step was made, what was written goes, so that the command can be given again.
+    does, and where the folder cannot be made, or is not here, though an earlier start has made it; `RunError` where
+    that start's rank 0, which may be of a lost node, holds it still. Where the block raises a `RequestError` and no
+    step was made, what was written goes, so that the command can be given again.
     """
     path = check(config, before=before)
     if path is not None and path == before and not (path / _LOCK).exists():
@@ -52,7 +55,7 @@ def held(config: RunConfig, *, before: Path | None = None) -> Iterator[Path]:
     path = (path or fresh(default_name(config))).absolute()
     _make(path)
     try:
-        lock = _locked(path)
+        lock = _locked(path, min(_LATE_S, config.parallel.stall_timeout / 2) if path == before else 0.0)
     except OSError as error:
         raise unwritable(path, error) from error
     with lock:
@@ -91,7 +94,8 @@ def check(config: RunConfig, *, before: Path | None = None) -> Path | None:
     try:
         for each in _written_in(path, _LOCK, "slurm-*.out"):
             check_own(each)
-        check_free(path)
+        if path != before:
+            check_free(path)
     except OSError as error:
         raise unwritable(path, error) from error
     if path == before:
@@ -121,22 +125,39 @@ def _make(path: Path) -> None:
         raise RequestError(f"{path} cannot be made: {error.strerror}; give another --output.") from error
 
 
-def _locked(folder: Path) -> IO[bytes]:
-    """Return the folder's lock file, locked until it is closed; raise `RequestError` where another run has it."""
-    lock = open(folder / _LOCK, "a+b", buffering=0, opener=ours)
-    try:
-        # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+def _locked(folder: Path, patience_s: float = 0.0) -> IO[bytes]:
+    """Return the folder's lock file, locked until it is closed; raise `RequestError` where another run has it.
+
+    With patience, it is an earlier start of this very run that may have it: `RunError` where it does not end.
+    """
+    lock, until_s = open(folder / _LOCK, "a+b", buffering=0, opener=ours), time.monotonic() + patience_s
+    while not _lock(lock):
+        if time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+            continue
         lock.seek(0)
         holder = lock.read(200).decode(errors="replace") or "another process"
         lock.close()
+        if patience_s:
+            raise RunError(
+                f"{folder} is still held by rank 0 of the start before this one ({holder}), which might write there, "
+                f"and has not ended within {patience_s:g} s: end that process."
+            )
         raise RequestError(
             f"{folder} is in use by another run ({holder}): wait until it has ended, or give another --output."
-        ) from None
+        )
+    return lock
+
+
+def _lock(file: IO[bytes]) -> bool:
+    try:
+        # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
     except OSError:
         pass  # a file system without locks, as on some clusters: runs go on there without this guard
-    return lock
+    return True
 
 
 def check_free(folder: Path) -> None:
