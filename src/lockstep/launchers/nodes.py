@@ -192,7 +192,8 @@ class _Agent:
             sizes: list[str] = []
             try:
                 info = bounded.within(self._patience_s + _OTHERS_S, self._handler.next_rendezvous, "rendezvous")
-                shared = Keys(info.store, PREFIX, self._secret, _COUNTED_OUT_S)
+                # A wait occupies its connection: on the agent's own it would silence this node's heartbeats.
+                shared = Keys(info.store, PREFIX, self._secret).clone(limit_s=_COUNTED_OUT_S)
                 nodes = [f"node/{node}" for node in range(info.world_size)]
                 shared.write(nodes[info.rank], f"{self._here}")
                 sizes = shared.await_all(nodes, _WORD_OF_ALL_S)
