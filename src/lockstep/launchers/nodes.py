@@ -69,6 +69,7 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | Non
     Raises the error of the rank that failed first, once it is not to be started again.
     """
     payload, parallel = packed(entry, config), config.parallel
+    hosts.check_interface(parallel.interface, env)
     (host, port), secret = host_and_port(parallel.init_method), stores.of_job(env, on_one_host=False)
     try:  # the store is served where the address is this host's and nobody serves it yet
         meeting = stores.serve(host, port, secret=secret)
