@@ -46,6 +46,7 @@ from ..errors import RequestError, RunError, Stopped
 from ..monitor import bounded, failures
 from ..monitor.failures import Failure
 from ..monitor.keys import Keys, Unanswered
+from ..monitor.notes import FOLDER
 from ..monitor.output import say
 from ..world.topology import Topology
 from . import hosts, stores
@@ -174,6 +175,7 @@ class _Agent:
                     cause = ended
                     if not supervisor.starts_again(cause):
                         raise cause.error()
+                    supervisor.keep(self._meeting.keys.read(f"{self._job}/lasting/{FOLDER}"))
         except (Stopped, KeyboardInterrupt):
             is_stopped = True  # a node that is stopped leaves; one that is done, or has failed, ends the job
             raise

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import multiprocessing.connection
 import os
 import pickle
@@ -26,15 +27,16 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
 from ..config.schema import RunConfig
 from ..errors import ProofError, RequestError, RunError, Stopped, ranks_in_short
+from ..files import LOCK, ours
 from ..monitor import bounded, failures, tracebacks
 from ..monitor.failures import Failure, first_cause
-from ..monitor.notes import Notes
+from ..monitor.notes import FOLDER, Notes
 from ..monitor.output import say
 from ..monitor.signals import KILLED, OUTSIDE, Interrupts, heeded
 from ..world.topology import Topology
@@ -122,6 +124,7 @@ def launch(entry: Entry, config: RunConfig, env: Any) -> Any | None:
                 return value_of(ended)
             if not supervisor.starts_again(ended):
                 raise ended.error()
+            supervisor.keep(supervisor.notes.get(FOLDER, ""))
 
 
 class Supervisor:
@@ -140,7 +143,8 @@ class Supervisor:
         self._workers: list[_Worker] = []
         self._reports: dict[int, bytes | Failure] = {}
         """What ranks came to: a pickled value, or why they failed."""
-        self._notes: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+        self._lock: IO[bytes] | None = None
         self._looked_s = self._since_s = 0.0
 
     def __enter__(self) -> Supervisor:
@@ -148,6 +152,8 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._end()
+        if self._lock is not None:
+            self._lock.close()
 
     def run(
         self, places: Sequence[Topology], payload: bytes, door: Door, look: Callable[[], Failure | None] = lambda: None
@@ -161,7 +167,7 @@ class Supervisor:
         with heeded(self._on_signal):
             try:
                 for place in places:
-                    self._workers.append(worker := _start(place, payload, door, dict(self._notes)))
+                    self._workers.append(worker := _start(place, payload, door, dict(self.notes)))
                     if self._interrupts.asked:
                         worker.send(signal.SIGTERM)
                 return self._watch(look)
@@ -182,6 +188,13 @@ class Supervisor:
             what = cause.sentence.removesuffix(".").removesuffix(f"; {self._again}")
             say(f"{what}; the ranks start again (restart {self._restarts} of {self._most_restarts}).")
         return True
+
+    def keep(self, folder: str) -> None:
+        """Keep other runs out of this one's folder until the end, also while no rank 0 holds it."""
+        with contextlib.suppress(OSError):  # it may be on a disk of another node
+            if folder and self._lock is None:
+                self._lock = open(Path(folder) / LOCK, "rb", opener=ours)
+                fcntl.lockf(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, 1)
 
     def ask_to_stop(self) -> None:
         """Have the ranks save and end, those that still start after their first step."""
@@ -227,7 +240,7 @@ class Supervisor:
                 while worker.rank not in self._reports and worker.pipe.poll():
                     found = worker.pipe.recv()
                     if isinstance(found, tuple):
-                        self._notes |= dict([found])
+                        self.notes |= dict([found])
                     else:
                         self._reports[worker.rank] = found
         for worker in dead:

@@ -1,7 +1,8 @@
 """The folder of a run: which one it is, and that it is this run's alone for as long as the run lasts.
 
-Rank 0's process locks `.lock` in it. The system gives a lock back however its process ends: a killed run never blocks
-the next one. Locks are a process's: of two runs in one process neither is refused.
+Rank 0's process locks `.lock` in it, and who starts ranks again does between two starts. The system gives a lock back
+however its process ends: a killed run never blocks the next one. Locks are a process's: of two runs in one process
+neither is refused.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ from typing import IO
 
 from ..config.schema import RunConfig
 from ..errors import RequestError, RunError, Stopped
-from ..files import REFUSED, check_own, lines_of, ours, shown
+from ..files import LOCK, REFUSED, check_own, lines_of, ours, shown
 
 RUNS = Path("runs")
-_LOCK = ".lock"
 _WRITTEN = (
     *("config.toml", "manifest.json", "steps.jsonl", "ledger.bin", "summary.json", "proof.md", "events.out.tfevents.*"),
     *("checkpoints", "failures", "output"),
@@ -45,7 +45,7 @@ def held(config: RunConfig, *, before: Path | None = None) -> Iterator[Path]:
     step was made, what was written goes, so that the command can be given again.
     """
     path = check(config, before=before)
-    if path is not None and path == before and not (path / _LOCK).exists():
+    if path is not None and path == before and not (path / LOCK).exists():
         # Ranks of other nodes than rank 0's have written what they said to a folder of that name at most.
         raise RequestError(
             f"{shown(path)} on {platform.node()} is not the folder in which this run was begun, on another node: what "
@@ -74,7 +74,7 @@ def _withdraw(path: Path, is_new: bool) -> None:
     steps = path / "steps.jsonl"
     with contextlib.suppress(OSError):  # what else somebody has put there stays
         if not (os.path.lexists(steps) and any(_STEP in line for line in lines_of(steps))):
-            for each in _written_in(path, _LOCK):
+            for each in _written_in(path, LOCK):
                 shutil.rmtree(each) if each.is_dir() else each.unlink()
         if is_new:
             path.rmdir()  # where it is empty
@@ -92,7 +92,7 @@ def check(config: RunConfig, *, before: Path | None = None) -> Path | None:
         kind = "a file" if path.exists() else f"a link to {path.readlink()}, which is not there"
         raise RequestError(f"--output {path} is {kind}; give a folder.")
     try:
-        for each in _written_in(path, _LOCK, "slurm-*.out"):
+        for each in _written_in(path, LOCK, "slurm-*.out"):
             check_own(each)
         if path != before:
             check_free(path)
@@ -130,8 +130,8 @@ def _locked(folder: Path, patience_s: float = 0.0) -> IO[bytes]:
 
     With patience, it is an earlier start of this very run that may have it: `RunError` where it does not end.
     """
-    lock, until_s = open(folder / _LOCK, "a+b", buffering=0, opener=ours), time.monotonic() + patience_s
-    while not _lock(lock):
+    lock, until_s = open(folder / LOCK, "a+b", buffering=0, opener=ours), time.monotonic() + patience_s
+    while not _lock(lock, is_first=not patience_s):
         if time.monotonic() < until_s:
             time.sleep(_LOOK_S)
             continue
@@ -144,15 +144,17 @@ def _locked(folder: Path, patience_s: float = 0.0) -> IO[bytes]:
                 f"and has not ended within {patience_s:g} s: end that process."
             )
         raise RequestError(
-            f"{folder} is in use by another run ({holder}): wait until it has ended, or give another --output."
+            f"{folder} is in use by another run ({holder}; if that has ended, its ranks start again): wait until it "
+            "has ended, or give another --output."
         )
     return lock
 
 
-def _lock(file: IO[bytes]) -> bool:
+def _lock(file: IO[bytes], *, is_first: bool) -> bool:
     try:
         # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 2 if is_first else 1)
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, 1)  # which those who have started this run may want
     except (BlockingIOError, PermissionError):
         return False
     except OSError:
@@ -162,7 +164,7 @@ def _lock(file: IO[bytes]) -> bool:
 
 def check_free(folder: Path) -> None:
     """Raise `RequestError` where another run has the folder, OSError where its lock file cannot be written."""
-    if os.path.lexists(folder / _LOCK):
+    if os.path.lexists(folder / LOCK):
         _locked(folder).close()
 
 
