@@ -136,6 +136,7 @@ class Watch:
             told = heard or (self._judged() if may_be_stuck else "")
             if told and self._speaks.acquire(blocking=False):
                 self._ends(self, Failure(self._rank, RunError.__name__, told, tracebacks.of_all(), is_echo=bool(heard)))
+                self._speaks.release()  # where it returns, the process is the user's, and goes on
                 return
 
     def _judged(self) -> str:
