@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch._C._distributed_c10d import FileStore, TCPStore
 from lockstep.monitor import bounded, watchdog
 from lockstep.monitor.failures import Failure
 from lockstep.monitor.heartbeat import Beat, Heartbeats
-from lockstep.monitor.keys import Keys
+from lockstep.monitor.keys import Keys, Unanswered
 from lockstep.monitor.progress import Pulse
 from lockstep.monitor.watchdog import Watch, explain
 
@@ -201,6 +202,20 @@ def test_a_rank_whose_beats_no_longer_rise_is_silent(kind: str, tmp_path: Path) 
     silent_s = {rank: beat.silent_s for rank, beat in first.seen(own).items()}
     assert silent_s[1] < 0.3
     assert min(silent_s[2], silent_s[3]) > 0.3
+
+
+def test_a_store_that_was_silent_for_a_while_is_connected_to_again() -> None:
+    store, pauses_s = _store().store, [1.0, 1.0, 0.0]
+
+    def slow(_: Any = None) -> Any:
+        time.sleep(pauses_s.pop(0))
+        return store.clone()
+
+    keys = Keys(SimpleNamespace(check=slow, clone=slow), "watch", limit_s=0.2)  # type: ignore[arg-type]
+    for request in (lambda: keys.check(["beat/0"]), keys.clone):  # as of a rank's heartbeats
+        with pytest.raises(Unanswered):
+            request()
+    keys.clone().write("beat/0", "lives")
 
 
 _HANGS = """
