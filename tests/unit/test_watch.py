@@ -125,15 +125,19 @@ def test_who_reports_nothing_is_not_judged() -> None:
 
 
 def _build(kind: str) -> Any:
-    """Return a function that stands for a second where torch compiles, or where a user's own collective waits."""
-    name = {"compilation": "torch._dynamo.convert_frame", "a collective": "torch.distributed.distributed_c10d"}[kind]
+    """Return a function that stands for a second where torch compiles, a person debugs, or a collective waits."""
+    name = {
+        "compilation": "torch._dynamo.convert_frame",
+        "debugger": "bdb",
+        "a collective": "torch.distributed.distributed_c10d",
+    }[kind]
     space: dict[str, Any] = {"__name__": name, "sleep": time.sleep}
     exec("def stand(): sleep(1.2)", space)
     return space["stand"]
 
 
-@pytest.mark.parametrize("work", ["setup", "compilation"])
-def test_while_one_rank_prepares_or_compiles_nobody_is_judged(work: str) -> None:
+@pytest.mark.parametrize("work", ["setup", "compilation", "debugger"])
+def test_while_one_rank_prepares_compiles_or_is_debugged_nobody_is_judged(work: str) -> None:
     first, second = Pulse(), Pulse()
     with _watched(_store(), first, second, stalls_s=(3600.0, 0.4)) as told:
         for phase in ("setup", "data", "all-gather"):  # where it waits
