@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
 from base64 import b64encode
@@ -15,6 +16,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
+from lockstep.errors import RunError
 from lockstep.launchers import nodes, stores
 from lockstep.launchers.nodes import _State
 from lockstep.monitor.keys import Keys
@@ -64,3 +66,17 @@ def test_an_agent_that_waits_for_a_lost_node_goes_on_with_its_own_heartbeats(mon
         assert time.monotonic() - begun_s < 3
         with pytest.raises(TimeoutError):
             agreeing.result()
+
+
+@pytest.mark.parametrize("insisted", [True, False])
+def test_a_second_signal_ends_this_node_and_a_failure_the_job(insisted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RunError("killed or failed")
+
+    supervisor = SimpleNamespace(insisted=insisted, run=fail)
+    monkeypatch.setattr(nodes, "Supervisor", lambda config: contextlib.nullcontext(supervisor))
+    agent = nodes._Agent(stores.serve("127.0.0.1", free_port()), "job", b"", config(nodes="1:2", devices=1), 1)
+    monkeypatch.setattr(agent, "_agree", lambda: ([], None, None))
+    with pytest.raises(RunError):
+        agent.run(b"")
+    assert agent._handler.is_closed() != insisted

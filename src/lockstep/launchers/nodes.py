@@ -179,6 +179,9 @@ class _Agent:
         except (Stopped, KeyboardInterrupt):
             is_stopped = True  # a node that is stopped leaves; one that is done, or has failed, ends the job
             raise
+        except RunError:
+            is_stopped = supervisor.insisted
+            raise
         except RendezvousGracefulExitError:
             say(f"{self._meeting.where}: the job has ended, and this node was not needed.")
             return None

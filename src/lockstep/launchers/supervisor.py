@@ -155,6 +155,11 @@ class Supervisor:
         if self._lock is not None:
             self._lock.close()
 
+    @property
+    def insisted(self) -> bool:
+        """Whether a second signal came, which ends what is here at once."""
+        return self._interrupts.insisted
+
     def run(
         self, places: Sequence[Topology], payload: bytes, door: Door, look: Callable[[], Failure | None] = lambda: None
     ) -> bytes | Failure:
