@@ -339,8 +339,14 @@ def packed(entry: Entry, config: RunConfig) -> bytes:
 
 
 def value_of(value: bytes) -> Any:
-    """Return what a rank of our own came to, from its pickle."""
-    return pickle.loads(value)
+    """Return what a rank of our own came to, from its pickle; raise `RunError` where it cannot be read here."""
+    try:
+        return pickle.loads(value)
+    except Exception as error:
+        raise RunError(
+            "The ranks are done, but what rank 0 returned cannot be read by the process that started it "
+            f"({failures.one_line(error)}); return plain values."
+        ) from error
 
 
 def _start(place: Topology, payload: bytes, door: Door, notes: dict[str, str]) -> _Worker:
@@ -393,7 +399,13 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
             tell=pipe.send,
         ) as seat:
             value = seat.run(entry, config)
-        report = pickle.dumps(value)
+        try:
+            report = pickle.dumps(value)
+        except Exception as error:  # one that another start would not change
+            raise RequestError(
+                "The ranks are done, but what rank 0 returned cannot be sent to the process that started it "
+                f"({failures.one_line(error)}); return plain values."
+            ) from error
     except BaseException as error:
         pipe.send(failures.account(error, place.rank, config))
         rank.vanish(error)
