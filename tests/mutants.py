@@ -281,7 +281,7 @@ a run may go on with another seed: config/options.py
 + *("batch", "drop-last"),
 = unit/test_folders.py::test_a_folder_is_one_runs_until_its_process_ends_however_that_is
 two runs have one folder: runs/folders.py
-- fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+- fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 2 if is_first else 1)
 + pass
 = unit/test_engine.py::test_a_run_that_is_stopped_saves_the_step_it_has_come_to
 a run that is stopped does not save: steps/loop.py

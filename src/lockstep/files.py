@@ -25,6 +25,8 @@ from .printable import visible_json
 MOST_BYTES = 64 << 20  # of JSON or TOML: an honest run of thousands of ranks writes a tenth of it
 _DEEPEST, _DIGITS = 32, 100  # levels of JSON, digits of its whole numbers
 _FILLED = 16  # times that a file system may compress
+LOCK = ".lock"
+"""In a run's folder: rank 0's process locks its first byte, and those who start ranks again share the second."""
 DEFECTS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, struct.error)
 """What the contents of a damaged or hostile file make a reader raise."""
 REFUSED = {

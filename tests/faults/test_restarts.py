@@ -117,6 +117,19 @@ def test_the_nodes_that_are_left_go_on_and_one_that_comes_back_is_taken_in(tmp_p
     assert [step for step, _ in made] == list(range(1, len(made) + 1))
 
 
+@pytest.mark.long
+def test_a_node_that_comes_while_the_ranks_still_start_is_taken_in_at_no_restart(tmp_path: Path) -> None:
+    words = [*GATED, "--data", "tests.own_data:built_slowly", "--devices", 1, "--nodes", "1:2"]
+    words += ["--init-method", f"tcp://127.0.0.1:{free_port()}"]
+    (tmp_path / "builds").write_text("15")
+    with start(tmp_path, *words) as first:
+        until((tmp_path / "builder").exists)
+        with start(tmp_path, *words) as second:
+            ended, other = end(first), end(second)
+    assert (ended.code, other.code) == (0, 0), (ended.err, other.err)
+    assert [row["plan"]["ranks"] for row in events(tmp_path / "run", "start")] == [1, 2]
+
+
 @pytest.mark.parametrize("agents", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_that_torchrun_starts_again_come_to_the_same_bits(agents: int, undisturbed: Path, tmp_path: Path) -> None:
     meets = ("--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")

@@ -61,5 +61,5 @@ def test_gpus_that_torch_cannot_use_are_refused() -> None:
 
 
 def test_what_cannot_be_sent_is_told() -> None:
-    with pytest.raises(RunError, match=r"^Rank 0 failed at .*pickle"):
+    with pytest.raises(RequestError, match=r"^The ranks are done, but what rank 0 returned cannot be sent .*pickle"):
         launch(entries.unpicklable, config(devices=2, strategy="ddp"), {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, RunError
 from lockstep.runs import folders
 from lockstep.runs import run as runs
 
@@ -25,17 +26,21 @@ _HOLDER = """
 import sys
 from pathlib import Path
 from lockstep import RunConfig, override
+from lockstep.launchers.supervisor import Supervisor
 from lockstep.runs import folders
-with folders.held(override(RunConfig(), output=sys.argv[1])):
+config = override(RunConfig(), output=sys.argv[1])
+with folders.held(config) if sys.argv[2] == "rank 0" else Supervisor(config) as holder:
+    if sys.argv[2] != "rank 0":
+        holder.keep(sys.argv[1])
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def _held(folder: Path, by: str = "rank 0") -> Iterator[subprocess.Popen[str]]:
     """Have another process lock the folder, until its input ends."""
-    words = [sys.executable, "-c", _HOLDER, str(folder)]
+    words = [sys.executable, "-c", _HOLDER, str(folder), by]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -56,14 +61,38 @@ def test_a_folder_is_one_runs_until_its_process_ends_however_that_is(tmp_path: P
         told = f"is in use by another run .process {process.pid} on {platform.node()}"
         with pytest.raises(RequestError, match=told):
             folders.check(config(output=tmp_path))
-        for before in (None, tmp_path):
-            with pytest.raises(RequestError, match=told), folders.held(config(output=tmp_path), before=before):
-                pass
+        with pytest.raises(RequestError, match=told), folders.held(config(output=tmp_path)):
+            pass
         process.kill()
         process.wait()
         with folders.held(config(output=tmp_path), before=tmp_path):
             pass
     folders.check(config(output=tmp_path))
+
+
+def test_rank_0_of_the_start_before_is_waited_for_and_keeps_the_next_from_writing(tmp_path: Path) -> None:
+    with _held(tmp_path) as process:
+        told = f"held by rank 0 of the start before this one .process {process.pid} on {platform.node()}"
+        hasty, patient = (config(output=tmp_path, stall_timeout=seconds) for seconds in (1, 60))
+        with pytest.raises(RunError, match=told), folders.held(hasty, before=tmp_path):
+            pass
+        words = ["sh", "-c", f"sleep 1; kill -9 {process.pid}"]
+        with subprocess.Popen(words), folders.held(patient, before=tmp_path):
+            assert process.wait(10) == -signal.SIGKILL
+
+
+def test_a_folder_is_its_runs_also_while_its_ranks_are_started_again(tmp_path: Path) -> None:
+    asked = config(output=tmp_path)
+    with folders.held(asked):
+        pass
+    with _held(tmp_path, "agent"), _held(tmp_path, "agent"):  # on each of two nodes
+        with pytest.raises(RequestError, match=r"is in use by another run .*its ranks start again"):
+            folders.check(asked)
+        with pytest.raises(RequestError, match="is in use by another run"), folders.held(asked):
+            pass
+        with folders.held(asked, before=tmp_path):
+            pass
+    folders.check(asked)
 
 
 def test_a_restart_goes_on_in_no_folder_but_one_of_the_commands_own(

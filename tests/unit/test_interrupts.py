@@ -34,6 +34,18 @@ def test_the_first_signal_asks(
     assert capfd.readouterr().err == f"\nlockstep: {STOPPING}{'' if number == signal.SIGUSR1 else INSIST}\n"
 
 
+def test_a_signal_that_was_held_back_while_a_rank_started_asks_its_loop() -> None:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        with StopRequest(quiet=True) as stop:
+            assert stop.asked
+        signal.raise_signal(signal.SIGUSR1)  # and kills nobody after the loop
+        assert signal.sigtimedwait({signal.SIGUSR1}, 0) is not None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def test_under_nohup_a_terminal_that_goes_changes_nothing_and_any_thread_may_ask() -> None:
     def asked() -> bool:
         with StopRequest(quiet=True) as stop:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import time
 from base64 import b64encode
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
+from lockstep.errors import RunError
+from lockstep.launchers import nodes, stores
 from lockstep.launchers.nodes import _State
 from lockstep.monitor.keys import Keys
+
+from ..command import until
+from ..ports import free_port
+from ..starting import config
 
 
 class _Touches:
@@ -38,3 +48,35 @@ def test_a_state_that_would_run_something_is_refused(tmp_path: Path) -> None:
         pickle.loads(pickle.dumps(foreign))
         assert marker.exists()  # so it would
         marker.unlink()
+
+
+def test_an_agent_that_waits_for_a_lost_node_goes_on_with_its_own_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_WORD_OF_ALL_S", 4.0)
+    monkeypatch.setattr(nodes, "_AGREEING", 1)
+    meeting = stores.serve("127.0.0.1", free_port())
+    agent = nodes._Agent(meeting, "job", b"", config(nodes="1:2", devices=1), 1)
+    agreed = SimpleNamespace(store=PrefixStore("round", meeting.keys.store), rank=0, world_size=2)
+    agent._handler = SimpleNamespace(next_rendezvous=lambda: agreed)  # type: ignore[assignment]
+    begun_s = time.monotonic()
+    with ThreadPoolExecutor() as threads:
+        agreeing = threads.submit(agent._agree)
+        until(lambda: Keys(agreed.store, stores.PREFIX).check(["node/0"]))  # and never the other one's
+        time.sleep(0.5)
+        agent._state.get_state()
+        assert time.monotonic() - begun_s < 3
+        with pytest.raises(TimeoutError):
+            agreeing.result()
+
+
+@pytest.mark.parametrize("insisted", [True, False])
+def test_a_second_signal_ends_this_node_and_a_failure_the_job(insisted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RunError("killed or failed")
+
+    supervisor = SimpleNamespace(insisted=insisted, run=fail)
+    monkeypatch.setattr(nodes, "Supervisor", lambda config: contextlib.nullcontext(supervisor))
+    agent = nodes._Agent(stores.serve("127.0.0.1", free_port()), "job", b"", config(nodes="1:2", devices=1), 1)
+    monkeypatch.setattr(agent, "_agree", lambda: ([], None, None))
+    with pytest.raises(RunError):
+        agent.run(b"")
+    assert agent._handler.is_closed() != insisted

@@ -95,6 +95,8 @@ STARTS = """
 --world-size 2 --rank 0                | --init-method
 --world-size 2 {meet}                  | --rank
 --world-size 2 --rank 0 --init-method file://x | file://x | three slashes
+--nodes 1:2 {meet} --interface eth77   | --interface eth77 | has no such one
+[GLOO_SOCKET_IFNAME=x] --nodes 1:2 {meet} --interface lo | --interface lo disagrees | GLOO_SOCKET_IFNAME is x
 [RANK=0]                               | WORLD_SIZE is not set
 [RANK=0 WORLD_SIZE=2]                  | MASTER_ADDR is not set
 [open-mpi OMPI_COMM_WORLD_SIZE=4]      | LOCAL_SIZE is 2 | -x MASTER_ADDR

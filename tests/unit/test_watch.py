@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import FileStore, TCPStore
 
-from lockstep.monitor import watchdog
+from lockstep.monitor import bounded, watchdog
 from lockstep.monitor.failures import Failure
 from lockstep.monitor.heartbeat import Beat, Heartbeats
-from lockstep.monitor.keys import Keys
+from lockstep.monitor.keys import Keys, Unanswered
 from lockstep.monitor.progress import Pulse
 from lockstep.monitor.watchdog import Watch, explain
 
@@ -124,15 +125,19 @@ def test_who_reports_nothing_is_not_judged() -> None:
 
 
 def _build(kind: str) -> Any:
-    """Return a function that stands for a second where torch compiles, or where a user's own collective waits."""
-    name = {"compilation": "torch._dynamo.convert_frame", "a collective": "torch.distributed.distributed_c10d"}[kind]
+    """Return a function that stands for a second where torch compiles, a person debugs, or a collective waits."""
+    name = {
+        "compilation": "torch._dynamo.convert_frame",
+        "debugger": "bdb",
+        "a collective": "torch.distributed.distributed_c10d",
+    }[kind]
     space: dict[str, Any] = {"__name__": name, "sleep": time.sleep}
     exec("def stand(): sleep(1.2)", space)
     return space["stand"]
 
 
-@pytest.mark.parametrize("work", ["setup", "compilation"])
-def test_while_one_rank_prepares_or_compiles_nobody_is_judged(work: str) -> None:
+@pytest.mark.parametrize("work", ["setup", "compilation", "debugger"])
+def test_while_one_rank_prepares_compiles_or_is_debugged_nobody_is_judged(work: str) -> None:
     first, second = Pulse(), Pulse()
     with _watched(_store(), first, second, stalls_s=(3600.0, 0.4)) as told:
         for phase in ("setup", "data", "all-gather"):  # where it waits
@@ -165,6 +170,7 @@ def test_a_rank_alone_is_judged_only_where_it_waits(phase: str, is_judged: bool)
     with _watched(_store(), pulse, stalls_s=(0.2,), nodes=["a"]) as told:
         pulse.enter(phase)
         time.sleep(0.8)
+        bounded.within(10, told[0].give_way, "the user's own error")  # where nothing ends the process, it goes on
     assert len(told) == 1 + is_judged
 
 
@@ -200,6 +206,20 @@ def test_a_rank_whose_beats_no_longer_rise_is_silent(kind: str, tmp_path: Path) 
     silent_s = {rank: beat.silent_s for rank, beat in first.seen(own).items()}
     assert silent_s[1] < 0.3
     assert min(silent_s[2], silent_s[3]) > 0.3
+
+
+def test_a_store_that_was_silent_for_a_while_is_connected_to_again() -> None:
+    store, pauses_s = _store().store, [1.0, 1.0, 0.0]
+
+    def slow(_: Any = None) -> Any:
+        time.sleep(pauses_s.pop(0))
+        return store.clone()
+
+    keys = Keys(SimpleNamespace(check=slow, clone=slow), "watch", limit_s=0.2)  # type: ignore[arg-type]
+    for request in (lambda: keys.check(["beat/0"]), keys.clone):  # as of a rank's heartbeats
+        with pytest.raises(Unanswered):
+            request()
+    keys.clone().write("beat/0", "lives")
 
 
 _HANGS = """

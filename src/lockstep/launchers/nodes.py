@@ -46,6 +46,7 @@ from ..errors import RequestError, RunError, Stopped
 from ..monitor import bounded, failures
 from ..monitor.failures import Failure
 from ..monitor.keys import Keys, Unanswered
+from ..monitor.notes import FOLDER
 from ..monitor.output import say
 from ..world.topology import Topology
 from . import hosts, stores
@@ -69,6 +70,7 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | Non
     Raises the error of the rank that failed first, once it is not to be started again.
     """
     payload, parallel = packed(entry, config), config.parallel
+    hosts.check_interface(parallel.interface, env)
     (host, port), secret = host_and_port(parallel.init_method), stores.of_job(env, on_one_host=False)
     try:  # the store is served where the address is this host's and nobody serves it yet
         meeting = stores.serve(host, port, secret=secret)
@@ -173,8 +175,12 @@ class _Agent:
                     cause = ended
                     if not supervisor.starts_again(cause):
                         raise cause.error()
+                    supervisor.keep(self._meeting.keys.read(f"{self._job}/lasting/{FOLDER}"))
         except (Stopped, KeyboardInterrupt):
             is_stopped = True  # a node that is stopped leaves; one that is done, or has failed, ends the job
+            raise
+        except RunError:
+            is_stopped = supervisor.insisted
             raise
         except RendezvousGracefulExitError:
             say(f"{self._meeting.where}: the job has ended, and this node was not needed.")
@@ -192,7 +198,8 @@ class _Agent:
             sizes: list[str] = []
             try:
                 info = bounded.within(self._patience_s + _OTHERS_S, self._handler.next_rendezvous, "rendezvous")
-                shared = Keys(info.store, PREFIX, self._secret, _COUNTED_OUT_S)
+                # A wait occupies its connection: on the agent's own it would silence this node's heartbeats.
+                shared = Keys(info.store, PREFIX, self._secret).clone(limit_s=_COUNTED_OUT_S)
                 nodes = [f"node/{node}" for node in range(info.world_size)]
                 shared.write(nodes[info.rank], f"{self._here}")
                 sizes = shared.await_all(nodes, _WORD_OF_ALL_S)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import multiprocessing.connection
 import os
 import pickle
@@ -26,15 +27,16 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
 from ..config.schema import RunConfig
 from ..errors import ProofError, RequestError, RunError, Stopped, ranks_in_short
+from ..files import LOCK, ours
 from ..monitor import bounded, failures, tracebacks
 from ..monitor.failures import Failure, first_cause
-from ..monitor.notes import Notes
+from ..monitor.notes import FOLDER, Notes
 from ..monitor.output import say
 from ..monitor.signals import KILLED, OUTSIDE, Interrupts, heeded
 from ..world.topology import Topology
@@ -122,6 +124,7 @@ def launch(entry: Entry, config: RunConfig, env: Any) -> Any | None:
                 return value_of(ended)
             if not supervisor.starts_again(ended):
                 raise ended.error()
+            supervisor.keep(supervisor.notes.get(FOLDER, ""))
 
 
 class Supervisor:
@@ -140,7 +143,8 @@ class Supervisor:
         self._workers: list[_Worker] = []
         self._reports: dict[int, bytes | Failure] = {}
         """What ranks came to: a pickled value, or why they failed."""
-        self._notes: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+        self._lock: IO[bytes] | None = None
         self._looked_s = self._since_s = 0.0
 
     def __enter__(self) -> Supervisor:
@@ -148,6 +152,13 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._end()
+        if self._lock is not None:
+            self._lock.close()
+
+    @property
+    def insisted(self) -> bool:
+        """Whether a second signal came, which ends what is here at once."""
+        return self._interrupts.insisted
 
     def run(
         self, places: Sequence[Topology], payload: bytes, door: Door, look: Callable[[], Failure | None] = lambda: None
@@ -161,7 +172,7 @@ class Supervisor:
         with heeded(self._on_signal):
             try:
                 for place in places:
-                    self._workers.append(worker := _start(place, payload, door, dict(self._notes)))
+                    self._workers.append(worker := _start(place, payload, door, dict(self.notes)))
                     if self._interrupts.asked:
                         worker.send(signal.SIGTERM)
                 return self._watch(look)
@@ -183,8 +194,15 @@ class Supervisor:
             say(f"{what}; the ranks start again (restart {self._restarts} of {self._most_restarts}).")
         return True
 
+    def keep(self, folder: str) -> None:
+        """Keep other runs out of this one's folder until the end, also while no rank 0 holds it."""
+        with contextlib.suppress(OSError):  # it may be on a disk of another node
+            if folder and self._lock is None:
+                self._lock = open(Path(folder) / LOCK, "rb", opener=ours)
+                fcntl.lockf(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, 1)
+
     def ask_to_stop(self) -> None:
-        """Have the ranks save and end."""
+        """Have the ranks save and end, those that still start after their first step."""
         for worker in self._workers:
             worker.send(signal.SIGUSR1)
 
@@ -227,7 +245,7 @@ class Supervisor:
                 while worker.rank not in self._reports and worker.pipe.poll():
                     found = worker.pipe.recv()
                     if isinstance(found, tuple):
-                        self._notes |= dict([found])
+                        self.notes |= dict([found])
                     else:
                         self._reports[worker.rank] = found
         for worker in dead:
@@ -321,20 +339,27 @@ def packed(entry: Entry, config: RunConfig) -> bytes:
 
 
 def value_of(value: bytes) -> Any:
-    """Return what a rank of our own came to, from its pickle."""
-    return pickle.loads(value)
+    """Return what a rank of our own came to, from its pickle; raise `RunError` where it cannot be read here."""
+    try:
+        return pickle.loads(value)
+    except Exception as error:
+        raise RunError(
+            "The ranks are done, but what rank 0 returned cannot be read by the process that started it "
+            f"({failures.one_line(error)}); return plain values."
+        ) from error
 
 
 def _start(place: Topology, payload: bytes, door: Door, notes: dict[str, str]) -> _Worker:
     """Start a rank's process.
 
-    With SIGINT blocked: until it leads its own group, the terminal's Ctrl-C would reach it. Nor does it take a
-    `pickle.py` of the current folder for Python's, as `python -c` does, which multiprocessing calls.
+    With SIGINT blocked: until it leads its own group, the terminal's Ctrl-C would reach it. With SIGUSR1 blocked: what
+    `ask_to_stop` sends would kill it until its loop heeds it. Nor does it take a `pickle.py` of the current folder for
+    Python's, as `python -c` does, which multiprocessing calls.
     """
     ours, theirs = multiprocessing.Pipe()
     arguments = (place, payload, theirs, door, notes)
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, name=f"rank-{place.rank}")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1})
     method = multiprocessing.get_start_method(allow_none=True)  # which starting a child would settle for good
     kept = os.environ.setdefault(_SAFE_PATH, _OURS)
     try:
@@ -374,7 +399,13 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
             tell=pipe.send,
         ) as seat:
             value = seat.run(entry, config)
-        report = pickle.dumps(value)
+        try:
+            report = pickle.dumps(value)
+        except Exception as error:  # one that another start would not change
+            raise RequestError(
+                "The ranks are done, but what rank 0 returned cannot be sent to the process that started it "
+                f"({failures.one_line(error)}); return plain values."
+            ) from error
     except BaseException as error:
         pipe.send(failures.account(error, place.rank, config))
         rank.vanish(error)

@@ -49,9 +49,15 @@ class Keys:
         self._answers, self._has_warned = True, False
 
     def clone(self, name: str = "", limit_s: float = _ANSWER_S) -> Keys:
-        """Return the texts whose keys begin with `name`, over a new connection."""
+        """Return the texts whose keys begin with `name`, over a new connection.
+
+        Also where the one that there is was not answered: a server that was stopped may go on.
+        """
         prefix = f"{self._prefix}/{name}" if name else self._prefix
-        return Keys(self._ask(self.store.clone), prefix, self._secret, limit_s)
+        try:
+            return Keys(bounded.within(self._limit_s, self.store.clone, "store"), prefix, self._secret, limit_s)
+        except bounded.Late as error:
+            raise Unanswered(str(error)) from error
 
     def read(self, key: str) -> str:
         """Return a text; "" where there is none, or a stranger's."""

@@ -49,7 +49,7 @@ class Interrupts:
 
 @contextlib.contextmanager
 def heeded(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have `SIGNALS` call `handler` within the block.
+    """Have `SIGNALS` call `handler` within the block, those too that were blocked and came before.
 
     Not those that are ignored, as SIGHUP is under nohup, nor in another thread than the main one.
     """
@@ -57,9 +57,11 @@ def heeded(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, handler) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, kept in before.items():
             signal.signal(number, kept)
 

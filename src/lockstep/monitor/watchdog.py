@@ -5,8 +5,8 @@
 
 A rank that has entered no new phase for --stall-timeout leaves such a sentence in the store, with which all end. All
 ranks enter the same phases in the same order: the one that hangs has entered the fewest. A process that has died, was
-stopped or is cut off is known by heartbeats that no longer rise. Nobody is judged while all live and one prepares or
-compiles, nor is a rank alone that computes. The rank that serves the store ends last.
+stopped or is cut off is known by heartbeats that no longer rise. Nobody is judged while all live and one prepares,
+compiles or is debugged, nor is a rank alone that computes. The rank that serves the store ends last.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .progress import SETUP, Pulse
 
 MISSED_BEATS = 3
 """Beats of a living rank that may come late."""
-_COMPILATION = "compilation"
-_MAY_LAST = (SETUP, _COMPILATION)
+_COMPILATION, _DEBUGGER = "compilation", "the debugger"
+_MAY_LAST = (SETUP, _COMPILATION, _DEBUGGER)
 _COLLECTIVE = "a collective"  # of the user's, which no phase tells
 _WAITS_ALONE = ("data", "save")  # for data workers, or for a disk
 _COMPILERS = {"torch._dynamo.convert_frame", "torch._inductor.compile_fx"}
@@ -136,6 +136,7 @@ class Watch:
             told = heard or (self._judged() if may_be_stuck else "")
             if told and self._speaks.acquire(blocking=False):
                 self._ends(self, Failure(self._rank, RunError.__name__, told, tracebacks.of_all(), is_echo=bool(heard)))
+                self._speaks.release()  # where it returns, the process is the user's, and goes on
                 return
 
     def _judged(self) -> str:
@@ -160,7 +161,9 @@ class Watch:
         pulse, frames = self._pulse, sys._current_frames()
         main = _frames(frames.get(self._main or 0))
         names, phase = _modules(main), pulse.phase
-        if any(_COMPILERS & _modules(_frames(frame)) for frame in frames.values()):
+        if "bdb" in names or "pydevd" in sys.modules:  # a person looks: pdb's prompt, or a debugger that may hold it
+            phase = _DEBUGGER
+        elif any(_COMPILERS & _modules(_frames(frame)) for frame in frames.values()):
             phase = _COMPILATION
         elif phase in ("", SETUP) and "torch.distributed.distributed_c10d" in names:
             phase = _COLLECTIVE

@@ -1,7 +1,8 @@
 """The folder of a run: which one it is, and that it is this run's alone for as long as the run lasts.
 
-Rank 0's process locks `.lock` in it. The system gives a lock back however its process ends: a killed run never blocks
-the next one. Locks are a process's: of two runs in one process neither is refused.
+Rank 0's process locks `.lock` in it, and who starts ranks again does between two starts. The system gives a lock back
+however its process ends: a killed run never blocks the next one. Locks are a process's: of two runs in one process
+neither is refused.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ import os
 import platform
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO
 
 from ..config.schema import RunConfig
-from ..errors import RequestError, Stopped
-from ..files import REFUSED, check_own, lines_of, ours, shown
+from ..errors import RequestError, RunError, Stopped
+from ..files import LOCK, REFUSED, check_own, lines_of, ours, shown
 
 RUNS = Path("runs")
-_LOCK = ".lock"
 _WRITTEN = (
     *("config.toml", "manifest.json", "steps.jsonl", "ledger.bin", "summary.json", "proof.md", "events.out.tfevents.*"),
     *("checkpoints", "failures", "output"),
 )
 """The names that a run writes, the manifest when it starts."""
+_LATE_S, _LOOK_S = 120.0, 0.2  # for an earlier start's rank 0 to end: NFS keeps a lost node's lock for 90 s
 _STEP = b'"event": "step"'  # in steps.jsonl from the first step on
 
 
@@ -38,11 +40,12 @@ def held(config: RunConfig, *, before: Path | None = None) -> Iterator[Path]:
     """Hold the folder of the run that `config` asks for while the block runs, made if it is new; yield its whole name.
 
     `before` is the folder of an earlier start of this very run, which may lie in it. Raises `RequestError` as `check`
-    does, and where the folder cannot be made, or is not here, though an earlier start has made it. Where the block
-    raises one and no step was made, what was written goes, so that the command can be given again.
+    does, and where the folder cannot be made, or is not here, though an earlier start has made it; `RunError` where
+    that start's rank 0, which may be of a lost node, holds it still. Where the block raises a `RequestError` and no
+    step was made, what was written goes, so that the command can be given again.
     """
     path = check(config, before=before)
-    if path is not None and path == before and not (path / _LOCK).exists():
+    if path is not None and path == before and not (path / LOCK).exists():
         # Ranks of other nodes than rank 0's have written what they said to a folder of that name at most.
         raise RequestError(
             f"{shown(path)} on {platform.node()} is not the folder in which this run was begun, on another node: what "
@@ -52,7 +55,7 @@ def held(config: RunConfig, *, before: Path | None = None) -> Iterator[Path]:
     path = (path or fresh(default_name(config))).absolute()
     _make(path)
     try:
-        lock = _locked(path)
+        lock = _locked(path, min(_LATE_S, config.parallel.stall_timeout / 2) if path == before else 0.0)
     except OSError as error:
         raise unwritable(path, error) from error
     with lock:
@@ -71,7 +74,7 @@ def _withdraw(path: Path, is_new: bool) -> None:
     steps = path / "steps.jsonl"
     with contextlib.suppress(OSError):  # what else somebody has put there stays
         if not (os.path.lexists(steps) and any(_STEP in line for line in lines_of(steps))):
-            for each in _written_in(path, _LOCK):
+            for each in _written_in(path, LOCK):
                 shutil.rmtree(each) if each.is_dir() else each.unlink()
         if is_new:
             path.rmdir()  # where it is empty
@@ -89,9 +92,10 @@ def check(config: RunConfig, *, before: Path | None = None) -> Path | None:
         kind = "a file" if path.exists() else f"a link to {path.readlink()}, which is not there"
         raise RequestError(f"--output {path} is {kind}; give a folder.")
     try:
-        for each in _written_in(path, _LOCK, "slurm-*.out"):
+        for each in _written_in(path, LOCK, "slurm-*.out"):
             check_own(each)
-        check_free(path)
+        if path != before:
+            check_free(path)
     except OSError as error:
         raise unwritable(path, error) from error
     if path == before:
@@ -121,27 +125,46 @@ def _make(path: Path) -> None:
         raise RequestError(f"{path} cannot be made: {error.strerror}; give another --output.") from error
 
 
-def _locked(folder: Path) -> IO[bytes]:
-    """Return the folder's lock file, locked until it is closed; raise `RequestError` where another run has it."""
-    lock = open(folder / _LOCK, "a+b", buffering=0, opener=ours)
-    try:
-        # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+def _locked(folder: Path, patience_s: float = 0.0) -> IO[bytes]:
+    """Return the folder's lock file, locked until it is closed; raise `RequestError` where another run has it.
+
+    With patience, it is an earlier start of this very run that may have it: `RunError` where it does not end.
+    """
+    lock, until_s = open(folder / LOCK, "a+b", buffering=0, opener=ours), time.monotonic() + patience_s
+    while not _lock(lock, is_first=not patience_s):
+        if time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+            continue
         lock.seek(0)
         holder = lock.read(200).decode(errors="replace") or "another process"
         lock.close()
+        if patience_s:
+            raise RunError(
+                f"{folder} is still held by rank 0 of the start before this one ({holder}), which might write there, "
+                f"and has not ended within {patience_s:g} s: end that process."
+            )
         raise RequestError(
-            f"{folder} is in use by another run ({holder}): wait until it has ended, or give another --output."
-        ) from None
+            f"{folder} is in use by another run ({holder}; if that has ended, its ranks start again): wait until it "
+            "has ended, or give another --output."
+        )
+    return lock
+
+
+def _lock(file: IO[bytes], *, is_first: bool) -> bool:
+    try:
+        # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 2 if is_first else 1)
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, 1)  # which those who have started this run may want
+    except (BlockingIOError, PermissionError):
+        return False
     except OSError:
         pass  # a file system without locks, as on some clusters: runs go on there without this guard
-    return lock
+    return True
 
 
 def check_free(folder: Path) -> None:
     """Raise `RequestError` where another run has the folder, OSError where its lock file cannot be written."""
-    if os.path.lexists(folder / _LOCK):
+    if os.path.lexists(folder / LOCK):
         _locked(folder).close()
 
 
