@@ -243,6 +243,7 @@ FAULTS: list[tuple[Spoil, str, str]] = [
     (_edit("config.toml", "\nseed = 0\n", "\nseed = 1\n"), "checkpoints", "trained with seed 0, and config.toml has 1"),
     (_edit("config.toml", "\nbatch = 64\n", "\nbatch = 32\n"), "steps", "has batch 32, and the run was .* with 64"),
     (_edit("config.toml", "\nepochs = 3\n", "\nepochs = \n"), "files", "config.toml is not valid TOML"),
+    (_edit(STEPS, r'("event": "finish",).*\n', r"\g<1>"), "files", r"lacks the end of the run, .* \(exit code 0\)"),
     (_ledger(lambda whole: whole[:-3]), "ledger", "is cut short"),
     (_ledger(lambda whole: whole[:300] + b"x" + whole[301:]), "ledger", "is damaged"),
     (lambda folder: (folder / pages.NAME).unlink(), "ledger", "the run kept a ledger.bin, and it is not there"),

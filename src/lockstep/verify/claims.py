@@ -111,6 +111,8 @@ def _read(folder: Path) -> _Run:
     code = None if last.end is None else last.end["exit"]
     if is_torn and code is not None:  # as no kill leaves it
         damage.append(f"the last line of {STEPS} is cut short")
+    if summary and code is None:  # which is written after that end
+        damage.append(f"{STEPS} lacks the end of the run, which {SUMMARY} has (exit code {summary['exit']})")
     total = last.start["total_steps"]  # 0 where that is not known
     at = f"step {last.last_step:,}" + (f" of {total:,}" if total else "")
     unfinished = {
