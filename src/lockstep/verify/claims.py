@@ -329,15 +329,17 @@ def _checkpoints(run: _Run) -> Iterator[str]:
     kept = saved | {part.first_step for part in run.parts}
     best = max((top1 for step, top1 in scores.items() if step in kept), default=None)
     has_best = os.path.lexists(folder / "best") if run.is_own_loop else best is not None or run.exit == 0
+    most = math.inf if run.is_own_loop else run.last_step
+    least = run.last_step if run.exit == 0 and not run.is_own_loop else max(saved, default=0)
     for name in ("last", "best") if has_best else ("last",):
         try:
             meta = checkpoint.load(folder / name).meta
         except RequestError as error:
             yield _reason(error)
             continue
-        step, most = meta["step"], meta["step"] if run.is_own_loop else run.last_step
-        if name == "last" and not (most if run.exit == 0 else max(saved, default=0)) <= step <= most:
-            yield f"last: it is of step {step}, and the run of {most}"
+        step = meta["step"]
+        if name == "last" and step != (due := min(max(step, least), most)):
+            yield f"last: it is of step {step}, and the run of {due}"
         if run.is_own_loop:
             continue
         # An option that is newer than the checkpoint cannot have been another one.
