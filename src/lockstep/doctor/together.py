@@ -107,8 +107,8 @@ class Board:
 
 def reach(topology: Topology, address: str, board: Board, names: Sequence[str]) -> Finding:
     """Return whether ranks reach one another; this one is at `address` (*collective*)."""
-    with listening(address) as port:
-        told = board.all("ports", (address, port))
+    with listening(address) as place:
+        told = board.all("ports", place)
         others = [rank for rank in told if rank != topology.rank]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             troubles = [*pool.map(lambda rank: visit(*told[rank]), others)]
@@ -118,8 +118,8 @@ def reach(topology: Topology, address: str, board: Board, names: Sequence[str]) 
 
 
 @contextlib.contextmanager
-def listening(address: str) -> Iterator[int]:
-    """Yield a port on which whoever connects is answered while the block runs."""
+def listening(address: str) -> Iterator[tuple[str, int]]:
+    """Yield an address and a port where whoever connects is answered while the block runs."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN) as server:
 
@@ -130,7 +130,7 @@ def listening(address: str) -> Iterator[int]:
 
         threading.Thread(target=answer, daemon=True).start()
         try:
-            yield server.getsockname()[1]
+            yield server.getsockname()[:2]
         finally:
             server.shutdown(socket.SHUT_RDWR)  # ends accept, which closing does not
 
