@@ -70,11 +70,17 @@ def test_the_ledger_of_a_loop_is_judged(pool: RankPool, tmp_path: Path, how: str
     assert (check.outcome, check.times) == (Check.HOLDS, 2), check
     assert f"steps 1 to {6 if how == 'dropped' else 8}" in check.found
     first, second, *others = pages.read(path := folder / pages.NAME)
-    twice = dataclasses.replace(second, indices=np.array([*second.indices[:-1], second.indices[0]]))
-    path.write_bytes(b"".join(page.encode() for page in (first, twice, *others)))
-    check = judged(folder)
-    assert check.outcome == Check.FAILS
-    assert "came more than once" in check.found
+    twice = [*second.indices[:-1], second.indices[0]]
+    swapped = second.indices[[1, 0, *range(2, len(second.indices))]]
+    for indices, told in ((twice, "came more than once"), (swapped, "in another order")):
+        changed = dataclasses.replace(second, indices=np.array(indices))
+        path.write_bytes(b"".join(page.encode() for page in (first, changed, *others)))
+        check = judged(folder)
+        if how == "sampled" and indices is swapped:
+            assert check.outcome == Check.HOLDS, "an order of its own"
+        else:
+            assert check.outcome == Check.FAILS
+            assert told in check.found
 
 
 def test_a_last_checkpoint_that_is_an_older_one_is_found(tmp_path: Path) -> None:

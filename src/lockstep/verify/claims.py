@@ -24,6 +24,7 @@ from ..checks import ledger, pages
 from ..checks.ledger import Planned
 from ..config.options import read_toml
 from ..config.schema import RunConfig
+from ..data.order import SHUFFLED
 from ..errors import ProofError, RequestError, Stopped, counted
 from ..files import lines_of, parse_json, understanding
 from ..record.checks import BIT_FOR_BIT, Check, from_json
@@ -390,6 +391,9 @@ def _planned(run: _Run, begun: int | None) -> Planned:
     return Planned(
         global_batch=start["plan"]["global_size"] if own else batch.size,
         drop_last=start["chosen"].get("drop-last") is True if own else batch.drop_last,
+        order=start["chosen"].get("order", "") if own else SHUFFLED,
+        seed=_config(run).seed,
+        is_own_loop=own,
         first=None if begun is None else begun + 1,
         steps=run.last_step if run.exit in _COMPLETE else None,
         evaluations=[] if begun is None else [row["step"] for row in run.rows("eval") if row["step"] > begun],
