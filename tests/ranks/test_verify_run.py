@@ -261,3 +261,10 @@ def test_each_fault_is_found_and_named(copy: Path, capsys: Capture, spoil: Spoil
     assert re.search(words, said), said
     assert _outcomes(copy)[claim] == Check.FAILS
     assert "**fails**" in (copy / "proof.md").read_text()
+
+
+def test_patience_ends_a_run_whose_scores_no_longer_rise_and_no_other(copy: Path) -> None:
+    _edit("config.toml", "\nepochs = 3\n", "\nepochs = 5\npatience = 1\n")(copy)
+    assert _wrong(copy) == []
+    _set("eval", 69, "top1", "1.0")(copy)
+    assert _wrong(copy)[0] == "steps: the run is complete at step 69, and config.toml asks for 115"

@@ -257,8 +257,16 @@ def _steps(run: _Run) -> Iterator[str]:
         if (row["epoch"], row["samples"]) != (epoch, end - begin):
             told, due = (f"{counted(each, 'sample')} of epoch" for each in (row["samples"], end - begin))
             yield f"step {row['step']} has {told} {row['epoch']}, and by the plan {due} {epoch} ({_at(row)})"
-    if not run.unfinished and run.last_step != total and config.patience is None:
+    if not run.unfinished and run.last_step != total and not _is_out_of_patience(run, config.patience):
         yield f"the run is complete at step {run.last_step:,}, and {CONFIG} asks for {total:,}"
+
+
+def _is_out_of_patience(run: _Run, patience: int | None) -> bool:
+    """Return whether the last `patience` evaluations have brought no better top1 than those before."""
+    scores = list({row["step"]: row["top1"] for row in run.rows("eval")}.values())
+    if patience is None or len(scores) <= patience:
+        return patience is not None and run.first_step > 0  # those before may be in another folder
+    return bool(max(scores[-patience:]) <= max(scores[:-patience]))
 
 
 def _samples(run: _Run) -> int:
