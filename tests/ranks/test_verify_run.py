@@ -236,6 +236,7 @@ FAULTS: list[tuple[Spoil, str, str]] = [
     (_line("eval", 23, r"\1\1"), "evaluations", "the evaluation after step 23 comes after step 23 a second time"),
     (_set("eval", 23, "step", "22"), "evaluations", "the evaluation after step 22 comes after step 23"),
     (_set("eval", 46, "samples", "359"), "evaluations", "step 46 has 359 samples, and .* 360"),
+    (_set("eval", 46, "loss", "0.5"), "checkpoints", "best: its loss is .*, and step 46 had 0.5"),
     (_edit(STEPS, r'("event": "proof", .*?"at_step": )69', r"\g<1>67"), "replicas", "but the run's last step is 69"),
     (_edit(SUMMARY, r'"best_top1": [\d.]+', '"best_top1": 0.95'), "summary", "best_top1 is 0.95, and by steps.jsonl"),
     (lambda folder: (folder / SUMMARY).unlink(), "summary", "is None, and by steps.jsonl it is"),

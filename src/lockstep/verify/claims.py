@@ -372,6 +372,10 @@ def _checkpoints(run: _Run) -> Iterator[str]:
         for key in asked:
             if before.get(key, asked[key]) != asked[key]:
                 yield f"{name}: it was trained with {key} {before[key]}, and {CONFIG} has {asked[key]}"
+        for row in [row for row in run.rows("eval") if row["step"] == meta["evaluated"]][-1:]:
+            held = meta["scores"] or {}
+            for key in (key for key in _SCORES if held.get(key) != row[key]):
+                yield f"{name}: its {key} is {held.get(key)}, and step {row['step']} had {row[key]} ({_at(row)})"
         if name == "best" and best is not None and scores.get(step) != best:
             yield f"best: it is of step {step} with top1 {scores.get(step)}, and the best one had {best}"
 
