@@ -25,7 +25,7 @@ from lockstep.world.world import World
 from ..command import command, events, losses, refusal
 from ..pool import RankPool
 
-STEPS, SUMMARY = "steps.jsonl", "summary.json"
+MANIFEST, STEPS, SUMMARY = "manifest.json", "steps.jsonl", "summary.json"
 CLAIMS = {"files", "steps", "losses", "rates", "evaluations", "summary", "checkpoints", "replicas", "ledger"}
 WORDS = ("train", "digits", "--model", "mlp", "--accelerator", "cpu", "--strategy", "single", "--batch", 50)
 Capture = pytest.CaptureFixture[str]
@@ -247,6 +247,7 @@ FAULTS: list[tuple[Spoil, str, str]] = [
     (_edit("config.toml", "\nseed = 0\n", "\nseed = 1\n"), "checkpoints", "trained with seed 0, and config.toml has 1"),
     (_edit("config.toml", "\nbatch = 64\n", "\nbatch = 32\n"), "steps", "has batch 32, and the run was .* with 64"),
     (_edit("config.toml", "\nepochs = 3\n", "\nepochs = \n"), "files", "config.toml is not valid TOML"),
+    (_edit(MANIFEST, r'"first_step": 0', '"first_step": 7'), "files", "manifest.json has first_step 7, and .* 0"),
     (_edit(STEPS, r'("event": "finish",).*\n', r"\g<1>"), "files", r"lacks the end of the run, .* \(exit code 0\)"),
     (_ledger(lambda whole: whole[:-3]), "ledger", "is cut short"),
     (_ledger(lambda whole: whole[:300] + b"x" + whole[301:]), "ledger", "is damaged"),

@@ -102,13 +102,16 @@ def _read(folder: Path) -> _Run:
         begins = []
     parts = [_part(rows[begin:end]) for begin, end in zip(begins, [*begins[1:], len(rows)], strict=False)]
     config = understood(CONFIG, lambda: read_toml(folder / CONFIG))
-    understood(MANIFEST, lambda: json_object(MANIFEST))
+    manifest = understood(MANIFEST, lambda: json_object(MANIFEST))
     summary = understood(SUMMARY, lambda: json_object(SUMMARY)) if (folder / SUMMARY).exists() else None
     if summary is None or summary.get("exit") is None:  # a start marks the one before it; or it holds proofs alone
         summary = {}
     if not parts:
         return _Run(folder, config, summary, parts, damage)
     first, last = parts[0], parts[-1]
+    for name, own in {"batch_plan": "plan", "first_step": "first_step", "chosen": "chosen"}.items():
+        if manifest is not None and manifest.get(name) != last.start[own]:
+            damage.append(f"{MANIFEST} has {name} {manifest.get(name)}, and {STEPS} {last.start[own]}")
     code = None if last.end is None else last.end["exit"]
     if is_torn and code is not None:  # as no kill leaves it
         damage.append(f"the last line of {STEPS} is cut short")
