@@ -282,9 +282,13 @@ def _samples(run: _Run) -> int:
 
 
 def _losses(run: _Run) -> Iterator[str]:
-    for row in run.rows("step"):
-        if not _is_finite(row["loss"]):
-            yield f"the loss of step {row['step']} is not a finite number ({_at(row)})"
+    for part in run.parts:
+        # fp16 scales the loss up until gradients overflow: such a step is skipped, and its norm recorded.
+        overflows = part.start["chosen"].get("precision") == "fp16"
+        for row in (row for row in part.rows if row["event"] == "step"):
+            for name, value in (("loss", row["loss"]), ("grad_norm", 0 if overflows else row.get("grad_norm", 0))):
+                if not _is_finite(value):
+                    yield f"the {name} of step {row['step']} is not a finite number ({_at(row)})"
 
 
 def _rates(run: _Run) -> Iterator[str]:
@@ -327,8 +331,15 @@ def _evaluations(run: _Run) -> Iterator[str]:
         size = sizes.setdefault("of" in row, samples)  # `of`: at the end, beside a validation set
         if samples != size or size < 1:
             yield f"{after} has {counted(samples, 'sample')}, and the set has {size:,} ({_at(row)})"
-        elif row["event"] != "evaluate" and not (_is_finite(row["loss"]) and 0 <= row["top1"] <= row["top5"] <= 1):
+        elif row["event"] != "evaluate" and not _is_possible(row):
             yield f"{after} cannot have had {', '.join(f'{name} {row[name]}' for name in _SCORES)} ({_at(row)})"
+
+
+def _is_possible(row: _Row) -> bool:
+    """Return whether these are scores: shares of the samples are quotients of whole numbers, to the last bit."""
+    samples, shares = row["samples"], (row["top1"], row["top5"])
+    is_ordered = _is_finite(row["loss"]) and 0 <= row["top1"] <= row["top5"] <= 1
+    return is_ordered and all(round(share * samples) / samples == share for share in shares)
 
 
 def _summary(run: _Run) -> Iterator[str]:
@@ -434,7 +445,7 @@ def _planned(run: _Run, begun: int | None) -> Planned:
 _CLAIMS = (
     ("files", f"{CONFIG}, {MANIFEST}, {STEPS} and {SUMMARY} can be read to their ends", "", "start", _damage),
     ("steps", "Each optimizer step is recorded once, in order, with its samples", "exactly", "step", _steps),
-    ("losses", "Each loss is a finite number", "", "step", _losses),
+    ("losses", "Each loss and gradient norm is a finite number", "", "step", _losses),
     ("rates", "Each step had the learning rate of the config's schedule", BIT_FOR_BIT, "step", _rates),
     ("evaluations", "Where an evaluation was due, the whole set was evaluated once", "exactly", "eval", _evaluations),
     ("summary", f"{SUMMARY} says what {STEPS} says", BIT_FOR_BIT, "start", _summary),
