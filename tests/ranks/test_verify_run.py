@@ -18,6 +18,7 @@ from lockstep.cli import flags
 from lockstep.cli.main import main
 from lockstep.engine import run
 from lockstep.errors import Stopped
+from lockstep.record import checks
 from lockstep.record.checks import Check
 from lockstep.verify import claims
 from lockstep.world.world import World
@@ -265,6 +266,12 @@ def test_each_fault_is_found_and_named(copy: Path, capsys: Capture, spoil: Spoil
     assert re.search(words, said), said
     assert _outcomes(copy)[claim] == Check.FAILS
     assert "**fails**" in (copy / "proof.md").read_text()
+
+
+def test_what_was_found_wrong_before_stays_wrong(copy: Path, capsys: Capture) -> None:
+    checks.add(copy, [Check(name="copies", claim="Copies are alike", outcome=Check.FAILS, found="they are apart")])
+    assert "copies fails: they are apart" in refusal(capsys, "verify", "run", copy, code=3)
+    assert _outcomes(copy)["copies"] == Check.FAILS
 
 
 def test_patience_ends_a_run_whose_scores_no_longer_rise_and_no_other(copy: Path) -> None:
