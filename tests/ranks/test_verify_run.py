@@ -138,6 +138,8 @@ def test_a_run_that_is_complete_extended_or_carried_to_another_folder_holds(tmp_
     assert _wrong(onwards) == []
     _train(first, "--epochs", 3, "--resume", first / "checkpoints" / "step-00000058")
     assert _wrong(first) == [], "taken up from an older checkpoint"
+    _edit(SUMMARY, r'"best_top1": [\d.]+', '"best_top1": 0.5')(onwards)  # of which its records have not all
+    assert re.match("checkpoints: last: its best_top1 is .*, and summary.json has 0.5", *_wrong(onwards))
 
 
 def test_a_run_that_was_stopped_and_resumed_on_other_ranks_holds(

@@ -390,6 +390,8 @@ def _checkpoints(run: _Run) -> Iterator[str]:
             held = meta["scores"] or {}
             for key in (key for key in _SCORES if held.get(key) != row[key]):
                 yield f"{name}: its {key} is {held.get(key)}, and step {row['step']} had {row[key]} ({_at(row)})"
+        if name == "last" and run.exit == 0 and meta["best_top1"] != (told := run.summary.get("best_top1")):
+            yield f"last: its best_top1 is {meta['best_top1']}, and {SUMMARY} has {told}"
         if name == "best" and best is not None and scores.get(step) != best:
             yield f"best: it is of step {step} with top1 {scores.get(step)}, and the best one had {best}"
 
