@@ -381,19 +381,24 @@ def _checkpoints(run: _Run) -> Iterator[str]:
             yield f"last: it is of step {step}, and the run of {due}"
         if run.is_own_loop:
             continue
-        # An option that is newer than the checkpoint cannot have been another one.
-        before, asked = meta.get("config", {}), {} if run.config is None else resume.identity(run.config)
-        for key in asked:
-            if before.get(key, asked[key]) != asked[key]:
-                yield f"{name}: it was trained with {key} {before[key]}, and {CONFIG} has {asked[key]}"
-        for row in [row for row in run.rows("eval") if row["step"] == meta["evaluated"]][-1:]:
-            held = meta["scores"] or {}
-            for key in (key for key in _SCORES if held.get(key) != row[key]):
-                yield f"{name}: its {key} is {held.get(key)}, and step {row['step']} had {row[key]} ({_at(row)})"
+        yield from (f"{name}: {found}" for found in _of_other_runs(run, meta))
         if name == "last" and run.exit == 0 and meta["best_top1"] != (told := run.summary.get("best_top1")):
             yield f"last: its best_top1 is {meta['best_top1']}, and {SUMMARY} has {told}"
         if name == "best" and best is not None and scores.get(step) != best:
             yield f"best: it is of step {step} with top1 {scores.get(step)}, and the best one had {best}"
+
+
+def _of_other_runs(run: _Run, meta: Mapping[str, Any]) -> Iterator[str]:
+    """Yield in clauses why a checkpoint is not of this run: another config, or other scores of its evaluation."""
+    # An option that is newer than the checkpoint cannot have been another one.
+    before, asked = meta.get("config", {}), {} if run.config is None else resume.identity(run.config)
+    for key in asked:
+        if before.get(key, asked[key]) != asked[key]:
+            yield f"it was trained with {key} {before[key]}, and {CONFIG} has {asked[key]}"
+    scores = meta["scores"] or {}
+    for row in [row for row in run.rows("eval") if row["step"] == meta["evaluated"]][-1:]:
+        for key in (key for key in _SCORES if scores.get(key) != row[key]):
+            yield f"its {key} is {scores.get(key)}, and step {row['step']} had {row[key]} ({_at(row)})"
 
 
 def _replicas(run: _Run, held: Check | None) -> Check:
