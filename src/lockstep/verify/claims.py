@@ -307,6 +307,19 @@ def _evaluations(run: _Run) -> Iterator[str]:
     rows = run.rows("evaluate", "eval", "test")
     if not rows and (run.unfinished or run.last_step == run.first_step):
         raise _OpenError(f"there is none in these records: {run.unfinished or 'they have no step'}")
+    yield from _misplaced(run)
+    sizes: dict[bool, int] = {}
+    for row in rows:
+        samples, after = row["samples"], f"the evaluation after step {row['step']}"
+        size = sizes.setdefault("of" in row, samples)  # `of`: at the end, beside a validation set
+        if samples != size or size < 1:
+            yield f"{after} has {counted(samples, 'sample')}, and the set has {size:,} ({_at(row)})"
+        elif row["event"] != "evaluate" and not _is_possible(row):
+            yield f"{after} cannot have had {', '.join(f'{name} {row[name]}' for name in _SCORES)} ({_at(row)})"
+
+
+def _misplaced(run: _Run) -> Iterator[str]:
+    """Yield the evaluations that come after another step than their own, or twice, and those that are missing."""
     due, evaluated = set[int](), set[int]()
     for part in run.parts:
         step, own = part.first_step, set[int]()
@@ -325,14 +338,6 @@ def _evaluations(run: _Run) -> Iterator[str]:
     for step in sorted(due - evaluated):
         if run.first_step < step and (run.exit == 0 or step < run.last_step):  # where it ends otherwise, not yet
             yield f"the evaluation after step {step} is not in {STEPS}"
-    sizes: dict[bool, int] = {}
-    for row in rows:
-        samples, after = row["samples"], f"the evaluation after step {row['step']}"
-        size = sizes.setdefault("of" in row, samples)  # `of`: at the end, beside a validation set
-        if samples != size or size < 1:
-            yield f"{after} has {counted(samples, 'sample')}, and the set has {size:,} ({_at(row)})"
-        elif row["event"] != "evaluate" and not _is_possible(row):
-            yield f"{after} cannot have had {', '.join(f'{name} {row[name]}' for name in _SCORES)} ({_at(row)})"
 
 
 def _is_possible(row: _Row) -> bool:
