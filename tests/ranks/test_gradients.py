@@ -113,6 +113,7 @@ def test_dp_has_statistics_of_its_own_by_design_unless_asked_for(pool: RankPool)
     ("values", "parts"),
     [
         ({"step": "no_step"}, ["--step leaves no gradient"]),
+        ({"step": "unwrapped_step"}, ["--step raised TypeError at ", "it is called as step(model, x, y)"]),
         ({"step": "updating_step"}, ["--step changes the model's weights", "leave optimizer.step() out"]),
         ({"model": "Single"}, ["--model tests.judged:Single cannot run in float64: ", "--precision fp32"]),
     ],

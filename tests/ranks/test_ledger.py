@@ -16,6 +16,7 @@ import torch
 from lockstep.checks.ledger import Ledger, Planned, check
 from lockstep.checks.pages import EVAL, NAME, TRAIN, Indices, Page, TornError, read, rewind
 from lockstep.config.options import override, recipe
+from lockstep.data.order import SHUFFLED, Order
 from lockstep.data.resident import Data
 from lockstep.engine import train
 from lockstep.errors import ProofError, RequestError
@@ -26,16 +27,16 @@ from ..curves import Losses
 from ..disks import no_file_beyond
 from ..pool import RankPool
 
-SAMPLES, BATCH, TESTED = 30, 8, 11
-PLANNED = Planned(global_batch=BATCH)
+SEED, SAMPLES, BATCH, TESTED = 7, 30, 8, 11
+PLANNED = Planned(global_batch=BATCH, order=SHUFFLED, seed=SEED)
 Steps = dict[int, list[Indices]]
 """What each of two ranks computed, by step: two epochs of four steps, the last batch of six samples."""
 
 
-def steps() -> Steps:
-    order = np.random.default_rng(7).permutation(SAMPLES)
-    parts = [order[at : at + BATCH] for at in range(0, SAMPLES, BATCH)]
-    return {step: np.array_split(parts[(step - 1) % 4], 2) for step in range(1, 9)}
+def steps(seed: int = SEED) -> Steps:
+    orders = [Order(SAMPLES, seed=seed, epoch=epoch).indices(0, SAMPLES) for epoch in range(2)]
+    parts = [order[at : at + BATCH] for order in orders for at in range(0, SAMPLES, BATCH)]
+    return {step: np.array_split(part, 2) for step, part in enumerate(parts, start=1)}
 
 
 def written(held: Steps, every: int = 3) -> list[Page]:
@@ -105,16 +106,30 @@ FAULTS: dict[str, tuple[Callable[[Steps], object], str]] = {
     "one share twice": (
         lambda held: held[3].__setitem__(1, held[2][1]),
         r"^epoch 0: 26 of 30 samples came, and sample \d+ and 3 more samples came more than once, "
-        r"in step 2 on rank 1 and in step 3 on rank 1$",
+        r"in step 2 on rank 1 and in step 3 on rank 1; in step 3, rank 1 computed other samples than planned",
     ),
     "one sample twice": (
         lambda held: held[5].__setitem__(0, held[5][0][[0, 1, 2, 3, 0]]),
-        r"^epoch 1: sample \d+ came more than once, in step 5 on rank 0 and in step 5 on rank 0$",
+        r"^epoch 1: sample \d+ came more than once, in step 5 on rank 0 and in step 5 on rank 0; "
+        r"step 5 has 9 samples of epoch 1, and 8 by the plan$",
     ),
     "one share dropped": (
         lambda held: held[3].__setitem__(1, np.empty(0, np.int64)),
-        r"^epoch 0: 26 of 30 samples came$",
+        r"^epoch 0: 26 of 30 samples came; step 3 has 4 samples of epoch 0, and 8 by the plan$",
     ),
+    "a number beyond the data set": (
+        lambda held: held[2].__setitem__(1, np.append(held[2][1], SAMPLES)),
+        r"^epoch 0: 1 number of none of the 30 samples came; step 2 has 9 samples",
+    ),
+    "another seed on rank 1": (
+        lambda held: [each.__setitem__(1, steps(SEED + 1)[step][1]) for step, each in held.items()],
+        r"^epoch 0: .* came more than once, .*; in step 1, rank 1 computed other samples .*; and \d+ more findings$",
+    ),
+    "two steps exchanged": (
+        lambda held: held.update({1: held[2], 2: held[1]}),
+        r"^in step 1, rank 0 and rank 1 computed other samples than planned, or in another order; in step 2, rank 0",
+    ),
+    "two ranks exchanged": (lambda held: held[6].reverse(), r"^in step 6, rank 0 and rank 1 computed other samples"),
     "a step missing": (lambda held: held.pop(5), r"^step 6 follows step 4$"),
 }
 
@@ -201,7 +216,7 @@ def _trained(pool: RankPool, ranks: int, faulty: str = "", **values: Any) -> str
 
 
 def judged(folder: Path, **values: Any) -> Check:
-    return check(folder / NAME, Planned(**{"global_batch": 100} | values))
+    return check(folder / NAME, Planned(**{"global_batch": 100, "order": SHUFFLED} | values))
 
 
 TEXT = {"model": "tests.judged:Transformer", "data": "tests.judged:texts", "batch": 11, "lr": 0.01}

@@ -48,11 +48,12 @@ def train(world: World, folder: Path, how: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(images(), batch_size=20, **HOW[how])
         model, optimizer, loader = ours.prepare(model, optimizer, loader)
-        for _ in ours.epochs(2):
+        for epoch in ours.epochs(2):
             for x, y in loader:
                 ours.backward(nn.functional.cross_entropy(model(x), y))
                 optimizer.step()
                 optimizer.zero_grad()
+            ours.score(-epoch)
 
 
 def judged(folder: Path) -> Check:
@@ -69,11 +70,26 @@ def test_the_ledger_of_a_loop_is_judged(pool: RankPool, tmp_path: Path, how: str
     assert (check.outcome, check.times) == (Check.HOLDS, 2), check
     assert f"steps 1 to {6 if how == 'dropped' else 8}" in check.found
     first, second, *others = pages.read(path := folder / pages.NAME)
-    twice = dataclasses.replace(second, indices=np.array([*second.indices[:-1], second.indices[0]]))
-    path.write_bytes(b"".join(page.encode() for page in (first, twice, *others)))
-    check = judged(folder)
-    assert check.outcome == Check.FAILS
-    assert "came more than once" in check.found
+    twice = [*second.indices[:-1], second.indices[0]]
+    swapped = second.indices[[1, 0, *range(2, len(second.indices))]]
+    for indices, told in ((twice, "came more than once"), (swapped, "in another order")):
+        changed = dataclasses.replace(second, indices=np.array(indices))
+        path.write_bytes(b"".join(page.encode() for page in (first, changed, *others)))
+        check = judged(folder)
+        if how == "sampled" and indices is swapped:
+            assert check.outcome == Check.HOLDS, "an order of its own"
+        else:
+            assert check.outcome == Check.FAILS
+            assert told in check.found
+
+
+def test_a_last_checkpoint_that_is_an_older_one_is_found(tmp_path: Path) -> None:
+    train(World.alone(), tmp_path, "ascending")
+    assert not claims.judge(tmp_path).failing
+    (tmp_path / "checkpoints" / "last").unlink()
+    (tmp_path / "checkpoints" / "last").symlink_to("step-00000004")  # the best one
+    (wrong,) = claims.judge(tmp_path).failing
+    assert wrong.found == "last: it is of step 4, and the run of 8"
 
 
 @pytest.mark.parametrize("name", ["gan", "streamed"])

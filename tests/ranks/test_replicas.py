@@ -117,3 +117,36 @@ def test_what_is_not_finite_on_all_ranks_is_named(pool: RankPool) -> None:
     (said,) = {*pool.run(2, _ruined, MOMENTUM, (0, 1), 1, False, {})}
     named = rf"RunError: .* after step 4 are not finite numbers \([^)]*\b{re.escape(MOMENTUM)}\), though the loss was"
     assert re.match(named, said), said
+
+
+def _lost(world: World, flips: bool) -> tuple[str, str]:
+    """Return what is said of a loss that is not finite some steps after a check, and what becomes of the proof."""
+    held = {"model/frozen": torch.ones(64)}
+    check = ReplicaCheck(world, lambda: held, 20)
+    check.check(20, 0.1)
+    if flips and world.rank == 1:
+        _ruin(held["model/frozen"], flips)
+    try:
+        said = check.explain_loss(25, 24)
+    except ProofError as error:
+        said = str(error)
+    return said, check.proof().outcome
+
+
+@pytest.mark.parametrize(
+    ("flips", "told", "outcome"),
+    [
+        (
+            True,
+            "rank 1 differs from the others in model/frozen by up to 0.0312; .* the same after step 20",
+            Check.FAILS,
+        ),
+        (False, "^The replicas were the same after step 20; --verify-every 1", Check.OPEN),
+    ],
+)
+def test_a_loss_that_is_not_finite_has_the_replicas_compared(
+    pool: RankPool, flips: bool, told: str, outcome: str
+) -> None:
+    ((said, found),) = {*pool.run(3, _lost, flips)}
+    assert re.search(told, said), said
+    assert found == outcome

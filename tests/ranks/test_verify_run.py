@@ -22,6 +22,7 @@ from lockstep.cli import flags
 from lockstep.cli.main import main
 from lockstep.engine import run
 from lockstep.errors import Stopped
+from lockstep.record import checks
 from lockstep.record.checks import Check
 from lockstep.record.result import Scores
 from lockstep.sessions import scoring
@@ -31,7 +32,7 @@ from lockstep.world.world import World
 from ..command import command, events, losses, refusal
 from ..pool import RankPool
 
-STEPS, SUMMARY = "steps.jsonl", "summary.json"
+MANIFEST, STEPS, SUMMARY = "manifest.json", "steps.jsonl", "summary.json"
 CLAIMS = {"files", "steps", "losses", "rates", "evaluations", "summary", "checkpoints", "replicas", "ledger"}
 WORDS = ("train", "digits", "--model", "mlp", "--accelerator", "cpu", "--strategy", "single", "--batch", 50)
 Capture = pytest.CaptureFixture[str]
@@ -143,6 +144,8 @@ def test_a_run_that_is_complete_extended_or_carried_to_another_folder_holds(tmp_
     assert _wrong(onwards) == []
     _train(first, "--epochs", 3, "--resume", first / "checkpoints" / "step-00000058")
     assert _wrong(first) == [], "taken up from an older checkpoint"
+    _edit(SUMMARY, r'"best_top1": [\d.]+', '"best_top1": 0.5')(onwards)  # of which its records have not all
+    assert re.match("checkpoints: last: its best_top1 is .*, and summary.json has 0.5", *_wrong(onwards))
 
 
 def _scored(patch: pytest.MonkeyPatch, *tops: float) -> None:
@@ -274,9 +277,15 @@ FAULTS: list[tuple[Spoil, str, str]] = [
     (_line("step", 69), "steps", "complete at step 68, and config.toml asks for 69"),
     (_set("step", 23, "samples", "64"), "steps", "step 23 has 64 samples .* by the plan 29 samples"),
     (_set("step", 4, "loss", "NaN"), "losses", "the loss of step 4 is not a finite number"),
+    (_set("step", 5, "grad_norm", "NaN"), "losses", "the grad_norm of step 5 is not a finite number"),
     (_set("step", 12, "lr", "0.05000000000000001"), "rates", "step 12 had .* 0.05000000000000001, and .* gives 0.05 "),
     (_line("eval", 69), "evaluations", "the evaluation after step 69 is not in steps.jsonl"),
+    (_line("eval", 23), "evaluations", "the evaluation after step 23 is not in steps.jsonl"),
+    (_line("eval", 23, r"\1\1"), "evaluations", "the evaluation after step 23 comes after step 23 a second time"),
+    (_set("eval", 23, "step", "22"), "evaluations", "the evaluation after step 22 comes after step 23"),
     (_set("eval", 46, "samples", "359"), "evaluations", "step 46 has 359 samples, and .* 360"),
+    (_set("eval", 46, "loss", "0.5"), "checkpoints", "best: its loss is .*, and step 46 had 0.5"),
+    (_set("eval", 46, "top1", "0.5001"), "evaluations", "the evaluation after step 46 cannot have had top1 0.5001"),
     (_edit(STEPS, r'("event": "proof", .*?"at_step": )69', r"\g<1>67"), "replicas", "but the run's last step is 69"),
     (_edit(SUMMARY, r'"best_top1": [\d.]+', '"best_top1": 0.95'), "summary", "best_top1 is 0.95, and by steps.jsonl"),
     (lambda folder: (folder / SUMMARY).unlink(), "summary", "is None, and by steps.jsonl it is"),
@@ -287,6 +296,8 @@ FAULTS: list[tuple[Spoil, str, str]] = [
     (_edit("config.toml", "\nseed = 0\n", "\nseed = 1\n"), "checkpoints", "trained with seed 0, and config.toml has 1"),
     (_edit("config.toml", "\nbatch = 64\n", "\nbatch = 32\n"), "steps", "has batch 32, and the run was .* with 64"),
     (_edit("config.toml", "\nepochs = 3\n", "\nepochs = \n"), "files", "config.toml is not valid TOML"),
+    (_edit(MANIFEST, r'"first_step": 0', '"first_step": 7'), "files", "manifest.json has first_step 7, and .* 0"),
+    (_edit(STEPS, r'("event": "finish",).*\n', r"\g<1>"), "files", r"lacks the end of the run, .* \(exit code 0\)"),
     (_ledger(lambda whole: whole[:-3]), "ledger", "is cut short"),
     (_ledger(lambda whole: whole[:300] + b"x" + whole[301:]), "ledger", "is damaged"),
     (lambda folder: (folder / pages.NAME).unlink(), "ledger", "the run kept a ledger.bin, and it is not there"),
@@ -301,3 +312,16 @@ def test_each_fault_is_found_and_named(copy: Path, capsys: Capture, spoil: Spoil
     assert re.search(words, said), said
     assert _outcomes(copy)[claim] == Check.FAILS
     assert "**fails**" in (copy / "proof.md").read_text()
+
+
+def test_what_was_found_wrong_before_stays_wrong(copy: Path, capsys: Capture) -> None:
+    checks.add(copy, [Check(name="copies", claim="Copies are alike", outcome=Check.FAILS, found="they are apart")])
+    assert "copies fails: they are apart" in refusal(capsys, "verify", "run", copy, code=3)
+    assert _outcomes(copy)["copies"] == Check.FAILS
+
+
+def test_patience_ends_a_run_whose_scores_no_longer_rise_and_no_other(copy: Path) -> None:
+    _edit("config.toml", "\nepochs = 3\n", "\nepochs = 5\npatience = 1\n")(copy)
+    assert _wrong(copy) == []
+    _set("eval", 69, "top1", "1.0")(copy)
+    assert _wrong(copy)[0] == "steps: the run is complete at step 69, and config.toml asks for 115"

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from lockstep.cli.main import main
+from lockstep.cli.verify.curve import judge
 from lockstep.config.options import override
 from lockstep.config.registry import KINDS
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ProofError, RequestError, RunError
 from lockstep.verify import commands, curve, variants
-from lockstep.verify.curve import Curve, compare
+from lockstep.verify.curve import Curve, Outcome, compare
 from lockstep.verify.variants import Known, Setup, Variant
 
 from ..command import gone, until
@@ -147,6 +148,15 @@ def test_what_cannot_be_trained_is_left_out() -> None:
         (_setup(script=SCRIPT), {"has_statistics": False, "has_epochs": False}, {"ddp-2-resumed", "single-then-ddp-2"}),
     ):
         assert {name for name, each in _others(setup, **known).items() if each.why_not} == names
+
+
+def test_a_job_of_which_every_variant_is_left_out_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    setup = _setup(devices=4, batch=2, output=str(tmp_path / "out"))
+    left = [each for each in _others(setup, batch=2).values() if each.partner]
+    found = [Outcome(variant=each, verdict=curve.LEFT_OUT, why_not=each.why_not) for each in left]
+    monkeypatch.setattr(curve, "outcomes", lambda setup, tolerance: found)
+    with pytest.raises(RequestError, match=r"Nothing could be compared: --batch 2 does not split .* 4 ranks"):
+        judge(setup, 1e-9)
 
 
 def test_each_variant_has_the_flags_given_and_is_cut_as_the_reference_was() -> None:

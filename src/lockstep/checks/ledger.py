@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, groupby
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +20,8 @@ import numpy.typing as npt
 import torch
 
 from ..batching import BatchPlan
-from ..errors import RequestError, counted
+from ..data.order import ASCENDING, SHUFFLED, Order
+from ..errors import RequestError, counted, ranks_named
 from ..files import append_whole, ours
 from ..record.checks import Check
 from ..world.world import World
@@ -37,13 +39,13 @@ class _Tally:
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
+        self.pages: list[Page] = []
         # An index has as many bits as the largest sample, and may be beyond it. Memory is for those that came alone.
         self._kind = np.min_scalar_type(2 * samples)
-        self._pages: list[Page] = []
 
     def add(self, page: Page) -> None:
         """Count the samples of a page."""
-        self._pages.append(dataclasses.replace(page, indices=page.indices.astype(self._kind)))
+        self.pages.append(dataclasses.replace(page, indices=page.indices.astype(self._kind)))
 
     def finding(self, expected: int | None) -> str:
         """Return in a clause why this is not each sample exactly once; "" where it is.
@@ -51,13 +53,15 @@ class _Tally:
         `expected` is how many samples were to come, all or fewer; None where that is not known, and it is only asked
         whether one came twice.
         """
-        came = np.concatenate([np.empty(0, self._kind), *(page.indices for page in self._pages)])
+        came = np.concatenate([np.empty(0, self._kind), *(page.indices for page in self.pages)])
         different, times = np.unique(came, return_counts=True)
         known = int(np.searchsorted(different, self.samples))
         clauses = [f"{known:,} of {expected:,} samples came"] if expected not in (None, known) else []
+        if strange := len(different) - known:
+            clauses.append(f"{counted(strange, 'number')} of none of the {self.samples:,} samples came")
         if len(repeated := different[times > 1]):
             others = f" and {counted(len(repeated) - 1, 'more sample')}" if len(repeated) > 1 else ""
-            places = [place for page in self._pages for place in page.places(repeated[0])]
+            places = [place for page in self.pages for place in page.places(repeated[0])]
             where = " and ".join(f"in step {step} on rank {rank}" for step, rank in places[:2])
             clauses.append(f"sample {repeated[0]}{others} came more than once, {where}")
         return ", and ".join(clauses)
@@ -241,9 +245,44 @@ class Planned:
 
     global_batch: int
     drop_last: bool = False
+    order: str = ""  # in which an epoch visits its samples: SHUFFLED by the `seed`, or ASCENDING; else unknown
+    seed: int = 0
+    is_own_loop: bool = False  # which may make one step of several batches
     first: int | None = None  # the step from which on it kept a ledger
     steps: int | None = None  # the optimizer steps that it made
     evaluations: Collection[int] = ()  # the steps after which it evaluated, from `first` on
+
+
+def _deviations(pages: Sequence[Page], planned: Planned) -> Iterator[str]:
+    """Yield the steps of an epoch in which a rank computed other samples than its share of the plan, in this order."""
+    epoch, samples = pages[0].epoch, pages[0].samples
+    order: Callable[[int, int], Indices] = np.arange
+    if planned.order == SHUFFLED:
+        order = Order(samples, seed=planned.seed, epoch=epoch).indices
+    for page in pages:
+        plan = BatchPlan.solve(planned.global_batch, page.ranks, accumulation=page.accumulation, devices=page.devices)
+        per_epoch = plan.steps(samples, drop_last=planned.drop_last)
+        steps = np.split(page.indices, np.cumsum(page.counts.sum(axis=1, dtype=np.int64))[:-1])
+        for step, (sizes, held) in enumerate(zip(page.counts, steps, strict=True), start=page.first_step):
+            within = step - 1 - epoch * per_epoch
+            begin, stop = plan.batch(within, samples) if 0 <= within < per_epoch else (0, 0)
+            if len(held) != stop - begin:  # first: to plan what a page only claims takes memory
+                told = f"{counted(len(held), 'sample')} of epoch {epoch}"
+                yield f"step {step} has {told}, and {stop - begin:,} by the plan"
+                continue
+            counts, places = _layout(plan, len(held))
+            right = order(begin, stop)[places]
+            if not (np.array_equal(sizes, counts) and np.array_equal(held, right)):
+                pairs = zip(np.split(held, np.cumsum(sizes)), np.split(right, np.cumsum(counts)), strict=True)
+                ranks = [rank for rank, pair in enumerate(pairs) if not np.array_equal(*pair)]
+                yield f"in step {step}, {ranks_named(ranks)} computed other samples than planned, or in another order"
+
+
+@lru_cache(maxsize=16)
+def _layout(plan: BatchPlan, count: int) -> tuple[Indices, Indices]:
+    """Return how many of `count` samples each rank has, (ranks,), and their places in the batch by rank, (count,)."""
+    by_rank = [[at for share in plan.split(0, count, rank) for at in share] for rank in range(plan.ranks)]
+    return np.array([len(own) for own in by_rank]), np.array([*chain.from_iterable(by_rank)], np.int64)
 
 
 def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
@@ -251,7 +290,7 @@ def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
 
     Each known step has to be there once, and an evaluation after each step that had one; each evaluation and each whole
     epoch has to hold each sample once (without a smaller last batch, as many samples as its steps take), and an epoch
-    that is not whole none twice.
+    that is not whole none twice. Where the order is known, each rank's share of each step has to be the planned one.
 
     Raises `RequestError` for a file that is not there or is damaged; a last page that a kill cut short is left out if
     that is `torn_ok`.
@@ -289,6 +328,8 @@ def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
         is_whole = begin.first_step == epoch * per_epoch + 1 and due == (epoch + 1) * per_epoch + 1
         if finding := tally.finding(min(begin.samples, per_epoch * planned.global_batch) if is_whole else None):
             findings.append(f"epoch {epoch}: {finding}")
+        if planned.order in (SHUFFLED, ASCENDING) and (is_whole or not planned.is_own_loop):
+            findings += _deviations(tally.pages, planned)
     if due and planned.steps is not None and due != planned.steps + 1:
         findings.append(f"it ends with step {due - 1:,}, and the run made {counted(planned.steps, 'step')}")
     findings += [f"the evaluation after step {step}: {finding}" for step, finding in evaluated if finding]

@@ -56,6 +56,7 @@ class ReplicaCheck:
         self._next = (every or 1) if self._on else math.inf
         self._last_cost_s, self._first_at = 0.0, 0
         self._failure: LockstepError | None = None
+        self._lost_at: int | None = None  # a step whose loss was not finite, some time after the last check
 
     def due(self, step: int) -> bool:
         """Whether the replicas are to be compared after `step`: the same on every rank."""
@@ -94,8 +95,20 @@ class ReplicaCheck:
             self.check(step, step_s)
 
     def explain_loss(self, step: int, bad_step: int) -> str:
-        """Return what replicas may have to do with a loss of `bad_step` that is not finite; "" for nothing."""
-        return self._doubt(bad_step - 1) if self._on else ""
+        """Return what replicas may have to do with a loss of `bad_step` that is not finite; "" for nothing.
+
+        They are compared where that is in doubt (*collective*); raises `ProofError` where they are not the same bits.
+        """
+        doubt = self._doubt(bad_step - 1) if self._on else ""
+        if doubt:
+            tensors = dict(sorted(self._tensors().items()))
+            told = self._world.stack(facts(tensors, self._world.device)).tolist()
+            # By digests alone: that numbers are not finite is known.
+            self._failure = self._fault(step, tensors, [], [[*digests, 0, 0, 0] for *digests, _ in told])
+            if self._failure is not None:
+                raise self._failure
+            self._lost_at = bad_step
+        return doubt
 
     def proof(self) -> Check:
         """Return what was checked and what came of it."""
@@ -104,13 +117,17 @@ class ReplicaCheck:
             found = str(self._failure).removesuffix(".")
         elif not self._on:
             found = "switched off by --verify-every 0" if self._every == 0 else "one process, one set of weights"
+        elif self._lost_at is not None:
+            lost = f"the loss of step {self._lost_at} was not finite, and what became of them in between is not known"
+            found = f"{self._before()}; {lost}"
         elif self.agreed_at is None:
             found = "no step was compared"
+        holds = self.checks > 0 and self._lost_at is None
         return Check(
             name="replicas",
             claim="All ranks hold the same bits, of finite numbers: weights, optimizer state, synchronised statistics, "
             "averaged weights",
-            outcome=Check.FAILS if self._failure else Check.HOLDS if self.checks else Check.OPEN,
+            outcome=Check.FAILS if self._failure else Check.HOLDS if holds else Check.OPEN,
             times=self.checks + (self._failure is not None),
             tolerance=BIT_FOR_BIT,
             found=found,

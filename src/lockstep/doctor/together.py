@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -106,16 +107,32 @@ class Board:
 
 def reach(topology: Topology, address: str, board: Board, names: Sequence[str]) -> Finding:
     """Return whether ranks reach one another; this one is at `address` (*collective*)."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    # The kernel answers whoever connects, as long as there is room in the backlog.
-    with socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN) as server:
-        told = board.all("ports", server.getsockname()[:2])
+    with listening(address) as place:
+        told = board.all("ports", place)
         others = [rank for rank in told if rank != topology.rank]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             troubles = [*pool.map(lambda rank: visit(*told[rank]), others)]
         rows = board.all("visits", [*zip(others, troubles, strict=True)])
     visits = {(start, end): trouble for start, row in rows.items() for end, trouble in row}
     return judge_visits(visits, {rank: where for rank, (where, _) in told.items()}, names)
+
+
+@contextlib.contextmanager
+def listening(address: str) -> Iterator[tuple[str, int]]:
+    """Yield an address and a port where whoever connects is answered while the block runs."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN) as server:
+
+        def answer() -> None:  # a host's own limit of the backlog may be below the number of ranks
+            with contextlib.suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        try:
+            yield server.getsockname()[:2]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)  # ends accept, which closing does not
 
 
 def visit(address: str, port: int, limit_s: float = _CONNECT_S) -> str:

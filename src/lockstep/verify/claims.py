@@ -24,6 +24,7 @@ from ..checks import ledger, pages
 from ..checks.ledger import Planned
 from ..config.options import read_toml
 from ..config.schema import RunConfig
+from ..data.order import SHUFFLED
 from ..errors import ProofError, RequestError, Stopped, counted
 from ..files import lines_of, parse_json, understanding
 from ..record.checks import BIT_FOR_BIT, Check, from_json
@@ -101,16 +102,21 @@ def _read(folder: Path) -> _Run:
         begins = []
     parts = [_part(rows[begin:end]) for begin, end in zip(begins, [*begins[1:], len(rows)], strict=False)]
     config = understood(CONFIG, lambda: read_toml(folder / CONFIG))
-    understood(MANIFEST, lambda: json_object(MANIFEST))
+    manifest = understood(MANIFEST, lambda: json_object(MANIFEST))
     summary = understood(SUMMARY, lambda: json_object(SUMMARY)) if (folder / SUMMARY).exists() else None
     if summary is None or summary.get("exit") is None:  # a start marks the one before it; or it holds proofs alone
         summary = {}
     if not parts:
         return _Run(folder, config, summary, parts, damage)
     first, last = parts[0], parts[-1]
+    for name, own in {"batch_plan": "plan", "first_step": "first_step", "chosen": "chosen"}.items():
+        if manifest is not None and manifest.get(name) != last.start[own]:
+            damage.append(f"{MANIFEST} has {name} {manifest.get(name)}, and {STEPS} {last.start[own]}")
     code = None if last.end is None else last.end["exit"]
     if is_torn and code is not None:  # as no kill leaves it
         damage.append(f"the last line of {STEPS} is cut short")
+    if summary and code is None:  # which is written after that end
+        damage.append(f"{STEPS} lacks the end of the run, which {SUMMARY} has (exit code {summary['exit']})")
     total = last.start["total_steps"]  # 0 where that is not known
     at = f"step {last.last_step:,}" + (f" of {total:,}" if total else "")
     unfinished = {
@@ -254,8 +260,16 @@ def _steps(run: _Run) -> Iterator[str]:
         if (row["epoch"], row["samples"]) != (epoch, end - begin):
             told, due = (f"{counted(each, 'sample')} of epoch" for each in (row["samples"], end - begin))
             yield f"step {row['step']} has {told} {row['epoch']}, and by the plan {due} {epoch} ({_at(row)})"
-    if not run.unfinished and run.last_step != total and config.patience is None:
+    if not run.unfinished and run.last_step != total and not _is_out_of_patience(run, config.patience):
         yield f"the run is complete at step {run.last_step:,}, and {CONFIG} asks for {total:,}"
+
+
+def _is_out_of_patience(run: _Run, patience: int | None) -> bool:
+    """Return whether the last `patience` evaluations have brought no better top1 than those before."""
+    scores = list({row["step"]: row["top1"] for row in run.rows("eval")}.values())
+    if patience is None or len(scores) <= patience:
+        return patience is not None and run.first_step > 0  # those before may be in another folder
+    return bool(max(scores[-patience:]) <= max(scores[:-patience]))
 
 
 def _samples(run: _Run) -> int:
@@ -268,9 +282,13 @@ def _samples(run: _Run) -> int:
 
 
 def _losses(run: _Run) -> Iterator[str]:
-    for row in run.rows("step"):
-        if not _is_finite(row["loss"]):
-            yield f"the loss of step {row['step']} is not a finite number ({_at(row)})"
+    for part in run.parts:
+        # fp16 scales the loss up until gradients overflow: such a step is skipped, and its norm recorded.
+        overflows = part.start["chosen"].get("precision") == "fp16"
+        for row in (row for row in part.rows if row["event"] == "step"):
+            for name, value in (("loss", row["loss"]), ("grad_norm", 0 if overflows else row.get("grad_norm", 0))):
+                if not _is_finite(value):
+                    yield f"the {name} of step {row['step']} is not a finite number ({_at(row)})"
 
 
 def _rates(run: _Run) -> Iterator[str]:
@@ -289,16 +307,44 @@ def _evaluations(run: _Run) -> Iterator[str]:
     rows = run.rows("evaluate", "eval", "test")
     if not rows and (run.unfinished or run.last_step == run.first_step):
         raise _OpenError(f"there is none in these records: {run.unfinished or 'they have no step'}")
-    if run.exit == 0 and run.last_step not in {row["step"] for row in rows if row["event"] == "eval"}:
-        yield f"the evaluation after step {run.last_step} is not in {STEPS}"
+    yield from _misplaced(run)
     sizes: dict[bool, int] = {}
     for row in rows:
         samples, after = row["samples"], f"the evaluation after step {row['step']}"
         size = sizes.setdefault("of" in row, samples)  # `of`: at the end, beside a validation set
         if samples != size or size < 1:
             yield f"{after} has {counted(samples, 'sample')}, and the set has {size:,} ({_at(row)})"
-        elif row["event"] != "evaluate" and not (_is_finite(row["loss"]) and 0 <= row["top1"] <= row["top5"] <= 1):
+        elif row["event"] != "evaluate" and not _is_possible(row):
             yield f"{after} cannot have had {', '.join(f'{name} {row[name]}' for name in _SCORES)} ({_at(row)})"
+
+
+def _misplaced(run: _Run) -> Iterator[str]:
+    """Yield the evaluations that come after another step than their own, or twice, and those that are missing."""
+    due, evaluated = set[int](), set[int]()
+    for part in run.parts:
+        step, own = part.first_step, set[int]()
+        between = part.start["steps_per_epoch"] * part.start["eval_every"]
+        for row in part.rows:
+            if row["event"] == "step":
+                step = row["step"]
+                due |= {step} if step % between == 0 else set()
+            elif row["event"] == "eval":
+                if row["step"] != step or step in own:
+                    again = " a second time" if step in own else ""
+                    yield f"the evaluation after step {row['step']} comes after step {step}{again} ({_at(row)})"
+                own.add(row["step"])
+        due |= {step} if part.end is not None and part.end["exit"] == 0 else set()
+        evaluated |= own
+    for step in sorted(due - evaluated):
+        if run.first_step < step and (run.exit == 0 or step < run.last_step):  # where it ends otherwise, not yet
+            yield f"the evaluation after step {step} is not in {STEPS}"
+
+
+def _is_possible(row: _Row) -> bool:
+    """Return whether these are scores: shares of the samples are quotients of whole numbers, to the last bit."""
+    samples, shares = row["samples"], (row["top1"], row["top5"])
+    is_ordered = _is_finite(row["loss"]) and 0 <= row["top1"] <= row["top5"] <= 1
+    return is_ordered and all(round(share * samples) / samples == share for share in shares)
 
 
 def _summary(run: _Run) -> Iterator[str]:
@@ -327,24 +373,37 @@ def _checkpoints(run: _Run) -> Iterator[str]:
     kept = saved | {part.first_step for part in run.parts}
     best = max((top1 for step, top1 in scores.items() if step in kept), default=None)
     has_best = os.path.lexists(folder / "best") if run.is_own_loop else best is not None or run.exit == 0
+    most = math.inf if run.is_own_loop else run.last_step
+    least = run.last_step if run.exit == 0 and not run.is_own_loop else max(saved, default=0)
     for name in ("last", "best") if has_best else ("last",):
         try:
             meta = checkpoint.load(folder / name).meta
         except RequestError as error:
             yield _reason(error)
             continue
-        step, most = meta["step"], meta["step"] if run.is_own_loop else run.last_step
-        if name == "last" and not (most if run.exit == 0 else max(saved, default=0)) <= step <= most:
-            yield f"last: it is of step {step}, and the run of {most}"
+        step = meta["step"]
+        if name == "last" and step != (due := min(max(step, least), most)):
+            yield f"last: it is of step {step}, and the run of {due}"
         if run.is_own_loop:
             continue
-        # An option that is newer than the checkpoint cannot have been another one.
-        before, asked = meta.get("config", {}), {} if run.config is None else resume.identity(run.config)
-        for key in asked:
-            if before.get(key, asked[key]) != asked[key]:
-                yield f"{name}: it was trained with {key} {before[key]}, and {CONFIG} has {asked[key]}"
+        yield from (f"{name}: {found}" for found in _of_other_runs(run, meta))
+        if name == "last" and run.exit == 0 and meta["best_top1"] != (told := run.summary.get("best_top1")):
+            yield f"last: its best_top1 is {meta['best_top1']}, and {SUMMARY} has {told}"
         if name == "best" and best is not None and scores.get(step) != best:
             yield f"best: it is of step {step} with top1 {scores.get(step)}, and the best one had {best}"
+
+
+def _of_other_runs(run: _Run, meta: Mapping[str, Any]) -> Iterator[str]:
+    """Yield in clauses why a checkpoint is not of this run: another config, or other scores of its evaluation."""
+    # An option that is newer than the checkpoint cannot have been another one.
+    before, asked = meta.get("config", {}), {} if run.config is None else resume.identity(run.config)
+    for key in asked:
+        if before.get(key, asked[key]) != asked[key]:
+            yield f"it was trained with {key} {before[key]}, and {CONFIG} has {asked[key]}"
+    scores = meta["scores"] or {}
+    for row in [row for row in run.rows("eval") if row["step"] == meta["evaluated"]][-1:]:
+        for key in (key for key in _SCORES if scores.get(key) != row[key]):
+            yield f"its {key} is {scores.get(key)}, and step {row['step']} had {row[key]} ({_at(row)})"
 
 
 def _replicas(run: _Run, held: Check | None) -> Check:
@@ -386,6 +445,9 @@ def _planned(run: _Run, begun: int | None) -> Planned:
     return Planned(
         global_batch=start["plan"]["global_size"] if own else batch.size,
         drop_last=start["chosen"].get("drop-last") is True if own else batch.drop_last,
+        order=start["chosen"].get("order", "") if own else SHUFFLED,
+        seed=_config(run).seed,
+        is_own_loop=own,
         first=None if begun is None else begun + 1,
         steps=run.last_step if run.exit in _COMPLETE else None,
         evaluations=[] if begun is None else [row["step"] for row in run.rows("eval") if row["step"] > begun],
@@ -395,9 +457,9 @@ def _planned(run: _Run, begun: int | None) -> Planned:
 _CLAIMS = (
     ("files", f"{CONFIG}, {MANIFEST}, {STEPS} and {SUMMARY} can be read to their ends", "", "start", _damage),
     ("steps", "Each optimizer step is recorded once, in order, with its samples", "exactly", "step", _steps),
-    ("losses", "Each loss is a finite number", "", "step", _losses),
+    ("losses", "Each loss and gradient norm is a finite number", "", "step", _losses),
     ("rates", "Each step had the learning rate of the config's schedule", BIT_FOR_BIT, "step", _rates),
-    ("evaluations", "Each evaluation took the whole set, and the last step has one", "exactly", "eval", _evaluations),
+    ("evaluations", "Where an evaluation was due, the whole set was evaluated once", "exactly", "eval", _evaluations),
     ("summary", f"{SUMMARY} says what {STEPS} says", BIT_FOR_BIT, "start", _summary),
     ("checkpoints", "The checkpoints are whole and of this run", BIT_FOR_BIT, "checkpoint", _checkpoints),
 )

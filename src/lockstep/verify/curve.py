@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..config.schema import RunConfig
-from ..errors import counted
+from ..errors import RequestError, counted
 from ..files import lines_of, parse_json, understanding
 from ..record.checks import BIT_FOR_BIT, Check
 from . import variants
@@ -97,13 +97,18 @@ def default_tolerance(config: RunConfig) -> float:
 def read(folder: Path, *, first_step: bool = False) -> Curve:
     """Return the curve of the run in `folder`; of a `first_step`, with the tensors that have its gradients.
 
-    Those are what optimizers keep of them, by parameter (momentum, moments), or else the weights.
+    Those are what optimizers keep of them, by parameter (momentum, moments), and the weights of which none is kept.
     """
     from .. import checkpoint
 
     tensors = checkpoint.load(folder).tensors
-    kept = {name: held for name, held in tensors.items() if name.startswith("optimizer/")} if first_step else {}
-    return Curve(losses_of(folder), kept or tensors)
+    if first_step:
+        kept = {name for name in tensors if name.startswith("optimizer/")}
+        known = {name.partition("/")[2].rpartition("/")[0] for name in kept}  # of several models: model_2.fc.weight
+        others = (name for name in tensors if name.startswith("model"))
+        kept |= {name for name in others if not {name.partition("/")[2], name.replace("/", ".", 1)} & known}
+        tensors = {name: held for name, held in tensors.items() if name in kept}
+    return Curve(losses_of(folder), tensors)
 
 
 def losses_of(folder: Path) -> dict[int, float]:
@@ -147,7 +152,7 @@ def gap(ours: float | None, theirs: float | None) -> float:
 def outcomes(setup: Setup, *, tolerance: float) -> Iterator[Outcome]:
     """Train the variants one after another, and yield what became of each; raises what a command that fails told."""
     yield _trained(setup, variants.reference(setup), tolerance)
-    planned = variants.others(setup, _known(setup.folder / ALONE))
+    planned = variants.others(setup, _known(setup))
     for variant in planned:
         if variant.why_not:
             yield Outcome(variant=variant, verdict=LEFT_OUT, why_not=variant.why_not)
@@ -155,19 +160,29 @@ def outcomes(setup: Setup, *, tolerance: float) -> Iterator[Outcome]:
             yield _trained(setup, variant, tolerance)
 
 
-def _known(folder: Path) -> Known:
+def _known(setup: Setup) -> Known:
     from .. import checkpoint
 
+    folder = setup.folder / ALONE
     path = folder / "steps.jsonl"
     with understanding(path):
-        told = parse_json(next(lines_of(path)))
+        rows = [parse_json(line) for line in lines_of(path)]
+        told, steps = rows[0], [row for row in rows if row["event"] == "step"]
+        if not steps:
+            raise RequestError("The loop made no optimizer step in a session: there is nothing to compare.")
+        state = checkpoint.load(folder)
+        if setup.name == "gradients" and not steps[0]["lr"] and not state.part("optimizer"):
+            raise RequestError(
+                "The first step's learning rate is 0, and an optimizer without momentum keeps nothing of its "
+                "gradients: there is nothing to compare; begin with another rate."
+            )
         return Known(
-            steps=len(losses_of(folder)),
+            steps=len(steps),
             accumulation=told["chosen"]["accumulate"],
             batch=told["plan"].get("global_size", 0),
             has_statistics=told["chosen"]["batchnorm"] != "none",
             has_epochs=bool(told["epochs"]),
-            optimizers=len(checkpoint.load(folder).meta.get("groups", [()])),  # which those of sessions tell
+            optimizers=len(state.meta.get("groups", [()])),  # which those of sessions tell
         )
 
 

@@ -307,10 +307,7 @@ class Workbench:
         except RequestError:
             raise
         except Exception as error:  # whatever a model, a loss or a step raises that one process runs by itself
-            how = ", and --step is called as step(model, x, y)" * (self.step is not None)
-            raise RequestError(
-                f"One process's step {user_code.raised(error)}; there is nothing to compare{how}."
-            ) from error
+            raise RequestError(f"One process's step {user_code.raised(error)}; there is nothing to compare.") from error
         if self.world.is_main and not found:
             raise RequestError("--step leaves no gradient in the model's parameters: it has to call backward().")
         if names := [name for name, each in found.items() if not bool(each.isfinite().all())]:
@@ -389,7 +386,10 @@ def _stepped(step: Step | None, model: nn.Module, x: Tensor, y: Tensor) -> None:
         return
     weights = [each.detach() for each in model.parameters()]
     before = int(digest(weights))
-    step(model, x, y)
+    try:
+        step(model, x, y)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, ImportError) as error:  # its own
+        raise RequestError(f"--step {user_code.raised(error)}; it is called as step(model, x, y).") from error
     if int(digest(weights)) != before:
         raise RequestError(
             "--step changes the model's weights: leave optimizer.step() out; it runs forward and backward, and leaves "

@@ -115,7 +115,10 @@ def checked(config: RunConfig, given: list[str], script: Sequence[str], *, name:
 
 
 def judge(asked: Setup, tolerance: float) -> int:
-    """Run all variants and compare them; return 0 where they agree, raise `ProofError` where they do not."""
+    """Run all variants and compare them; return 0 where they agree, raise `ProofError` where they do not.
+
+    Raises `RequestError` where none can be compared.
+    """
     setup = dataclasses.replace(asked, folder=_folder(asked))
     begun_s, screen, found = time.monotonic(), Screen(stderr=True), list[Outcome]()
     for each in curve.outcomes(setup, tolerance=tolerance):
@@ -129,8 +132,13 @@ def judge(asked: Setup, tolerance: float) -> int:
     _keep(setup.folder, check, found)
     with output.written():
         _print(Screen(), found, setup, tolerance)
-        if not check.fails:
+        if check.outcome == Check.HOLDS:
             Screen().say(f"The same {_SAME[setup.name]}: {check.found}.")
+    if check.outcome == Check.OPEN:
+        raise RequestError(
+            f"Nothing could be compared: {next(each.why_not for each in found if each.why_not)}; give fewer --devices, "
+            "or a larger batch."
+        )
     if check.fails:
         raise ProofError(
             f"The variants have not the same {_SAME[setup.name]}: {check.found}; the runs are in {setup.folder}."
