@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -40,7 +41,8 @@ class Compared:
     def ratio(self) -> Interval:
         """Of the second variant's speed to the first one's."""
         found = self.rows[1]["ratio"]
-        return Interval(found["middle"], found["low"], found["high"])
+        # JSON has no infinite number: of one race nothing is known.
+        return Interval(found["middle"], found["low"] or 0.0, math.inf if found["high"] is None else found["high"])
 
     @property
     def rest(self) -> float:
@@ -106,4 +108,8 @@ def _compared(words: Sequence[str], folder: Path) -> Compared:
     if done.returncode:
         raise RuntimeError(done.stderr)
     told = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    return Compared(told["rows"], told["answer"], time.monotonic() - begun_s)
+    found = Compared(told["rows"], told["answer"], time.monotonic() - begun_s)
+    print(
+        f"{folder.name}: {_shown(found)}, the rest {found.rest:.1%}", flush=True
+    )  # an hour's work is not lost by its end
+    return found

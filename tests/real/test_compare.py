@@ -44,7 +44,7 @@ def test_a_script_is_compared_and_a_variant_that_fails_is_a_row(
     assert main(["compare", *words, "train.py", "found/ignored"]) == 0
     report = json.loads((tmp_path / "found" / "report.json").read_text())
     one, two, three = report["rows"]
-    assert three["name"] == "3"
+    assert three["name"] == "devices-3"
     assert "labels reach 10" in three["failed"]
     for row in (one, two):
         assert row["samples_per_s"]["low"] < row["samples_per_s"]["middle"] < row["samples_per_s"]["high"]
@@ -61,7 +61,7 @@ def test_a_script_is_compared_and_a_variant_that_fails_is_a_row(
     race = tmp_path / "found" / "race-01" / "race.json"
     race.unlink()  # as where it was stopped in its midst
     assert main(["compare", *words, "train.py", "found/ignored"]) == 0
-    assert set(json.loads(race.read_text())["rates"]) == {"1", "2"}
+    assert set(json.loads(race.read_text())["rates"]) == {"devices-1", "devices-2"}
     assert json.loads((tmp_path / "found" / "report.json").read_text())["rows"][0]["parts_s"] == one["parts_s"]
     words[1] = "devices=1,2"
     assert "holds another comparison" in refusal(capsys, "compare", *words, "train.py", "x")
@@ -102,9 +102,9 @@ def test_variants_are_trained_whole_until_they_are_accurate(tmp_path: Path, monk
     assert never["accuracy"]["mean"] < 0.2
     assert 0 < fast["to_accuracy_s"]["mean"] == pytest.approx(fast["trained_s"]["mean"])
     assert report["answer"][0] == "Take: lockstep train digits --accelerator cpu --epochs 2 --lr 0.1"
-    assert "0.1 reaches 20% first" in report["answer"][1]
-    assert "1e-9: 0 of 2 seeds reached 20%" in report["answer"][2]
-    for seed, folder in enumerate(sorted((tmp_path / "found" / "0.1").glob("seed-*"))):
+    assert "lr-0.1 reaches 20% first" in report["answer"][1]
+    assert "lr-1e-9: 0 of 2 seeds reached 20%" in report["answer"][2]
+    for seed, folder in enumerate(sorted((tmp_path / "found" / "lr-0.1").glob("seed-*"))):
         assert json.loads((folder / "run" / "summary.json").read_text())["exit"] == 75, "ended as soon as that"
         assert f"seed = {seed}" in (folder / "run" / "config.toml").read_text().splitlines()
 

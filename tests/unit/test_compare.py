@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from lockstep.compare import answer, grid, numbers, past, records, rounds, rows, whole
+from lockstep.compare import answer, charts, grid, numbers, past, records, rounds, rows, whole
 from lockstep.compare.clock import Clock
 from lockstep.compare.grid import Cell, Words
 from lockstep.compare.past import Run, check_one_job
@@ -101,7 +101,8 @@ def test_what_cannot_be_varied_is_refused(vary: list[str], words: str) -> None:
         (["digits", "--vary", "output=a,b"], "decides on that"),
         (["digits", "--vary", "devices=1,x"], "--devices x: give a whole number"),
         (["digits", "--vary", "strategy=ddp,ddpp"], "did you mean ddp"),
-        (["digits", "--vary", "devices=1,1"], "One variant is left, which nothing is compared with"),
+        (["train.py", "--vary", "devices=1,2"], "--vary comes after the script"),
+        (["digits", "--vary", "devices=1,1"], "give two different values at least"),
         (["digits", "--accelerator", "cpu", "--vary", "strategy=single,ddp"], "ddp on one device is what single is"),
         (["--vary", "devices=1,2"], "lacks a job: give a recipe"),
         (["digits", "--vary", "strategy=ddp,dp", "--scaling", "weak"], "give --devices"),
@@ -408,6 +409,12 @@ def test_a_report_says_the_same_in_every_form_and_asks_no_network(tmp_path: Path
     assert "over the seeds" in page, "what it covers"
 
 
+def test_an_interval_that_nobody_knows_leaves_bars_to_be_seen() -> None:
+    bar = charts.Bar("a", {"": 700.0}, "700", low=0.2, high=3e6)
+    widths = [float(each) for each in re.findall(r'width="([\d.]+)"', charts.bars("Speed", [bar], "samples/s"))]
+    assert max(widths) > 200
+
+
 def test_runs_of_other_jobs_are_not_compared(tmp_path: Path) -> None:
     one, other, larger = (
         Run(name=name, folder=tmp_path, options=flatten(override(RunConfig(), **options)))
@@ -416,6 +423,7 @@ def test_runs_of_other_jobs_are_not_compared(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"b is of another job than a: holdout 0\.1 \(not 0\.0\)"):
         check_one_job([one, other])
     check_one_job([one, larger])
+    assert (past.job(one) == past.job(larger), past.job(one) == past.job(other)) == (True, False)
 
 
 def test_runs_are_listed_with_what_differs_and_damage_is_a_row(tmp_path: Path) -> None:
@@ -428,6 +436,8 @@ def test_runs_are_listed_with_what_differs_and_damage_is_a_row(tmp_path: Path) -
     assert [(run.name, run.state) for run in (first, second, damaged)] == [("b", "done"), ("a", "killed"), ("c", "?")]
     assert "summary.json" in damaged.trouble
     assert past.differing([first, second]) == [{"lr": 0.1}, {"lr": 0.2}]
+    other = replace(first, options={"model": "train", "collate": "x"})
+    assert past.differing([first, second, other]) == [{"lr": 0.1}, {"lr": 0.2}, {"model": "train"}], "of each job"
     for part in ("compared/one/seed-0/run", "compared/race-01/one"):
         shutil.copytree(tmp_path / "a", tmp_path / part)
     (tmp_path / "compared" / "plan.json").touch()

@@ -34,7 +34,7 @@ from ..script import Script
 from ..versions import version_of
 from . import flags, output, run, words
 from .train import entry
-from .variants import BUSY, Job, busy, folder_of, machine, scaling, telling
+from .variants import Job, crowded, folder_of, machine, scaling, telling
 
 if TYPE_CHECKING:
     from ..world import World
@@ -91,7 +91,7 @@ def main(given: list[str]) -> int:
     has_script = run.names_script(given, ("--yes",))
     ours, script = run.split(given, ("--yes",)) if has_script else (given, [])
     asked, rest = words.take(ours, OWN)
-    job = Job(rest, script, prog=_PROG)
+    job = Job(rest, script, prog=_PROG, lacks="" if "--vary" in asked else "--vary")
     base = job.config(())
     varied = grid.axes(asked.get("--vary", [])) or _usual(base, rest, is_script=has_script)
     weak = scaling(asked.get("--scaling", "strong"))
@@ -103,7 +103,10 @@ def main(given: list[str]) -> int:
         cells = [each for each in cells if not each.why_not]  # nobody has asked for those that cannot be
     elif sum(not each.why_not for each in cells) == 1:
         why = "; ".join(f"{each.name}: {each.why_not}" for each in cells if each.why_not)
-        raise RequestError(f"One variant is left, which nothing is compared with{f' ({why})' if why else ''}.")
+        raise RequestError(
+            f"One variant is left ({why}); " * bool(why)
+            + "give two different values at least, as in --vary devices=1,2."
+        )
     plan = rounds.Plan(
         budget_s=_seconds(asked.get("--budget", "2m")), width=0.02, steps=_whole("--steps", asked.get("--steps"))
     )
@@ -111,7 +114,7 @@ def main(given: list[str]) -> int:
     folder = folder_of(base, "comparison", _plan(cells, job.shown(), plan))
     screen = Screen(stderr=True)
     _announce(screen, cells, plan, aim)
-    used = busy(screen, "intervals")
+    disturbed = crowded(screen)
     with telling(screen) as tell:
         try:
             found = rounds.run(cells, job.command, folder, plan, tell, lambda tried: _estimate(screen, tried, aim))
@@ -127,8 +130,7 @@ def main(given: list[str]) -> int:
     told = answer.sentences(table, found, job.shown, trained, aim.to_accuracy)
     if any(row.samples_per_s and row.batch is None for row in table):
         told.append("Without a loader that the session has prepared nothing tells samples: samples/s are steps/s here.")
-    if used > BUSY:
-        told.append(f"Other programs used {used:.0%} of the processors when it began, which widens the intervals.")
+    told += [disturbed] if disturbed else []
     runs = {each.cell.name: records.curves(each.run, steps=each.timed_to) for each in found if each.races}
     accuracy = {name: whole.curve(mine) for name, mine in trained.items()}
     _tell(_made(f"{folders.default_name(base)}: ways to train", table, told, runs, accuracy), folder)

@@ -67,12 +67,12 @@ def main(given: list[str]) -> int:
     ours, script = run.split(given) if has_script else (given, [])
     asked, rest = words.take(ours, OWN)
     devices = _devices(asked.get("--devices", "1:64"))
-    if "--network" not in asked:
-        raise RequestError(f"{_PROG} lacks --network: what would connect the devices, such as 100GbE or 10Gbit/s,50us.")
     within = networks.links("--within", asked.get("--within", "PCIe4"))
     price = None if "--price" not in asked else words.tolerance("--price", asked["--price"])
     is_weak = variants.scaling(asked.get("--scaling", "strong"))
-    job = variants.Job(rest, script, prog=_PROG)
+    job = variants.Job(rest, script, prog=_PROG, lacks="" if "--network" in asked else "--network")
+    if "--network" not in asked:
+        raise RequestError(f"{_PROG} lacks --network: what would connect the devices, such as 100GbE or 10Gbit/s,50us.")
     base = job.config(())
     _check(base, is_weak=is_weak, is_script=has_script)
     made = None
@@ -90,7 +90,7 @@ def main(given: list[str]) -> int:
         batch = ("--batch", str(base.batch.size * ranks)) if is_weak and ranks > 1 else ()
         return Cell(name=f"share of {ranks}", flags=(*how, *batch))
 
-    variants.busy(screen, "error bars")
+    variants.crowded(screen)
     try:
         batch = None if has_script else base.batch.size  # of a script's own loader, nobody knows yet
         ranks = forecast.chosen(devices, batch, is_weak=is_weak)
@@ -231,18 +231,22 @@ def _cells(row: Forecast) -> list[str]:
     return [
         f"{row.devices:,}",
         f"{row.share:,}",
-        f"{1000 * step.middle:.3g}",
-        f"{1000 * step.low:.3g}–{1000 * step.high:.3g}",
+        _short(1000 * step.middle),
+        f"{_short(1000 * step.low)}–{_short(1000 * step.high)}",
         f"{row.samples_per_s:,.0f}",
-        f"{times.middle:.3g}",
-        f"{times.low:.3g}–{times.high:.3g}",
+        _short(times.middle),
+        f"{_short(times.low)}–{_short(times.high)}",
         f"{row.efficiency:.0%}",
-        "" if row.epoch_s is None else f"{row.epoch_s:.3g}",
+        "" if row.epoch_s is None else _short(row.epoch_s),
         f"{row.memory_bytes / 2**30:.2f} GiB",
         "" if row.cost is None else f"{row.cost:,.2f}",
         "" if row.dp_speed_up is None else f"{row.dp_speed_up:.3g}",
         row.limit,
     ]
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def _filled(found: Sequence[Forecast]) -> tuple[list[str], list[list[str]]]:

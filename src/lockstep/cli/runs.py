@@ -10,17 +10,18 @@ from typing import Any
 from .. import folders
 from ..compare import past
 from ..compare.past import Run
-from ..errors import RequestError
+from ..errors import RequestError, counted
 from ..screen import Screen
 from . import compare, output, words
 
 _USAGE = """\
 usage: lockstep runs [FOLDER …] [--open]
 
-Lists the runs below each FOLDER (default: runs), or which it is: when and where, the options in which they differ, what
-they came to.
+Lists the runs in each FOLDER (default: runs) and in the folders in it, or which it is: when and where, the options in
+which those of one job differ, what they came to.
 
-  --open    make a report of those that have ended, as lockstep compare --from does, and open it in a browser
+  --open    make a report of those that have ended and are of the newest one's job, as lockstep compare --from does, and
+            open it in a browser
 """
 _HEADS = ("run", "when", "host", "what differs", "accuracy", "samples/s", "state")
 
@@ -49,7 +50,10 @@ def main(given: list[str]) -> int:
             screen.say((f"comparison: {page}", "dim"))
     if asked.get("--open"):
         ended = [run for run in found if run.samples_per_s]
-        page = compare.report_of([run.folder for run in ended], None)
+        alike = [run for run in ended if past.job(run) == past.job(ended[-1])]
+        if others := len(ended) - len(alike):
+            screen.say(f"The report is of the newest run's job; it leaves out {counted(others, 'run')} of others.")
+        page = compare.report_of([run.folder for run in alike], None)
         webbrowser.open(page.resolve().as_uri())
     return 0
 

@@ -22,14 +22,17 @@ from ..versions import version_of
 from . import flags, run
 from .train import check, preflight
 
-BUSY = 0.15
-"""Share of the processors that other programs use, from which on that is told."""
+_BUSY, _LOOK_S = 0.15, 0.5
+"""The share of the processors from which on it is told that other programs use them, and how long that is looked at."""
 
 
 class Job:
     """What all variants have: the command's own words."""
 
-    def __init__(self, given: Sequence[str], script: Sequence[str], *, prog: str) -> None:
+    def __init__(self, given: Sequence[str], script: Sequence[str], *, prog: str, lacks: str = "") -> None:
+        """`lacks` is a flag of the command's own that was not given: it may stand behind the script."""
+        if lacks and any(word.partition("=")[0] == lacks for word in script[1:]):
+            raise RequestError(f"{lacks} comes after the script, whose own it is there; put flags of {prog} before it.")
         named = {word.partition("=")[0] for word in given} & {"--config", "--model", "--data"}
         if not script and not named and all(word.startswith("-") for word in given[:1]):
             raise RequestError(f"{prog} lacks a job: give a recipe ({', '.join(recipes())}), or a script.")
@@ -111,12 +114,17 @@ def machine() -> list[str]:
     return [platform.node(), *(f"{version_of(name)}" for name in ("lockstep-torch", "torch"))]
 
 
-def busy(screen: Screen, what: str) -> float:
-    """Return the share of the processors that other programs use now; say where that widens `what`."""
-    share: float = psutil.cpu_percent(0.5) / 100
-    if share > BUSY:
-        screen.say((f"warning: other programs use {share:.0%} of the processors; {what} will be wider", "yellow"))
-    return share
+def crowded(screen: Screen) -> str:
+    """Say how much of the processors other programs use now, and what that does; return it, "" where it is little."""
+    share = psutil.cpu_percent(_LOOK_S) / 100
+    if share < _BUSY:
+        return ""
+    told = (
+        f"Other programs use {share:.0%} of the processors: intervals are wider, and a process whose threads wait for "
+        "one another loses more time than several of one thread each. Measure again when they have ended."
+    )
+    screen.say((f"warning: {told}", "yellow"))
+    return told
 
 
 @contextlib.contextmanager

@@ -46,5 +46,5 @@ def tolerance(name: str, text: str) -> float:
     except ValueError:
         number = math.nan
     if not (number >= 0 and math.isfinite(number)):
-        raise RequestError(f"{name} {text}: give 0 or more, such as 1e-6.")
+        raise RequestError(f"{name} {text}: give 0 or more.")
     return number

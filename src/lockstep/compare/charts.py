@@ -54,7 +54,9 @@ def bars(title: str, given: Sequence[Bar], unit: str) -> str:
     key = len(kinds) > 1
     top = _TOP + 24 * key
     height = top + len(given) * (_BAR + _GAP) + _BOTTOM
-    most = max([*(bar.high or bar.length for bar in given), 0.0]) or 1.0
+    # An interval may be a thousand times as long as its bar: it goes on beyond the edge.
+    longest = max((bar.length for bar in given), default=0.0)
+    most = max([longest, *(min(bar.high or 0.0, 2 * longest) for bar in given)]) or 1.0
     ticks = _ticks(0, most)
     scale = (_WIDTH - _LEFT - _RIGHT) / max(most, ticks[-1])
     drawn = _key(kinds) if key else []
@@ -78,9 +80,9 @@ def bars(title: str, given: Sequence[Bar], unit: str) -> str:
             )
             x += wide
         if bar.low is not None and bar.high is not None:
-            low, high = (_LEFT + each * scale for each in (bar.low, bar.high))
+            low, high = (_LEFT + each * scale for each in (bar.low, min(bar.high, most)))
             line = y + _BAR / 2
-            whisker = f"M{low:.1f} {line - 5}v10m0 -5H{high:.1f}m0 -5v10"
+            whisker = f"M{low:.1f} {line - 5}v10m0 -5H{high:.1f}" + "m0 -5v10" * (bar.high <= most)
             drawn.append(f'<path class="whisker" fill="none" d="{whisker}"/>')
             x = max(x, high)
         drawn.append(f'<text x="{x + 6:.1f}" y="{middle:.1f}">{html.escape(bar.says)}</text>')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +15,7 @@ from ..options import leaves
 
 MOST = 64
 """Variants that are run without --yes."""
+_NUMBER = re.compile(r"[\d.e+-]+")
 Words = tuple[str, ...]
 _WAYS = ("strategy", "devices")
 _DECIDED = ("output", "resume", "eval-every", "quiet")
@@ -80,7 +82,11 @@ def cells(
     for values in combined:
         options = dict(zip(varied, values, strict=True))
         flags = tuple(word for key, value in options.items() for word in words(key, value))
-        name = "-".join(f"{key}-{value}" if value in ("true", "false") else value for key, value in options.items())
+        lone = len(options) == 1  # a number by itself does not tell what it is of
+        name = "-".join(
+            f"{key}-{value}" if value in ("true", "false") or (lone and _NUMBER.fullmatch(value)) else value
+            for key, value in options.items()
+        )
         found.append(_parsed(Cell(name=name or "as it is", flags=flags, options=options), parse, weak=weak))
     if all(cell.why_not for cell in found):
         raise RequestError(f"None of {counted(len(found), 'variant')} can be run; {found[0].name}: {found[0].why_not}")

@@ -88,8 +88,8 @@ def links(flag: str, text: str) -> Links:
     if "/" in text:
         raise RequestError(f"{flag} {text} is no folder, and no network; give the folder of a run, or 10Gbit/s,50us.")
     advice = (
-        "A rate and a latency, such as 10Gbit/s,50us, FILE.json of lockstep doctor --json and the folder of a run are "
-        "taken too."
+        f"There are {', '.join(PRESETS)}. A rate and a latency, such as 10Gbit/s,50us, FILE.json of lockstep doctor "
+        "--json and the folder of a run are taken too."
     )
     raise unknown(f"network of {flag}", text, PRESETS, advice)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -110,10 +110,26 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return, for each run, the options that are not the same in all."""
-    keys = {key for run in runs for key in run.options if key not in _BORING}
-    vary = sorted(key for key in keys if len({repr(run.options.get(key)) for run in runs}) > 1)
-    return [{key: run.options[key] for key in vary if key in run.options} for run in runs]
+    """Return, for each run, the options that are not the same in all of its job; of several jobs, theirs first."""
+    by_job: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        by_job.setdefault(job(run), []).append(run)
+    vary = {
+        of: [*_varied(runs, JOB), *_varied(mates, {key for each in mates for key in each.options} - {*JOB})]
+        for of, mates in by_job.items()
+    }
+    return [
+        {key: run.options[key] for key in vary[job(run)] if run.options.get(key) not in (None, "", [])} for run in runs
+    ]
+
+
+def _varied(runs: Sequence[Run], keys: Iterable[str]) -> list[str]:
+    return sorted(key for key in keys if key not in _BORING and len({repr(run.options.get(key)) for run in runs}) > 1)
+
+
+def job(run: Run) -> tuple[str, ...]:
+    """Return what makes runs ways of one job."""
+    return tuple(repr(run.options.get(key)) for key in JOB)
 
 
 def check_one_job(runs: Sequence[Run], *more: str) -> None:

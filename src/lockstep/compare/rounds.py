@@ -157,6 +157,8 @@ def run(
         )
     # As long as it takes to start: more turns narrow what turns differ by, more races what starts do.
     races_s = (plan.budget_s - tried_s) / _FEWEST
+    # One that is left alone is compared with nothing: its rate is told, and no more.
+    races_s = races_s if len(living) > 1 else 0.0
     turns = min(_TURNS[1], max(_TURNS[0], round(min(start_s, races_s - start_s) / turn_s)))
     number, before = 0, _raced(folder, plan)
     while living and (
