@@ -56,7 +56,7 @@ def test_an_agent_that_waits_for_a_lost_node_goes_on_with_its_own_heartbeats(mon
     meeting = stores.serve("127.0.0.1", free_port())
     agent = nodes._Agent(meeting, "job", b"", config(nodes="1:2", devices=1), 1)
     agreed = SimpleNamespace(store=PrefixStore("round", meeting.keys.store), rank=0, world_size=2)
-    agent._handler = SimpleNamespace(next_rendezvous=lambda: agreed)  # type: ignore[assignment]
+    agent._handler = SimpleNamespace(next_rendezvous=lambda: agreed)
     begun_s = time.monotonic()
     with ThreadPoolExecutor() as threads:
         agreeing = threads.submit(agent._agree)
