@@ -145,7 +145,8 @@ def test_a_run_that_is_complete_extended_or_carried_to_another_folder_holds(tmp_
     _train(first, "--epochs", 3, "--resume", first / "checkpoints" / "step-00000058")
     assert _wrong(first) == [], "taken up from an older checkpoint"
     _edit(SUMMARY, r'"best_top1": [\d.]+', '"best_top1": 0.5')(onwards)  # of which its records have not all
-    assert re.match("checkpoints: last: its best_top1 is .*, and summary.json has 0.5", *_wrong(onwards))
+    (wrong,) = _wrong(onwards)
+    assert re.match("checkpoints: last: its best_top1 is .*, and summary.json has 0.5", wrong)
 
 
 def _scored(patch: pytest.MonkeyPatch, *tops: float) -> None:
@@ -173,7 +174,7 @@ def test_best_is_the_best_of_its_own_folder(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_best_is_the_best_of_those_that_could_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = write.save_file
+    save = write.save_file  # type: ignore[attr-defined]  # torch's, as it is imported there
 
     def full_once(tensors: Any, path: Path) -> None:
         if "-00000058-" in str(path):
