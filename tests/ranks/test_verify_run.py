@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lockstep import checkpoint
 from lockstep.checkpoint import write
@@ -174,12 +175,10 @@ def test_best_is_the_best_of_its_own_folder(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_best_is_the_best_of_those_that_could_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = write.save_file  # type: ignore[attr-defined]  # torch's, as it is imported there
-
     def full_once(tensors: Any, path: Path) -> None:
         if "-00000058-" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        save(tensors, path)
+        save_file(tensors, path)
 
     monkeypatch.setattr(write, "save_file", full_once)
     _scored(monkeypatch, 0.7, 0.9, 0.8)

@@ -485,8 +485,8 @@ def test_a_budget_that_holds_no_race_is_refused_and_what_was_tried_is_kept(tmp_p
         (run.parent / "trial.json").write_text(
             json.dumps(vars(Trial(told=measured, seconds=50.0, to_first_step_s=1.0)))
         )
-    plan = rounds.Plan(budget_s=40, width=0.02)
-    with pytest.raises(RequestError, match=r"--budget 40s is too small: trying each variant took 100 s, and a race"):
+    plan = rounds.Plan(budget_s=101, width=0.02)
+    with pytest.raises(RequestError, match=r"--budget 101s is too small: trying each variant took 100 s, and a race"):
         rounds.run(cells, lambda cell, folder: ("no-such-verb",), tmp_path, plan, lambda _: None)
 
 

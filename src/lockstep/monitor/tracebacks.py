@@ -18,7 +18,7 @@ from pathlib import Path
 
 ASKED = signal.SIGUSR2
 """Has a rank and its data workers write their stacks to the rank's output file (see `output.kept`)."""
-_WRITES_S = 0.2
+_WRITES_S = 0.1
 
 
 def of_all() -> str:
@@ -33,11 +33,11 @@ def of_all() -> str:
 
 def ask(processes: Iterable[int | None]) -> None:
     """Have the processes that catch `ASKED` write their stacks (Linux alone)."""
-    if asked := [each for each in processes if each is not None and _catches(each)]:
-        for each in asked:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each, ASKED)
-        time.sleep(_WRITES_S)
+    # One after the other: a stack is written in many pieces, between which others' would come.
+    for each in [each for each in processes if each is not None and _catches(each)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, ASKED)
+            time.sleep(_WRITES_S)
 
 
 def _catches(process: int) -> bool:
