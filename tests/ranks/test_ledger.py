@@ -216,7 +216,8 @@ def _trained(pool: RankPool, ranks: int, faulty: str = "", **values: Any) -> str
 
 
 def judged(folder: Path, **values: Any) -> Check:
-    return check(folder / NAME, Planned(**{"global_batch": 100, "order": SHUFFLED} | values))
+    planned = Planned(global_batch=100, order=SHUFFLED)
+    return check(folder / NAME, dataclasses.replace(planned, **values))
 
 
 TEXT = {"model": "tests.judged:Transformer", "data": "tests.judged:texts", "batch": 11, "lr": 0.01}
