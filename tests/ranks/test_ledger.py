@@ -216,8 +216,8 @@ def _trained(pool: RankPool, ranks: int, faulty: str = "", **values: Any) -> str
 
 
 def judged(folder: Path, **values: Any) -> Check:
-    asked: dict[str, Any] = {"global_batch": 100, "order": SHUFFLED} | values
-    return check(folder / NAME, Planned(**asked))
+    planned = Planned(global_batch=100, order=SHUFFLED)
+    return check(folder / NAME, dataclasses.replace(planned, **values))
 
 
 TEXT = {"model": "tests.judged:Transformer", "data": "tests.judged:texts", "batch": 11, "lr": 0.01}
