@@ -323,7 +323,7 @@ def _misplaced(run: _Run) -> Iterator[str]:
     due, evaluated = set[int](), set[int]()
     for part in run.parts:
         step, own = part.first_step, set[int]()
-        between = part.start["steps_per_epoch"] * part.start["eval_every"]
+        between = part.start["steps_per_epoch"] * part.start.get("eval_every", 1)
         for row in part.rows:
             if row["event"] == "step":
                 step = row["step"]
