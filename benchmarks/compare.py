@@ -109,7 +109,6 @@ def _compared(words: Sequence[str], folder: Path) -> Compared:
         raise RuntimeError(done.stderr)
     told = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     found = Compared(told["rows"], told["answer"], time.monotonic() - begun_s)
-    print(
-        f"{folder.name}: {_shown(found)}, the rest {found.rest:.1%}", flush=True
-    )  # an hour's work is not lost by its end
+    # An hour's work is not lost by its end.
+    print(f"{folder.name}: {_shown(found)}, the rest {found.rest:.1%}", flush=True)
     return found

@@ -231,22 +231,18 @@ def _cells(row: Forecast) -> list[str]:
     return [
         f"{row.devices:,}",
         f"{row.share:,}",
-        _short(1000 * step.middle),
-        f"{_short(1000 * step.low)}–{_short(1000 * step.high)}",
+        charts.short(1000 * step.middle),
+        f"{charts.short(1000 * step.low)}–{charts.short(1000 * step.high)}",
         f"{row.samples_per_s:,.0f}",
-        _short(times.middle),
-        f"{_short(times.low)}–{_short(times.high)}",
+        charts.short(times.middle),
+        f"{charts.short(times.low)}–{charts.short(times.high)}",
         f"{row.efficiency:.0%}",
-        "" if row.epoch_s is None else _short(row.epoch_s),
+        "" if row.epoch_s is None else charts.short(row.epoch_s),
         f"{row.memory_bytes / 2**30:.2f} GiB",
         "" if row.cost is None else f"{row.cost:,.2f}",
         "" if row.dp_speed_up is None else f"{row.dp_speed_up:.3g}",
         row.limit,
     ]
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def _filled(found: Sequence[Forecast]) -> tuple[list[str], list[list[str]]]:

@@ -63,7 +63,7 @@ def bars(title: str, given: Sequence[Bar], unit: str) -> str:
     for tick in ticks:
         x = _LEFT + tick * scale
         drawn.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - _BOTTOM}"/>')
-        drawn.append(f'<text x="{x:.1f}" y="{height - _BOTTOM + 18}" text-anchor="middle">{_short(tick)}</text>')
+        drawn.append(f'<text x="{x:.1f}" y="{height - _BOTTOM + 18}" text-anchor="middle">{short(tick)}</text>')
     drawn.append(f'<text x="{_LEFT}" y="{height - 6}">{html.escape(unit)}</text>')
     for number, bar in enumerate(given):
         y = top + number * (_BAR + _GAP) + _GAP / 2
@@ -73,7 +73,7 @@ def bars(title: str, given: Sequence[Bar], unit: str) -> str:
         for kind, length in bar.parts.items():
             colour = COLOURS[kinds.index(kind) % len(COLOURS)] if key else COLOURS[0]
             wide = max(0.0, length * scale)
-            told = html.escape(f"{bar.name}: {kind} {_short(length)} {unit}" if key else f"{bar.name}: {bar.says}")
+            told = html.escape(f"{bar.name}: {kind} {short(length)} {unit}" if key else f"{bar.name}: {bar.says}")
             drawn.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{_BAR}" fill="{colour}">'
                 f"<title>{told}</title></rect>"
@@ -112,10 +112,10 @@ def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal:
     for tick in y_ticks:
         y = top + high - (tick - y_low) / (y_high - y_low) * high
         drawn.append(f'<line class="grid" x1="{left}" x2="{left + wide}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{_short(tick)}</text>')
+        drawn.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{short(tick)}</text>')
     for tick in x_ticks:
         x = left + (tick - x_low) / (x_high - x_low) * wide
-        drawn.append(f'<text x="{x:.1f}" y="{top + high + 18}" text-anchor="middle">{_short(tick)}</text>')
+        drawn.append(f'<text x="{x:.1f}" y="{top + high + 18}" text-anchor="middle">{short(tick)}</text>')
     drawn.append(f'<line class="axis" x1="{left}" x2="{left + wide}" y1="{top + high}" y2="{top + high}"/>')
     drawn.append(f'<text x="{left + wide}" y="{height - 4}" text-anchor="end">{html.escape(x_unit)}</text>')
     drawn.append(f'<text x="4" y="{height - 4}">{html.escape(y_unit)}</text>')
@@ -130,13 +130,13 @@ def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal:
         if len(whole) <= 20:
             drawn += [
                 f'<circle cx="{at(*point).split()[0]}" cy="{at(*point).split()[1]}" r="3.5" fill="{colour}">'
-                f"<title>{name}: {html.escape(x_unit)} {_short(point[0])}, {html.escape(y_unit)} "
-                f"{_short(point[1])}</title>"
+                f"<title>{name}: {html.escape(x_unit)} {short(point[0])}, {html.escape(y_unit)} "
+                f"{short(point[1])}</title>"
                 "</circle>"
                 for point in whole
             ]
     ends = [(line.name, [y for _, y in line.points if math.isfinite(y)]) for line in given]
-    told = "; ".join(f"{name} ends at {_short(ys[-1])}" for name, ys in ends if ys)
+    told = "; ".join(f"{name} ends at {short(ys[-1])}" for name, ys in ends if ys)
     return _svg(title, told, height, drawn)
 
 
@@ -171,8 +171,9 @@ def _ends(ticks: Sequence[float], given: Sequence[float]) -> tuple[float, float]
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+def short(value: float) -> str:
+    """Return a number in three digits, or in whole ones from a thousand on."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 or value == int(value) else f"{value:.3g}"
 
 
 def _cut(name: str) -> str:
