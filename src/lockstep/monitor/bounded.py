@@ -7,13 +7,13 @@ with exit code −6. So whoever ends a process asks `any_left` first, and ends i
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NoReturn, TypeVar
+
+from .output import flush
 
 T = TypeVar("T")
 
@@ -55,7 +55,5 @@ def leave(code: int) -> NoReturn:
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    flush()
     os._exit(code)
