@@ -96,7 +96,7 @@ class Watch:
             is_served = self._is_served()
             if is_served and (told := self._heartbeats.exchange(self._own(), urgent=True)):
                 return told
-            seen = self.seen()
+            seen = self._heartbeats.seen(self._own())
             if any(beat.silent_s > self._late_s for beat in seen.values()):
                 told = explain(seen, self._nodes, self._late_s)
                 return self._heartbeats.agree(told) if is_served else told
@@ -112,10 +112,6 @@ class Watch:
         """Where this rank serves the store, wait until the others have read the sentence."""
         if self._rank == self._server and len(self._nodes) > 1:
             time.sleep(2 * self._beat_s)
-
-    def seen(self) -> dict[int, Beat]:
-        """Return the last heartbeat of each rank that has not left."""
-        return self._heartbeats.seen(self._own())
 
     def _run(self) -> None:
         looked_s, sent_s, count = time.monotonic(), 0.0, self._pulse.count
@@ -141,7 +137,7 @@ class Watch:
 
     def _judged(self) -> str:
         """Return the sentence where nothing has moved for too long."""
-        if self._may_last(seen := self.seen()):
+        if self._may_last(seen := self._heartbeats.seen(self._own())):
             self._stalled_s = 0.0
         elif self._stalled_s > self._stall_s:
             # A rank that was stopped before the others began to wait has been silent for longer than this.
