@@ -47,7 +47,7 @@ _LOST = re.compile(
     r"(after|waiting|ran for) \d+ ?(ms|milliseconds)"
 )
 _ADDRESS = re.compile(r"\[(?P<host>[\w.:]+)\]:\d+")
-_WORKER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in ', re.MULTILINE)
+_WORKER_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in ', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,13 @@ def account(error: BaseException, rank: int, config: RunConfig) -> Failure:
     return failure
 
 
-def write(failure: Failure, folder: Path) -> Path:
-    """Write the failure with its trace to `folder`/rank_N.txt and return that path."""
+def write(failure: Failure, folder: Path) -> None:
+    """Write the failure with its trace to `folder`/rank_N.txt."""
     own_folder(folder)
     path = folder / f"rank_{failure.rank}.txt"
     marked = f"{_ECHO_MARK}\n" if failure.is_echo else ""
     with open(path, "w", encoding="utf-8", errors="backslashreplace", opener=ours) as file:
         file.write(visible(f"{' '.join(failure.sentence.split())}\n{marked}\n{failure.trace}"))
-    return path
 
 
 def cause_in(folder: Path, *, since_s: float) -> str:
@@ -160,11 +159,11 @@ def is_echo(error: BaseException) -> bool:
 
 def place(error: BaseException) -> str:
     """Return " at FILE:LINE" of the most telling frame of `error`, or ""."""
-    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [f"{frame.filename}:{frame.lineno or 0}" for frame in traceback.extract_tb(error.__traceback__)]
     # A DataLoader's worker sends its traceback as text within the message.
-    frames += [(found["file"], int(found["line"])) for found in _WORKER_FRAME.finditer(_words(error))]
-    own = [frame for frame in frames if not is_machinery(frame[0])] or frames
-    return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
+    frames += map(":".join, _WORKER_FRAME.findall(_words(error)))
+    own = [frame for frame in frames if not is_machinery(frame)] or frames
+    return f" at {own[-1]}" if own else ""
 
 
 def below_runners(trace: TracebackType | None) -> TracebackType | None:
