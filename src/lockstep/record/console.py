@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.text import Text
 
 from ..errors import counted
-from ..screen import Screen, line
+from ..screen import Part, Screen, line
 from .base import Recorder
 from .checks import Check
 
@@ -63,7 +62,7 @@ class Notices(Recorder):
         self._err.say((f"warning: {fields['text']}", "yellow"))
 
     def _show_finish(self, fields: dict[str, Any]) -> None:
-        self._out.say(("; ".join(part.plain for part in _ended(fields, self._run)), "bright_black"))
+        self._out.say(("; ".join(line(*parts).plain for parts in _ended(fields, self._run)), "bright_black"))
 
 
 class Terminal(Notices):
@@ -93,13 +92,10 @@ class Terminal(Notices):
                 self._bar.stop()
             self._bar = None
 
-    def _print(self, *lines: Text) -> None:
-        for each in lines:
-            self._out.print(each, soft_wrap=True)
-
     def _show_start(self, fields: dict[str, Any]) -> None:
         self._run = fields
-        self._print(*(line((text, "" if index else "bold")) for index, text in enumerate(fields["lines"])))
+        for index, text in enumerate(fields["lines"]):
+            self._out.say((text, "" if index else "bold"))
         if self._live:
             self._bar = Progress(
                 TextColumn("{task.description}", style="bold"),
@@ -134,7 +130,7 @@ class Terminal(Notices):
             parts.append(f"{duration(fields['eta_s'])} left")
         epoch = self._epoch(fields)
         if self._bar is None:
-            self._print(Text("  ".join([epoch, self._step(fields), *parts, f"lr {fields['lr']:.4g}"])))
+            self._out.say("  ".join([epoch, self._step(fields), *parts, f"lr {fields['lr']:.4g}"]))
         else:
             count = f"{fields['step']:,}/{self._run['total_steps']:,}"
             self._numbers = _fit(count, parts, self._err.width - len(epoch) - _LEAST_BAR)
@@ -153,19 +149,23 @@ class Terminal(Notices):
 
     def _show_eval(self, fields: dict[str, Any]) -> None:
         self._draw(numbers=self._numbers)
-        told = Text(f"{self._epoch(fields)}  {self._step(fields)}  ")
-        told.append(f"{fields['on'].removesuffix(' set')} {fields['top1']:7.2%}", "bold green")
-        told.append(f"{_top5(fields, self._run)}  loss {fields['loss']:.4f}")
-        self._print(told.append(f"  {counted(fields['samples'], _unit(self._run))}", "bright_black"))
+        self._out.say(
+            f"{self._epoch(fields)}  {self._step(fields)}  ",
+            (f"{fields['on'].removesuffix(' set')} {fields['top1']:7.2%}", "bold green"),
+            f"{_top5(fields, self._run)}  loss {fields['loss']:.4f}",
+            (f"  {counted(fields['samples'], _unit(self._run))}", "bright_black"),
+        )
 
     def _show_finish(self, fields: dict[str, Any]) -> None:
         self.close()
-        self._print(Text(), *_ended(fields, self._run))
+        self._out.say()
+        for parts in _ended(fields, self._run):
+            self._out.say(*parts)
         if self._live and fields["output"] and not fields["exit"] and "classes" in self._run:
             run = shlex.quote(fields["output"])
             above = shlex.quote(str(Path(fields["output"]).parent))
             tries = f"lockstep verify run {run}, lockstep eval {run}, tensorboard --logdir {above}"
-            self._print(line((f"worth a try: {tries}", "bright_black")))
+            self._out.say((f"worth a try: {tries}", "bright_black"))
 
 
 def _unit(run: Mapping[str, Any]) -> str:
@@ -177,29 +177,29 @@ def _top5(fields: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     return f"  top-5 {fields['top5']:.2%}" if run.get("classes", 6) > 5 and fields.get("top5") is not None else ""
 
 
-def _ended(fields: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[Text]:
-    """Yield how a run has ended: its steps, scores, proofs and files."""
-    done = Text("stopped" if fields["exit"] else "done", "bold").append(f" after {counted(fields['steps'], 'step')}")
+def _ended(fields: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[tuple[Part, ...]]:
+    """Yield lines of how a run has ended: its steps, scores, proofs and files."""
+    done = f" after {counted(fields['steps'], 'step')}"
     if epochs_s := fields["epoch_s"]:
-        done.append(f" and {duration(sum(epochs_s))} in {counted(len(epochs_s), 'epoch')}")
+        done += f" and {duration(sum(epochs_s))} in {counted(len(epochs_s), 'epoch')}"
     if rate := fields.get("samples_per_s") or fields.get("images_per_s"):
-        done.append(f", {rate:,.0f} {_unit(run)}s/s")
-    yield done
+        done += f", {rate:,.0f} {_unit(run)}s/s"
+    yield ("stopped" if fields["exit"] else "done", "bold"), done
     if fields.get("stopped"):
-        yield Text(f"stopped early: {fields['stopped']}")
+        yield (f"stopped early: {fields['stopped']}",)
     if fields.get("top1") is not None:
         on = fields["best_on"]
-        score = Text(f"{on.removesuffix(' set')} accuracy ").append(f"{fields['top1']:.2%}", "bold green")
-        yield score.append(f"  best {fields['best_top1']:.2%} (chosen on the {on}){_top5(fields, run)}")
+        best = f"  best {fields['best_top1']:.2%} (chosen on the {on}){_top5(fields, run)}"
+        yield f"{on.removesuffix(' set')} accuracy ", (f"{fields['top1']:.2%}", "bold green"), best
         tests = {"last weights": fields.get("test"), "best weights": fields.get("test_best")}
         told = [f"{scores['top1']:.2%} ({weights})" for weights, scores in tests.items() if scores]
         if on != "test set":
-            yield Text("test accuracy ").append("  ".join(told), "bold green")
+            yield "test accuracy ", ("  ".join(told), "bold green")
     held = {name: check["times"] for name, check in fields["proof"].items() if check["outcome"] == Check.HOLDS}
     if held:
-        yield Text("proved " + ", ".join(f"{name} at {counted(times, 'check')}" for name, times in held.items()))
+        yield ("proved " + ", ".join(f"{name} at {counted(times, 'check')}" for name, times in held.items()),)
     if fields["output"]:
-        yield line("written to ", (fields["output"], "cyan"))
+        yield "written to ", (fields["output"], "cyan")
 
 
 def _fit(count: str, parts: list[str], width: int) -> str:
