@@ -161,7 +161,7 @@ class Terminal(Notices):
         self._out.say()
         for parts in _ended(fields, self._run):
             self._out.say(*parts)
-        if self._live and fields["output"] and not fields["exit"] and "classes" in self._run:
+        if self._live and fields["output"] and "classes" in self._run:
             run = shlex.quote(fields["output"])
             above = shlex.quote(str(Path(fields["output"]).parent))
             tries = f"lockstep verify run {run}, lockstep eval {run}, tensorboard --logdir {above}"
@@ -184,7 +184,7 @@ def _ended(fields: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[tuple[
         done += f" and {duration(sum(epochs_s))} in {counted(len(epochs_s), 'epoch')}"
     if rate := fields.get("samples_per_s") or fields.get("images_per_s"):
         done += f", {rate:,.0f} {_unit(run)}s/s"
-    yield ("stopped" if fields["exit"] else "done", "bold"), done
+    yield ("done", "bold"), done
     if fields.get("stopped"):
         yield (f"stopped early: {fields['stopped']}",)
     if fields.get("top1") is not None:
