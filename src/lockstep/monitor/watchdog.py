@@ -67,7 +67,6 @@ class Watch:
         self._stall_s, self._beat_s, self._ends, self._is_served = stall_timeout_s, beat_s, ends, is_served
         self._late_s = MISSED_BEATS * beat_s
         self._idle_s = self._stalled_s = 0.0
-        self._main = threading.main_thread().ident
         self._closed = threading.Event()
         self._speaks = threading.Lock()  # taken once, by who says why this process ends
         self._heartbeats = Heartbeats(opens, rank=rank, size=len(nodes), server=server)
@@ -155,7 +154,7 @@ class Watch:
 
     def _own(self) -> Beat:
         pulse, frames = self._pulse, sys._current_frames()
-        main = _frames(frames.get(self._main or 0))
+        main = _frames(frames.get(threading.main_thread().ident or 0))
         names, phase = _modules(main), pulse.phase
         if "bdb" in names or "pydevd" in sys.modules:  # a person looks: pdb's prompt, or a debugger that may hold it
             phase = _DEBUGGER
@@ -180,7 +179,7 @@ def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> st
     entered = {rank: (beat.count, beat.phase == _COLLECTIVE) for rank, beat in seen.items()}
     behind = silent or {rank: beat for rank, beat in seen.items() if entered[rank] == min(entered.values())}
     waiting = {rank: beat for rank, beat in seen.items() if rank not in behind and beat.phase not in _MAY_LAST}
-    who, hosts = ranks_in_short(behind), list(dict.fromkeys(nodes[rank] for rank in behind))
+    hosts = list(dict.fromkeys(nodes[rank] for rank in behind))
     at = f" (node{'s' * (len(hosts) > 1)} {', '.join(hosts)})" if len(set(nodes)) > 1 else ""
     # Stopped, killed and cut off look alike from here.
     how = "was stopped, died or was cut off" if silent else "stopped"
@@ -194,7 +193,7 @@ def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> st
         computes = first.phase in ("forward", "backward", "step", "eval")
         phase = "all-reduce" if computes else first.phase or _COLLECTIVE
         waits = f"; {ranks_in_short(waiting)} {verb} in {phase} at step {first.step}{waits}"
-    return f"{who[0].upper()}{who[1:]}{at} {how} {idle_s:.0f} s ago{where}{waits}"
+    return f"{ranks_in_short(behind).capitalize()}{at} {how} {idle_s:.0f} s ago{where}{waits}"
 
 
 def _whereabouts(beat: Beat) -> str:

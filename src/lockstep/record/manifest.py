@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shlex
@@ -36,7 +37,8 @@ def git_state(folder: Path) -> dict[str, Any]:
     from an empty git folder with that one's index and objects; what is stored filtered (LFS) may count as changed.
     """
     found: dict[str, Any] = {"git_commit": None, "git_dirty": None}
-    try:
+    # There may be no git, no repository, or one that takes long.
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         asked = ("rev-parse", "HEAD", "--show-toplevel", "--git-path", "index", "--git-path", "objects")
         commit, top, index, objects = _git(folder, *asked).stdout.splitlines()
         found["git_commit"] = commit
@@ -46,8 +48,6 @@ def git_state(folder: Path) -> dict[str, Any]:
             own |= {"GIT_INDEX_FILE": str(folder / index), "GIT_OBJECT_DIRECTORY": str(folder / objects)}
             compared = _git(Path(top), "diff-index", "--quiet", "--ignore-submodules", commit, **own)
         found["git_dirty"] = {0: False, 1: True}.get(compared.returncode)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        pass  # no git, no repository, or one that takes long
     return found
 
 
@@ -67,7 +67,7 @@ def command_line(argv: list[str]) -> str:
 class Documents(Recorder):
     """Writes manifest.json when the run starts, summary.json and proof.md when it ends: whole files, atomically."""
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
         """`facts` are the topology and the hardware, for the manifest."""
         self._folder, self._facts = folder, facts
         self._before: dict[str, Any] = {}  # the summary of an earlier start
@@ -98,11 +98,9 @@ class Documents(Recorder):
         self._first_step = fields["first_step"]
         output = fields.get("output", str(self._folder))  # as people write it
         self._so_far |= {"steps": self._first_step, "epoch_s": list(fields["epoch_s"]), "output": output}
-        try:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # one that is damaged is written anew
             before = parse_json(read(self._folder / checks.SUMMARY))
             self._before = before if isinstance(before, dict) else {}
-        except (FileNotFoundError, ValueError):  # one that is damaged is written anew
-            pass
         if isinstance(best := self._before.get("best_top1"), float):
             self._so_far["best_top1"] = best
         if self._before:  # an earlier end is none: a rank that is killed will not say how it ended
@@ -116,7 +114,7 @@ class Documents(Recorder):
             "platform": platform.platform(),
         }
         decided = {"batch_plan": fields["plan"], "chosen": fields["chosen"], "first_step": self._first_step}
-        write_json(self._folder / "manifest.json", about | git_state(Path.cwd()) | dict(self._facts) | decided)
+        write_json(self._folder / "manifest.json", about | git_state(Path.cwd()) | self._facts | decided)
 
     def _end(self, ended: Mapping[str, Any]) -> None:
         # What this process did not measure, since it took up a run that others had begun, stays as it was.

@@ -59,8 +59,8 @@ class StepClock:
         return new_s
 
     def percentiles(self, *percents: float) -> list[float]:
-        """Return percentiles of all steps flushed so far, in seconds; NaN where there are none."""
-        found: list[float] = np.percentile(self._all_s or [np.nan], percents).tolist()
+        """Return percentiles of all steps flushed so far, in seconds."""
+        found: list[float] = np.percentile(self._all_s, percents).tolist()
         return found
 
 
