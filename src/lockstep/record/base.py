@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -76,7 +76,7 @@ class Recorders(Recorder):
     A full disk stops no training: a recorder that raises OSError misses that event, and all are told so, once for each.
     """
 
-    def __init__(self, opens: Callable[[], tuple[Iterable[Recorder], Epoch]]) -> None:
+    def __init__(self, opens: Callable[[], tuple[list[Recorder], Epoch]]) -> None:
         """`opens` returns the recorders, and what the steps of the epoch under way have come to."""
         self._opens = opens
         self._recorders: list[Recorder] = []
@@ -86,8 +86,7 @@ class Recorders(Recorder):
     def record(self, event: str, **fields: Any) -> None:
         """Pass the event to each recorder, with its time, and an epoch's with the means over its steps."""
         if event == "start":
-            recorders, self._epoch = self._opens()
-            self._recorders = list(recorders)
+            self._recorders, self._epoch = self._opens()
         elif event == "steps":
             for row in fields["rows"]:
                 self._epoch.add(row)

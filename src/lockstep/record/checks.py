@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -71,9 +71,8 @@ def by_name(checks: Iterable[Check]) -> dict[str, dict[str, Any]]:
     return {check.name: dataclasses.asdict(check) for check in checks}
 
 
-def sheet(title: str, checks: Iterable[Check]) -> str:
+def sheet(title: str, checks: Sequence[Check]) -> str:
     """Return the checks as a page of Markdown."""
-    checks = list(checks)
     failed = sum(each.fails for each in checks)
     judged = failed + sum(each.outcome == Check.HOLDS for each in checks)
     verdict = f"{failed} {'is' if failed == 1 else 'are'} wrong" if failed else "all hold"
