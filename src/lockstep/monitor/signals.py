@@ -26,13 +26,10 @@ _ECHO_S = 0.5
 
 
 class Interrupts:
-    """Signals that a process has received."""
+    """Signals that a process has received: a first one has `asked` it to stop, a second one has `insisted`."""
 
     def __init__(self) -> None:
-        self.asked = False
-        """Whether a first one came."""
-        self.insisted = False
-        """Whether a second one came."""
+        self.asked = self.insisted = False
         self._since_s = 0.0
 
     def hear(self) -> bool:
