@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -206,8 +207,4 @@ def _modules(frames: Sequence[FrameType]) -> set[str]:
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
     """Return a stack's frames from the innermost on."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
+    return [each for each, _ in traceback.walk_stack(frame)] if frame else []

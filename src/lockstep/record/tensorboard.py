@@ -74,8 +74,8 @@ class TensorBoard(Recorder):
         data.session_start_info.start_time_secs = time.time()
         for name, value in ({key: self._config[key] for key in self._identity} | dict(chosen)).items():
             if value is not None:
-                kind = _KINDS.get(type(value), "string_value")
-                setattr(data.session_start_info.hparams[name], kind, value if type(value) in _KINDS else _cell(value))
+                kind = _KINDS.get(type(value))
+                setattr(data.session_start_info.hparams[name], kind or "string_value", value if kind else _cell(value))
         tensor = TensorProto(dtype="DT_STRING", string_val=[text])
         return [
             Summary.Value(tag="config/text_summary", metadata=of("text"), tensor=tensor),
