@@ -31,7 +31,7 @@ CLAIM = "Each epoch and each evaluation held each sample exactly once"
 _NAMED = 4
 """Findings that a check names."""
 Notes = list[tuple[int, Indices]]
-"""The samples (n,) that a rank has computed, by step."""
+"""The samples (n,) that a rank has computed, with their step; steps rise."""
 
 
 def _add(page: Page, pages: list[Page]) -> None:
@@ -89,7 +89,7 @@ class Ledger:
         self._samples, self._steps_per_epoch = samples, steps_per_epoch
         self._accumulation, self._devices = accumulation, devices
         self._notes: Notes = []
-        self._evaluated: Notes = []
+        self._evaluated: list[Indices] = []
         self._pages: list[Page] = []
         """Those of the epoch under way, on rank 0."""
         self._waiting: list[bytes] = []
@@ -116,7 +116,7 @@ class Ledger:
 
     def add_evaluated(self, indices: Indices) -> None:
         """Note that this rank evaluates the samples at `indices` (n,)."""
-        self._evaluated.append((0, indices.copy()))
+        self._evaluated.append(indices.copy())
 
     def flush(self, epoch: int) -> None:
         """Write the steps noted since the last time, all of `epoch`, as one page (*collective*)."""
@@ -128,7 +128,7 @@ class Ledger:
 
         Returns, on every rank, why it did not hold each sample once, and on which rank; "" where it did.
         """
-        notes, self._evaluated = [(step, indices) for _, indices in self._evaluated], []
+        notes, self._evaluated = [(step, indices) for indices in self._evaluated], []
         page = self._keep(EVAL, epoch, samples, notes)
         found = (_finding([page], samples) if page else "nothing of it was noted") if self._world.is_main else ""
         return self._told(f"the evaluation after step {step}: {found}" if found else "")
@@ -212,7 +212,7 @@ def _gathered(world: World, notes: Notes) -> tuple[int, npt.NDArray[np.uint32], 
     steps = last - first + 1
     own = np.zeros(steps + most, np.int64)  # how many in each step, then which
     np.add.at(own, at - first, sizes)
-    held = np.concatenate([np.empty(0, np.int64), *(notes[number][1] for number in np.argsort(at, kind="stable"))])
+    held = np.concatenate([np.empty(0, np.int64), *(indices for _, indices in notes)])
     own[steps : steps + len(held)] = held
     told = world.stack(torch.from_numpy(own)).numpy()
     if not world.is_main:
