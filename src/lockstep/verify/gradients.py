@@ -14,7 +14,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,16 +88,10 @@ class Case(NamedTuple):
         """How many samples it has."""
         return self.stop - self.start
 
-    def rows(self, ranks: int, devices: int = 1) -> list[list[slice]]:
-        """Return for each global micro-batch the places in the batch that each rank has."""
+    def share(self, rank: int, ranks: int, devices: int = 1) -> list[slice]:
+        """Return for each global micro-batch the places in the batch that the rank has."""
         plan = BatchPlan(global_size=self.size, ranks=ranks, accumulation=self.accumulation, devices=devices)
-        by_rank = [[slice(part.start, part.stop) for part in plan.split(0, self.size, rank)] for rank in range(ranks)]
-        return [list(micro) for micro in zip(*by_rank, strict=True)]
-
-    def cut(self, ranks: int, devices: int = 1) -> list[list[slice]]:
-        """Return `rows` as places in their micro-batches."""
-        micros = self.rows(ranks, devices)
-        return [[slice(each.start - rows[0].start, each.stop - rows[0].start) for each in rows] for rows in micros]
+        return [slice(part.start, part.stop) for part in plan.split(0, self.size, rank)]
 
 
 class Row(NamedTuple):
@@ -192,11 +186,11 @@ def examine(config: RunConfig, world: World, names: list[str], tolerance: float,
     `config` names the strategy that the world's ranks use, and `step`, as module:attribute, a training step of the
     user's own. Raises `RequestError` for a model that cannot run in the config's precision, or too few samples.
     """
-    begun_s, bench = time.perf_counter(), None
+    begun_s = time.perf_counter()
     own_step = user_code.load("--step", step) if step else None
     try:
-        bench = Workbench(config, world, own_step)
-        answers = tuple(_answer(bench, name, tolerance, alone=len(names) == 1) for name in names)
+        with closing(Workbench(config, world, own_step)) as bench:
+            answers = tuple(_answer(bench, name, tolerance, alone=len(names) == 1) for name in names)
     except (RequestError, RuntimeError) as error:
         if config.precision.name != "fp64" or not _OF_DTYPES.search(str(error)):
             raise
@@ -204,9 +198,6 @@ def examine(config: RunConfig, world: World, names: list[str], tolerance: float,
             f"--model {config.model.name} cannot run in float64: {' '.join(str(error).split()).rstrip('.')}; verify it "
             f"with --precision fp32, whose tolerance is {TOLERANCE:g}."
         ) from error
-    finally:
-        if bench is not None:
-            bench.close()
     cost_s = time.perf_counter() - begun_s
     return Report(config.precision.name, tolerance, bench.replicas, answers, cost_s) if world.is_main else None
 
@@ -249,10 +240,11 @@ class Workbench:
         self.unused: list[str] = []
         """Parameters that the loss does not reach on some rank in some case."""
         self._jobs: dict[str, Job] = {}
-        self._read: dict[Case, Micros] = {}
+        self._read: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._data: Splits | None = None
         first = self.job(config.parallel.strategy)
-        self._data, self.replicas, self._devices = first.data, first.replicas, first.plan.devices
+        self._data, self._order = first.data, first.order(0)
+        self.replicas, self._devices = first.replicas, first.plan.devices
         size = min(config.batch.size, first.samples)
         if not 1 < self.replicas <= size:
             raise RequestError(
@@ -285,8 +277,8 @@ class Workbench:
 
     def close(self) -> None:
         """End what the data set keeps running."""
-        for job in self._jobs.values():
-            job.data.close()
+        if self._data is not None:
+            self._data.close()
 
     def under(self, strategy: str, case: Case, off: Off = NOTHING, *, seed: int | None = None) -> dict[str, Tensor]:
         """Return the gradients under `strategy` by name; nothing on ranks that have no part in it.
@@ -298,7 +290,9 @@ class Workbench:
         if not self.world.is_main:
             return {}
         with nullcontext() if self._group_of_one is None else as_default_group(self._group_of_one):
-            return self._compute(self.job(strategy), self.read(case), case, off, seed=seed)
+            x, y = self.read(case)
+            micros = [(x[rows], y[rows]) for rows in case.share(0, 1)]
+            return self._compute(self.job(strategy), micros, case, off, seed=seed)
 
     def _check_reference(self) -> None:
         """Raise `RequestError` where one process has no gradients to compare with."""
@@ -326,25 +320,26 @@ class Workbench:
             names |= dict.fromkeys(name for theirs in self.world.gather(own) for name in theirs)
         return list(names)
 
-    def read(self, case: Case) -> Micros:
-        """Return the global micro-batches as this rank reads them: x (n, …) and y (n,) of each."""
-        if case not in self._read:
-            self._read[case] = self._fetch(case, [rows[0] for rows in case.rows(1)])
-        return self._read[case]
+    def read(self, case: Case) -> tuple[Tensor, Tensor]:
+        """Return the global batch as this rank reads it: x (n, …) and y (n,)."""
+        at = (case.start, case.stop)
+        if at not in self._read:
+            (self._read[at],) = self._fetch(case, [slice(0, case.size)])
+        return self._read[at]
 
     def _share(self, case: Case, *, same: bool) -> Micros:
         """Return this rank's shares as it reads them, or, `same` on all ranks, as rank 0 does."""
-        rank, ranks, devices = self.world.rank, self.world.size, self._devices
+        parts = case.share(self.world.rank, self.world.size, self._devices)
         if not same:
-            return self._fetch(case, [rows[rank] for rows in case.rows(ranks, devices)])
-        for micro in (whole := self.read(case)):
-            self.world.broadcast([*micro])
-        return [(x[rows[rank]], y[rows[rank]]) for (x, y), rows in zip(whole, case.cut(ranks, devices), strict=True)]
+            return self._fetch(case, parts)
+        x, y = self.read(case)
+        self.world.broadcast([x, y])
+        return [(x[rows], y[rows]) for rows in parts]
 
     def _fetch(self, case: Case, parts: Sequence[slice]) -> Micros:
-        job = next(iter(self._jobs.values()))
-        indices = [job.order(0).indices(case.start + part.start, case.start + part.stop) for part in parts]
-        return [(x.clone(), y.clone()) for x, y, _ in job.data.train.stream(indices, epoch=0)]
+        assert self._data is not None
+        indices = [self._order.indices(case.start + part.start, case.start + part.stop) for part in parts]
+        return [(x.clone(), y.clone()) for x, y, _ in self._data.train.stream(indices, epoch=0)]
 
     def _compute(
         self, job: Job, micros: Micros, case: Case, off: Off, *, exchanges: bool = True, seed: int | None = None
