@@ -26,6 +26,7 @@ from .._torch import as_default_group
 from ..batching import BatchPlan
 from ..checks import difference
 from ..checks.digest import compare, digest
+from ..config.options import override
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..engine import train_step
@@ -268,9 +269,8 @@ class Workbench:
                 own = {"find_unused": asked.find_unused or bool(self.unused)}
             elif kind.drives_all:
                 own = {"devices": asked.devices or self.world.size}
-            parallel = dataclasses.replace(asked, strategy=strategy, **own)
-            batch = dataclasses.replace(self.config.batch, accumulate=None, micro_batch=None)  # each case has its own
-            config = dataclasses.replace(self.config, parallel=parallel, batch=batch)
+            # Each case has its own micro-batches.
+            config = override(self.config, strategy=strategy, accumulate=None, micro_batch=None, **own)
             world = self.world if kind.has_ranks else World.alone(self.world.device)
             self._jobs[strategy] = assemble(config, world, data=self._data)
         return self._jobs[strategy]
