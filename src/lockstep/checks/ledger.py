@@ -271,15 +271,15 @@ def _layout(plan: BatchPlan, count: int) -> tuple[Indices, Indices]:
     return np.array([len(own) for own in by_rank]), np.array([*chain.from_iterable(by_rank)], np.int64)
 
 
-def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
+def check(path: Path, planned: Planned) -> Check:
     """Return what there is to say of the ledger at `path` of a run that was `planned`.
 
     Each known step has to be there once, and an evaluation after each step that had one; each evaluation and each whole
     epoch has to hold each sample once (without a smaller last batch, as many samples as its steps take), and an epoch
     that is not whole none twice. Where the order is known, each rank's share of each step has to be the planned one.
 
-    Raises `RequestError` for a file that is not there or is damaged; a last page that a kill cut short is left out if
-    that is `torn_ok`.
+    Raises `RequestError` for a file that is not there or is damaged. A last page that a kill cut short is left out; of
+    a run whose steps are known, which has an end, it is damage.
     """
     begun_s, torn = time.perf_counter(), ""
     evaluated: list[tuple[int, str]] = []
@@ -293,7 +293,7 @@ def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
                 else:
                     evaluated.append((page.first_step, _finding([page], page.samples)))
         except TornError:
-            if not torn_ok:
+            if planned.steps is not None:
                 raise
             torn = "; a last page that a kill cut short is left out"
 
