@@ -80,7 +80,7 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
 
     rest = measured(case, EVERYTHING)
     if not agreed(rest):
-        parts, factor = bench.replicas * case.accumulation, 1.0
+        parts = bench.replicas * case.accumulation
         even = Case("even shares", case.start, case.start + case.size // parts * parts, case.accumulation)
         # The others that are even as well: one alone may agree by chance.
         others = [each for each in bench.cases if not each.size % (bench.replicas * each.accumulation)]

@@ -166,22 +166,19 @@ def _explain(screen: Screen, answer: Answer, tolerance: float, most: int | None)
 
 def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     """Yield what is known of the reasons: the name of each, and what completes it to a sentence."""
+    from ...checkpoint.state import few  # late: it imports torch
+
     for cause in answer.causes:
         sizes = f"alone {max(cause.tensors.values(), default=0.0):.1e}, switched off {cause.rest:.1e}"
         yield cause.name, f": {cause.sentence} ({sizes})."
     if answer.unused:
         yield (
             "unused parameters",
-            f": the loss does not reach {_first(answer.unused)} on some rank, and training refuses that; freeze them, "
-            "use them, or pass --find-unused, as was done to measure.",
+            f": the loss does not reach {few([*answer.unused], _ROWS)} on some rank, and training refuses that; freeze "
+            "them, use them, or pass --find-unused, as was done to measure.",
         )
     if answer.unlike:
         ranks = ranks_named(sorted(frozenset().union(*answer.unlike.values())))
-        yield "ranks differ", f": after the exchange {ranks} have other bits, in {_first([*answer.unlike])}."
+        yield "ranks differ", f": after the exchange {ranks} have other bits, in {few([*answer.unlike], _ROWS)}."
     if answer.by_design:
         yield "", f"That is so by design: {answer.by_design}."
-
-
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _ROWS} more" if len(names) > _ROWS else ""
-    return ", ".join(names[:_ROWS]) + more
