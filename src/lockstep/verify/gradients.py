@@ -315,7 +315,7 @@ class Workbench:
         alone = dataclasses.replace(job, replica=job.model)  # which exchanges no gradients, and so waits for none
         names: dict[str, None] = {}
         for case in self.cases:
-            found = self._compute(alone, self._share(case, same=True), case, NOTHING, exchanges=False)
+            found = self._compute(alone, self._share(case, same=True), case, NOTHING)
             own = [name for name, each in job.model.named_parameters() if each.requires_grad and name not in found]
             names |= dict.fromkeys(name for theirs in self.world.gather(own) for name in theirs)
         return list(names)
@@ -341,16 +341,14 @@ class Workbench:
         indices = [self._order.indices(case.start + part.start, case.start + part.stop) for part in parts]
         return [(x.clone(), y.clone()) for x, y, _ in self._data.train.stream(indices, epoch=0)]
 
-    def _compute(
-        self, job: Job, micros: Micros, case: Case, off: Off, *, exchanges: bool = True, seed: int | None = None
-    ) -> dict[str, Tensor]:
+    def _compute(self, job: Job, micros: Micros, case: Case, off: Off, *, seed: int | None = None) -> dict[str, Tensor]:
         job.model.zero_grad()
         loss_fn = by_sample(job.loss_fn) if "loss" in off else job.loss_fn
         with switched(job.model, off, job.strategy.devices), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
             if seed is not None:
                 seed_all(seed)
-            if self.step is None and exchanges:
+            if self.step is None:
                 train_step(dataclasses.replace(job, loss_fn=loss_fn), case.size, micros)
             else:
                 for x, y in micros:
@@ -374,11 +372,8 @@ def _cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) ->
     return found
 
 
-def _stepped(step: Step | None, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Take the user's step, which is refused where it changes the weights; or sum what the model gives."""
-    if step is None:
-        model(x).sum().backward()
-        return
+def _stepped(step: Step, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Take the user's step, which is refused where it changes the weights."""
     weights = [each.detach() for each in model.parameters()]
     before = int(digest(weights))
     try:
