@@ -75,11 +75,8 @@ class ReplicaCheck:
         copies = self._copies()
         differ = any(differing(tensors, copy) for copy in copies)
         self._first_at = self._first_at or step
-        # Filled, since the host would wait for a copy of its numbers.
-        numbers = [
-            torch.full((1,), each, dtype=torch.int64, device=device) for each in (differ, self._wait(step, step_s))
-        ]
-        by_rank: list[list[int]] = self._world.stack(torch.cat([facts(tensors, device), *numbers])).tolist()
+        own = facts(tensors, device, differ, self._wait(step, step_s))
+        by_rank: list[list[int]] = self._world.stack(own).tolist()
         self._judge(step, tensors, copies, by_rank)
         self._next = step + by_rank[0][-1]
         self.agreed_at = step
@@ -188,16 +185,18 @@ class ReplicaCheck:
         return "never compared" if self.agreed_at is None else f"the same after step {self.agreed_at}"
 
 
-def facts(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+def facts(tensors: Mapping[str, Tensor], device: torch.device, *more: int) -> Tensor:
     """Return the digest of the tensors on each kind of device, and whether any may be not finite; waits for nothing.
 
-    (kinds of device + 1,) int64 on `device`.
+    After them come the numbers `more`: (kinds of device + 1 + more,) int64 on `device`.
     """
     groups: dict[str, list[Tensor]] = {}  # in the order in which they come: the same on every rank
     for tensor in tensors.values():
         groups.setdefault(tensor.device.type, []).append(tensor)
     suspected = torch.stack([finite.suspect(group).to(device) for group in groups.values()]).any()
-    return torch.stack([*(digest(group).to(device) for group in groups.values()), suspected.long()])
+    # Filled, since the host would wait for a copy of its numbers.
+    numbers = [torch.full((), each, dtype=torch.int64, device=device) for each in more]
+    return torch.stack([*(digest(group).to(device) for group in groups.values()), suspected.long(), *numbers])
 
 
 def _listed(named: Sequence[tuple[str, float | None]]) -> str:
