@@ -87,7 +87,7 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Comparison:
 
 def distance(a: Tensor, b: Tensor) -> float:
     """Return the largest |a - b| of two tensors of one shape; infinite where a value is no number."""
-    return _difference("", a.detach(), b.detach(), "").absolute
+    return _difference("", a, b, "").absolute
 
 
 def _kind_of(name: str, tensor: Tensor, names: Collection[str]) -> str:
@@ -111,12 +111,14 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    flat = _flat(tensor)
+    flat = plain(tensor).contiguous().view(-1)
     return flat.view(INTEGERS[flat.element_size()])  # by which a NaN is equal to itself
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(-1)
+def plain(tensor: Tensor) -> Tensor:
+    """Return the numbers without their history, a complex one as two."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
@@ -126,7 +128,8 @@ def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
     dtypes = "" if a.dtype == b.dtype else f"{a.dtype} in A, {b.dtype} in B".replace("torch.", "")
     has_ulps = not dtypes and a.dtype.is_floating_point
     absolute, largest, differing, ulps = 0.0, 0.0, 0, 0
-    for x, y in zip(*(torch.split(_flat(each), _PART) for each in (a, b)), strict=True) if a.numel() else ():
+    parts = (torch.split(plain(each).flatten(), _PART) for each in (a, b))
+    for x, y in zip(*parts, strict=True) if a.numel() else ():
         ulps = max(ulps, _ulps(x, y)) if has_ulps else 0
         # Whole numbers beyond float64's digits are compared as they are; their distance comes out rounded.
         unlike = x.double() != y.double() if dtypes or x.is_floating_point() else x.long() != y.long()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..checkpoint.state import laid_out_as
 from ..world.world import World
-from .difference import INTEGERS, distance
+from .difference import INTEGERS, distance, plain
 
 _LAYERS = 31  # more make the sums slower, fewer what follows; a prime, as distances in memory are powers of two
 _LAYERED = 1 << 14  # words from which on layers are worth it; below, each word has a key of its own
@@ -96,21 +96,15 @@ def _unlike_most(values: Sequence[int | None]) -> tuple[int, ...]:
 
 def _gap(world: World, tensor: Tensor) -> float:
     """Return the largest |difference| of any rank's tensor from rank 0's (*collective*)."""
-    own = _plain(tensor).reshape(-1).to(world.device, torch.float64)
+    own = plain(tensor).reshape(-1).to(world.device, torch.float64)
     reference = own.clone()
     world.broadcast([reference])
     return float(world.max(torch.tensor(distance(own, reference), dtype=torch.float64, device=world.device)))
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Return the numbers without their history, a complex one as two."""
-    tensor = tensor.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def _flat(tensor: Tensor) -> Tensor:
     """Return the elements (n,) as whole numbers of their size, in memory order where that needs no copy."""
-    tensor = _plain(tensor)
+    tensor = plain(tensor)
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)
     flat = tensor.reshape(-1).contiguous()  # of one dimension, reshape keeps a stride

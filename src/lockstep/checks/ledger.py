@@ -31,47 +31,34 @@ CLAIM = "Each epoch and each evaluation held each sample exactly once"
 _NAMED = 4
 """Findings that a check names."""
 Notes = list[tuple[int, Indices]]
-"""The samples (n,) that a rank has computed, by step."""
+"""The samples (n,) that a rank has computed, with their step; steps rise."""
 
 
-class _Tally:
-    """How often each of `samples` samples came."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-        self.pages: list[Page] = []
-        # An index has as many bits as the largest sample, and may be beyond it. Memory is for those that came alone.
-        self._kind = np.min_scalar_type(2 * samples)
-
-    def add(self, page: Page) -> None:
-        """Count the samples of a page."""
-        self.pages.append(dataclasses.replace(page, indices=page.indices.astype(self._kind)))
-
-    def finding(self, expected: int | None) -> str:
-        """Return in a clause why this is not each sample exactly once; "" where it is.
-
-        `expected` is how many samples were to come, all or fewer; None where that is not known, and it is only asked
-        whether one came twice.
-        """
-        came = np.concatenate([np.empty(0, self._kind), *(page.indices for page in self.pages)])
-        different, times = np.unique(came, return_counts=True)
-        known = int(np.searchsorted(different, self.samples))
-        clauses = [f"{known:,} of {expected:,} samples came"] if expected not in (None, known) else []
-        if strange := len(different) - known:
-            clauses.append(f"{counted(strange, 'number')} of none of the {self.samples:,} samples came")
-        if len(repeated := different[times > 1]):
-            others = f" and {counted(len(repeated) - 1, 'more sample')}" if len(repeated) > 1 else ""
-            places = [place for page in self.pages for place in page.places(repeated[0])]
-            where = " and ".join(f"in step {step} on rank {rank}" for step, rank in places[:2])
-            clauses.append(f"sample {repeated[0]}{others} came more than once, {where}")
-        return ", and ".join(clauses)
+def _add(page: Page, pages: list[Page]) -> None:
+    """Append a page of an epoch to those before."""
+    samples = (pages or [page])[0].samples
+    # An index has as many bits as the largest sample, and may be beyond it. Memory is for those that came alone.
+    pages.append(dataclasses.replace(page, indices=page.indices.astype(np.min_scalar_type(2 * samples))))
 
 
-def _of_evaluation(page: Page) -> str:
-    """Return in a clause why an evaluation did not hold each sample exactly once; "" where it did."""
-    tally = _Tally(page.samples)
-    tally.add(page)
-    return tally.finding(page.samples)
+def _finding(pages: Sequence[Page], expected: int | None) -> str:
+    """Return in a clause why `pages` (one at least) do not hold each sample exactly once; "" where they do.
+
+    `expected` is how many samples were to come, all or fewer; None where that is not known, and it is only asked
+    whether one came twice.
+    """
+    samples = pages[0].samples
+    different, times = np.unique(np.concatenate([page.indices for page in pages]), return_counts=True)
+    known = int(np.searchsorted(different, samples))
+    clauses = [f"{known:,} of {expected:,} samples came"] if expected not in (None, known) else []
+    if strange := len(different) - known:
+        clauses.append(f"{counted(strange, 'number')} of none of the {samples:,} samples came")
+    if len(repeated := different[times > 1]):
+        others = f" and {counted(len(repeated) - 1, 'more sample')}" if len(repeated) > 1 else ""
+        places = [place for page in pages for place in page.places(repeated[0])]
+        where = " and ".join(f"in step {step} on rank {rank}" for step, rank in places[:2])
+        clauses.append(f"sample {repeated[0]}{others} came more than once, {where}")
+    return ", and ".join(clauses)
 
 
 class Ledger:
@@ -102,10 +89,9 @@ class Ledger:
         self._samples, self._steps_per_epoch = samples, steps_per_epoch
         self._accumulation, self._devices = accumulation, devices
         self._notes: Notes = []
-        self._evaluated: Notes = []
-        self._begin: Page | None = None
-        """The first page of the epoch under way."""
-        self._tally = _Tally(0)
+        self._evaluated: list[Indices] = []
+        self._pages: list[Page] = []
+        """Those of the epoch under way, on rank 0."""
         self._waiting: list[bytes] = []
         self._file: BinaryIO | None = None
         world.together(lambda: self._open(path) if world.is_main and path is not None else None)
@@ -130,7 +116,7 @@ class Ledger:
 
     def add_evaluated(self, indices: Indices) -> None:
         """Note that this rank evaluates the samples at `indices` (n,)."""
-        self._evaluated.append((0, indices.copy()))
+        self._evaluated.append(indices.copy())
 
     def flush(self, epoch: int) -> None:
         """Write the steps noted since the last time, all of `epoch`, as one page (*collective*)."""
@@ -142,9 +128,9 @@ class Ledger:
 
         Returns, on every rank, why it did not hold each sample once, and on which rank; "" where it did.
         """
-        notes, self._evaluated = [(step, indices) for _, indices in self._evaluated], []
+        notes, self._evaluated = [(step, indices) for indices in self._evaluated], []
         page = self._keep(EVAL, epoch, samples, notes)
-        found = (_of_evaluation(page) if page else "nothing of it was noted") if self._world.is_main else ""
+        found = (_finding([page], samples) if page else "nothing of it was noted") if self._world.is_main else ""
         return self._told(f"the evaluation after step {step}: {found}" if found else "")
 
     def close_epoch(self, epoch: int, expected: int) -> str:
@@ -154,13 +140,13 @@ class Ledger:
         Where its beginning is not recorded, it is only asked whether a sample came twice.
         """
         self.flush(epoch)
-        found, begin = "", self._begin
-        if self._world.is_main and (begin is None or begin.epoch != epoch):
+        found, pages = "", self._pages
+        if self._world.is_main and (not pages or pages[0].epoch != epoch):
             found = "no step of it was noted"
-        elif begin is not None:
-            is_whole = begin.first_step == epoch * self._steps_per_epoch + 1
+        elif pages:
+            is_whole = pages[0].first_step == epoch * self._steps_per_epoch + 1
             self.whole_epochs += is_whole
-            found = self._tally.finding(expected if is_whole else None)
+            found = _finding(pages, expected if is_whole else None)
         return self._told(f"epoch {epoch}: {found}" if found else "")
 
     def close(self) -> None:
@@ -197,9 +183,9 @@ class Ledger:
 
     def _count(self, page: Page) -> None:
         if page.kind == TRAIN:
-            if self._begin is None or page.epoch != self._begin.epoch:
-                self._begin, self._tally = page, _Tally(page.samples)
-            self._tally.add(page)
+            if self._pages and page.epoch != self._pages[0].epoch:
+                self._pages = []
+            _add(page, self._pages)
 
     def _write(self) -> None:
         assert self._file is not None
@@ -226,7 +212,7 @@ def _gathered(world: World, notes: Notes) -> tuple[int, npt.NDArray[np.uint32], 
     steps = last - first + 1
     own = np.zeros(steps + most, np.int64)  # how many in each step, then which
     np.add.at(own, at - first, sizes)
-    held = np.concatenate([np.empty(0, np.int64), *(notes[number][1] for number in np.argsort(at, kind="stable"))])
+    held = np.concatenate([np.empty(0, np.int64), *(indices for _, indices in notes)])
     own[steps : steps + len(held)] = held
     told = world.stack(torch.from_numpy(own)).numpy()
     if not world.is_main:
@@ -285,15 +271,15 @@ def _layout(plan: BatchPlan, count: int) -> tuple[Indices, Indices]:
     return np.array([len(own) for own in by_rank]), np.array([*chain.from_iterable(by_rank)], np.int64)
 
 
-def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
+def check(path: Path, planned: Planned) -> Check:
     """Return what there is to say of the ledger at `path` of a run that was `planned`.
 
     Each known step has to be there once, and an evaluation after each step that had one; each evaluation and each whole
     epoch has to hold each sample once (without a smaller last batch, as many samples as its steps take), and an epoch
     that is not whole none twice. Where the order is known, each rank's share of each step has to be the planned one.
 
-    Raises `RequestError` for a file that is not there or is damaged; a last page that a kill cut short is left out if
-    that is `torn_ok`.
+    Raises `RequestError` for a file that is not there or is damaged. A last page that a kill cut short is left out; of
+    a run whose steps are known, which has an end, it is damage.
     """
     begun_s, torn = time.perf_counter(), ""
     evaluated: list[tuple[int, str]] = []
@@ -305,31 +291,31 @@ def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
                 if page.kind == TRAIN:
                     yield page
                 else:
-                    evaluated.append((page.first_step, _of_evaluation(page)))
+                    evaluated.append((page.first_step, _finding([page], page.samples)))
         except TornError:
-            if not torn_ok:
+            if planned.steps is not None:
                 raise
             torn = "; a last page that a kill cut short is left out"
 
     findings, epochs, first, due = list[str](), 0, 0, planned.first or 0
     plan = BatchPlan(global_size=planned.global_batch, ranks=1, accumulation=1)
     for epoch, group in groupby(trained(), key=lambda page: page.epoch):
-        begin = next(group)
-        if not first:  # another folder's run may have begun the ledger
-            first, due = begin.first_step, min(due or begin.first_step, begin.first_step)
-        epochs, tally = epochs + 1, _Tally(begin.samples)
-        for page in chain([begin], group):
+        pages = list[Page]()
+        for page in group:
+            if not epochs and not pages:  # another folder's run may have begun the ledger
+                first, due = page.first_step, min(due or page.first_step, page.first_step)
             if page.first_step != due:
                 findings.append(f"step {page.first_step} follows step {due - 1}")
             due = page.last_step + 1
-            tally.add(page)
+            _add(page, pages)
+        epochs, begin = epochs + 1, pages[0]
         per_epoch = plan.steps(begin.samples, drop_last=planned.drop_last)
         # A ledger may begin in the middle of an epoch, and a run end there.
         is_whole = begin.first_step == epoch * per_epoch + 1 and due == (epoch + 1) * per_epoch + 1
-        if finding := tally.finding(min(begin.samples, per_epoch * planned.global_batch) if is_whole else None):
+        if finding := _finding(pages, min(begin.samples, per_epoch * planned.global_batch) if is_whole else None):
             findings.append(f"epoch {epoch}: {finding}")
         if planned.order in (SHUFFLED, ASCENDING) and (is_whole or not planned.is_own_loop):
-            findings += _deviations(tally.pages, planned)
+            findings += _deviations(pages, planned)
     if due and planned.steps is not None and due != planned.steps + 1:
         findings.append(f"it ends with step {due - 1:,}, and the run made {counted(planned.steps, 'step')}")
     findings += [f"the evaluation after step {step}: {finding}" for step, finding in evaluated if finding]
@@ -339,12 +325,8 @@ def check(path: Path, planned: Planned, *, torn_ok: bool = True) -> Check:
     covered += f", steps {first:,} to {due - 1:,}" * bool(first)
     covered += "; what was trained before is not recorded" * (first > 1)
     more = f"; and {counted(len(findings) - _NAMED, 'more finding')}" if len(findings) > _NAMED else ""
+    found, times = ("; ".join(findings[:_NAMED]) or covered) + more + torn, epochs + len(evaluated)
+    outcome, cost_s = Check.FAILS if findings else Check.HOLDS if times else Check.OPEN, time.perf_counter() - begun_s
     return Check(
-        name="ledger",
-        claim=CLAIM,
-        outcome=Check.FAILS if findings else Check.HOLDS if epochs or evaluated else Check.OPEN,
-        times=epochs + len(evaluated),
-        tolerance="exactly",
-        found=("; ".join(findings[:_NAMED]) or covered) + more + torn,
-        cost_s=time.perf_counter() - begun_s,
+        name="ledger", claim=CLAIM, outcome=outcome, times=times, tolerance="exactly", found=found, cost_s=cost_s
     )

@@ -75,14 +75,9 @@ class ReplicaCheck:
         copies = self._copies()
         differ = any(differing(tensors, copy) for copy in copies)
         self._first_at = self._first_at or step
-        # Filled, since the host would wait for a copy of its numbers.
-        numbers = [
-            torch.full((1,), each, dtype=torch.int64, device=device) for each in (differ, self._wait(step, step_s))
-        ]
-        by_rank: list[list[int]] = self._world.stack(torch.cat([facts(tensors, device), *numbers])).tolist()
-        self._failure = self._fault(step, tensors, copies, by_rank)
-        if self._failure is not None:
-            raise self._failure
+        own = facts(tensors, device, differ, self._wait(step, step_s))
+        by_rank: list[list[int]] = self._world.stack(own).tolist()
+        self._judge(step, tensors, copies, by_rank)
         self._next = step + by_rank[0][-1]
         self.agreed_at = step
         self.checks += 1
@@ -104,9 +99,7 @@ class ReplicaCheck:
             tensors = dict(sorted(self._tensors().items()))
             told = self._world.stack(facts(tensors, self._world.device)).tolist()
             # By digests alone: that numbers are not finite is known.
-            self._failure = self._fault(step, tensors, [], [[*digests, 0, 0, 0] for *digests, _ in told])
-            if self._failure is not None:
-                raise self._failure
+            self._judge(step, tensors, [], [[*digests, 0, 0, 0] for *digests, _ in told])
             self._lost_at = bad_step
         return doubt
 
@@ -142,25 +135,27 @@ class ReplicaCheck:
         paid_at = self._first_at + (self.cost_s + self._last_cost_s) / (SHARE * step_s)
         return max(1, math.ceil(paid_at) - step)
 
-    def _fault(
+    def _judge(
         self, step: int, tensors: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]], by_rank: list[list[int]]
-    ) -> LockstepError | None:
-        """Return what is wrong, by each rank's facts, whether its copies differ, and its wait (*collective*)."""
+    ) -> None:
+        """Raise what is wrong, by each rank's facts, whether its copies differ, and its wait (*collective*)."""
         # Before all else: a rank that is not finite soon spoils the others, and not all alike.
         is_apart = any(theirs[:-3] != by_rank[0][:-3] for theirs in by_rank)
         is_apart |= any(differ for *_, differ, _ in by_rank)
+        self._failure = None
         if not is_apart and any(suspected for *_, suspected, _, _ in by_rank):
             bad: list[list[str]] = self._world.gather(finite.not_finite(tensors))
             is_apart = any(theirs != bad[0] for theirs in bad)  # in what a digest does not see
             if bad[0] and not is_apart:
-                return finite.error(step, bad[0], f"{self._remedy()} {self._doubt(step - 1)}".strip())
-        if not is_apart:
-            return None
-        return ProofError(
-            f"The replicas are not the same bits after step {step}: {self._unlike(tensors, copies) or _UNSTEADY}; "
-            f"before, they were {self._before()}. Memory that flips bits does this, copies from one GPU to another "
-            "that go wrong, or code that treats ranks differently; continue from a checkpoint of before."
-        )
+                self._failure = finite.error(step, bad[0], f"{self._remedy()} {self._doubt(step - 1)}".strip())
+        if is_apart:
+            self._failure = ProofError(
+                f"The replicas are not the same bits after step {step}: {self._unlike(tensors, copies) or _UNSTEADY}; "
+                f"before, they were {self._before()}. Memory that flips bits does this, copies from one GPU to another "
+                "that go wrong, or code that treats ranks differently; continue from a checkpoint of before."
+            )
+        if self._failure is not None:
+            raise self._failure
 
     def _unlike(self, tensors: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]]) -> str:
         """Return which ranks and which copies differ, and in what tensors (*collective*)."""
@@ -190,16 +185,18 @@ class ReplicaCheck:
         return "never compared" if self.agreed_at is None else f"the same after step {self.agreed_at}"
 
 
-def facts(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+def facts(tensors: Mapping[str, Tensor], device: torch.device, *more: int) -> Tensor:
     """Return the digest of the tensors on each kind of device, and whether any may be not finite; waits for nothing.
 
-    (kinds of device + 1,) int64 on `device`.
+    After them come the numbers `more`: (kinds of device + 1 + more,) int64 on `device`.
     """
     groups: dict[str, list[Tensor]] = {}  # in the order in which they come: the same on every rank
     for tensor in tensors.values():
         groups.setdefault(tensor.device.type, []).append(tensor)
     suspected = torch.stack([finite.suspect(group).to(device) for group in groups.values()]).any()
-    return torch.stack([*(digest(group).to(device) for group in groups.values()), suspected.long()])
+    # Filled, since the host would wait for a copy of its numbers.
+    numbers = [torch.full((), each, dtype=torch.int64, device=device) for each in more]
+    return torch.stack([*(digest(group).to(device) for group in groups.values()), suspected.long(), *numbers])
 
 
 def _listed(named: Sequence[tuple[str, float | None]]) -> str:

@@ -80,7 +80,7 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
 
     rest = measured(case, EVERYTHING)
     if not agreed(rest):
-        parts, factor = bench.replicas * case.accumulation, 1.0
+        parts = bench.replicas * case.accumulation
         even = Case("even shares", case.start, case.start + case.size // parts * parts, case.accumulation)
         # The others that are even as well: one alone may agree by chance.
         others = [each for each in bench.cases if not each.size % (bench.replicas * each.accumulation)]
@@ -140,17 +140,17 @@ def _of_the_loss(bench: Workbench) -> str:
 
 def _of_the_model(bench: Workbench, case: Case, rest: Mapping[str, float], tolerance: float) -> tuple[str, str]:
     """Return why a gap stays that nothing switches off, and where, by passes of the model in this process."""
-    job, micros, rows = bench.job(ONE), [x for x, _ in bench.read(case)], case.cut(bench.replicas)
+    job, (x, _) = bench.job(ONE), bench.read(case)
     with switched(job.model, frozenset({"statistics"}), job.strategy.devices), Constants():  # type: ignore[no-untyped-call]
         with _Watching() as watch, torch.no_grad():
-            job.model(micros[0])
+            job.model(x)
         coarse = list(watch.coarse) if job.precision.name == "fp64" else []
-        if unsteady(job.model, micros[0], slice(None), 0.0):
+        if unsteady(job.model, x, slice(None), 0.0):
             return "randomness of its own", ""
         # Some processors round a row otherwise in a batch of another size: float32 is no coupling in float64's digits.
         fine = max(tolerance, TOLERANCE) if coarse else tolerance
-        for x, part in ((x, part) for x, parts in zip(micros, rows, strict=True) for part in parts):
-            if layer := unsteady(job.model, x, part, fine):
+        for rows in (rows for replica in range(bench.replicas) for rows in case.share(replica, bench.replicas)):
+            if layer := unsteady(job.model, x, rows, fine):
                 return "coupled samples", layer
     if coarse and worst(rest) < TOLERANCE:
         return "coarser arithmetic", ", ".join(coarse[:3])

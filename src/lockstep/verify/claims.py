@@ -425,9 +425,7 @@ def _ledger(run: _Run, held: Check | None) -> Check:
 
     def problems(run: _Run) -> Iterator[str]:
         if path.exists():
-            planned = _planned(run, keeping[0].first_step if keeping else None)
-            # As no kill leaves it in a run with an end, a last page that is cut short is damage.
-            found.append(ledger.check(path, planned, torn_ok=planned.steps is None))
+            found.append(ledger.check(path, _planned(run, keeping[0].first_step if keeping else None)))
         elif not ((held is not None and held.times) or any(part.last_step > part.first_step for part in keeping)):
             raise _OpenError("not recorded; --ledger records it")
         else:

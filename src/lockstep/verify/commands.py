@@ -28,7 +28,7 @@ class Running(contextlib.AbstractContextManager["Running"]):
     def __init__(self, name: str, command: Command, log: Path, *, grace_s: float = 0.0) -> None:
         """Start it; its output goes to `log`. Once asked, it has `grace_s` seconds to end by itself."""
         self._name, self._log, self._grace_s = name, log, grace_s
-        self._asked_s, self._is_over = math.inf, False
+        self._asked_s = math.inf
         with open(log, "wb", buffering=0, opener=ours) as file:
             file.write(f"$ {shlex.join(command)}\n".encode())
             # A session of its own: Ctrl-C reaches this process alone, which ends the others.
@@ -56,9 +56,7 @@ class Running(contextlib.AbstractContextManager["Running"]):
         raise kinds.get(code, RunError)(f"The variant {self._name} failed: {why}")
 
     def __exit__(self, *_: object) -> None:
-        if self._is_over:  # its process group may be another program's by now
-            return
-        self._is_over, child = True, self._child
+        child = self._child
         try:
             self.ask()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -152,8 +151,7 @@ def gap(ours: float | None, theirs: float | None) -> float:
 def outcomes(setup: Setup, *, tolerance: float) -> Iterator[Outcome]:
     """Train the variants one after another, and yield what became of each; raises what a command that fails told."""
     yield _trained(setup, variants.reference(setup), tolerance)
-    planned = variants.others(setup, _known(setup))
-    for variant in planned:
+    for variant in variants.others(setup, _known(setup)):
         if variant.why_not:
             yield Outcome(variant=variant, verdict=LEFT_OUT, why_not=variant.why_not)
         else:
@@ -189,13 +187,14 @@ def _known(setup: Setup) -> Known:
 def _trained(setup: Setup, variant: Variant, tolerance: float) -> Outcome:
     begun_s = time.monotonic()
     variants.train(setup, variant)
-    trained = Outcome(variant=variant, verdict=REFERENCE, seconds=time.monotonic() - begun_s)
+    seconds = time.monotonic() - begun_s
     if not variant.partner:
-        return trained
+        return Outcome(variant=variant, verdict=REFERENCE, seconds=seconds)
     names, is_first = (variant.name, variant.partner), setup.name == "gradients"
     ours, theirs = (read(setup.folder / name, first_step=is_first) for name in names)
     parting = compare(ours, theirs, tolerance=0 if variant.same_bits else tolerance)
-    return dataclasses.replace(trained, verdict=HOLDS if parting.holds else PARTS, parting=parting)
+    verdict = HOLDS if parting.holds else PARTS
+    return Outcome(variant=variant, verdict=verdict, parting=parting, seconds=seconds)
 
 
 def check(name: str, found: Sequence[Outcome], tolerance: float, precision: str, cost_s: float) -> Check:

@@ -14,7 +14,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,7 @@ from .._torch import as_default_group
 from ..batching import BatchPlan
 from ..checks import difference
 from ..checks.digest import compare, digest
+from ..config.options import override
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..engine import train_step
@@ -88,16 +89,10 @@ class Case(NamedTuple):
         """How many samples it has."""
         return self.stop - self.start
 
-    def rows(self, ranks: int, devices: int = 1) -> list[list[slice]]:
-        """Return for each global micro-batch the places in the batch that each rank has."""
+    def share(self, rank: int, ranks: int, devices: int = 1) -> list[slice]:
+        """Return for each global micro-batch the places in the batch that the rank has."""
         plan = BatchPlan(global_size=self.size, ranks=ranks, accumulation=self.accumulation, devices=devices)
-        by_rank = [[slice(part.start, part.stop) for part in plan.split(0, self.size, rank)] for rank in range(ranks)]
-        return [list(micro) for micro in zip(*by_rank, strict=True)]
-
-    def cut(self, ranks: int, devices: int = 1) -> list[list[slice]]:
-        """Return `rows` as places in their micro-batches."""
-        micros = self.rows(ranks, devices)
-        return [[slice(each.start - rows[0].start, each.stop - rows[0].start) for each in rows] for rows in micros]
+        return [slice(part.start, part.stop) for part in plan.split(0, self.size, rank)]
 
 
 class Row(NamedTuple):
@@ -192,11 +187,11 @@ def examine(config: RunConfig, world: World, names: list[str], tolerance: float,
     `config` names the strategy that the world's ranks use, and `step`, as module:attribute, a training step of the
     user's own. Raises `RequestError` for a model that cannot run in the config's precision, or too few samples.
     """
-    begun_s, bench = time.perf_counter(), None
+    begun_s = time.perf_counter()
     own_step = user_code.load("--step", step) if step else None
     try:
-        bench = Workbench(config, world, own_step)
-        answers = tuple(_answer(bench, name, tolerance, alone=len(names) == 1) for name in names)
+        with closing(Workbench(config, world, own_step)) as bench:
+            answers = tuple(_answer(bench, name, tolerance, alone=len(names) == 1) for name in names)
     except (RequestError, RuntimeError) as error:
         if config.precision.name != "fp64" or not _OF_DTYPES.search(str(error)):
             raise
@@ -204,9 +199,6 @@ def examine(config: RunConfig, world: World, names: list[str], tolerance: float,
             f"--model {config.model.name} cannot run in float64: {' '.join(str(error).split()).rstrip('.')}; verify it "
             f"with --precision fp32, whose tolerance is {TOLERANCE:g}."
         ) from error
-    finally:
-        if bench is not None:
-            bench.close()
     cost_s = time.perf_counter() - begun_s
     return Report(config.precision.name, tolerance, bench.replicas, answers, cost_s) if world.is_main else None
 
@@ -249,10 +241,11 @@ class Workbench:
         self.unused: list[str] = []
         """Parameters that the loss does not reach on some rank in some case."""
         self._jobs: dict[str, Job] = {}
-        self._read: dict[Case, Micros] = {}
+        self._read: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._data: Splits | None = None
         first = self.job(config.parallel.strategy)
-        self._data, self.replicas, self._devices = first.data, first.replicas, first.plan.devices
+        self._data, self._order = first.data, first.order(0)
+        self.replicas, self._devices = first.replicas, first.plan.devices
         size = min(config.batch.size, first.samples)
         if not 1 < self.replicas <= size:
             raise RequestError(
@@ -276,17 +269,16 @@ class Workbench:
                 own = {"find_unused": asked.find_unused or bool(self.unused)}
             elif kind.drives_all:
                 own = {"devices": asked.devices or self.world.size}
-            parallel = dataclasses.replace(asked, strategy=strategy, **own)
-            batch = dataclasses.replace(self.config.batch, accumulate=None, micro_batch=None)  # each case has its own
-            config = dataclasses.replace(self.config, parallel=parallel, batch=batch)
+            # Each case has its own micro-batches.
+            config = override(self.config, strategy=strategy, accumulate=None, micro_batch=None, **own)
             world = self.world if kind.has_ranks else World.alone(self.world.device)
             self._jobs[strategy] = assemble(config, world, data=self._data)
         return self._jobs[strategy]
 
     def close(self) -> None:
         """End what the data set keeps running."""
-        for job in self._jobs.values():
-            job.data.close()
+        if self._data is not None:
+            self._data.close()
 
     def under(self, strategy: str, case: Case, off: Off = NOTHING, *, seed: int | None = None) -> dict[str, Tensor]:
         """Return the gradients under `strategy` by name; nothing on ranks that have no part in it.
@@ -298,7 +290,9 @@ class Workbench:
         if not self.world.is_main:
             return {}
         with nullcontext() if self._group_of_one is None else as_default_group(self._group_of_one):
-            return self._compute(self.job(strategy), self.read(case), case, off, seed=seed)
+            x, y = self.read(case)
+            micros = [(x[rows], y[rows]) for rows in case.share(0, 1)]
+            return self._compute(self.job(strategy), micros, case, off, seed=seed)
 
     def _check_reference(self) -> None:
         """Raise `RequestError` where one process has no gradients to compare with."""
@@ -321,41 +315,40 @@ class Workbench:
         alone = dataclasses.replace(job, replica=job.model)  # which exchanges no gradients, and so waits for none
         names: dict[str, None] = {}
         for case in self.cases:
-            found = self._compute(alone, self._share(case, same=True), case, NOTHING, exchanges=False)
+            found = self._compute(alone, self._share(case, same=True), case, NOTHING)
             own = [name for name, each in job.model.named_parameters() if each.requires_grad and name not in found]
             names |= dict.fromkeys(name for theirs in self.world.gather(own) for name in theirs)
         return list(names)
 
-    def read(self, case: Case) -> Micros:
-        """Return the global micro-batches as this rank reads them: x (n, …) and y (n,) of each."""
-        if case not in self._read:
-            self._read[case] = self._fetch(case, [rows[0] for rows in case.rows(1)])
-        return self._read[case]
+    def read(self, case: Case) -> tuple[Tensor, Tensor]:
+        """Return the global batch as this rank reads it: x (n, …) and y (n,)."""
+        at = (case.start, case.stop)
+        if at not in self._read:
+            (self._read[at],) = self._fetch(case, [slice(0, case.size)])
+        return self._read[at]
 
     def _share(self, case: Case, *, same: bool) -> Micros:
         """Return this rank's shares as it reads them, or, `same` on all ranks, as rank 0 does."""
-        rank, ranks, devices = self.world.rank, self.world.size, self._devices
+        parts = case.share(self.world.rank, self.world.size, self._devices)
         if not same:
-            return self._fetch(case, [rows[rank] for rows in case.rows(ranks, devices)])
-        for micro in (whole := self.read(case)):
-            self.world.broadcast([*micro])
-        return [(x[rows[rank]], y[rows[rank]]) for (x, y), rows in zip(whole, case.cut(ranks, devices), strict=True)]
+            return self._fetch(case, parts)
+        x, y = self.read(case)
+        self.world.broadcast([x, y])
+        return [(x[rows], y[rows]) for rows in parts]
 
     def _fetch(self, case: Case, parts: Sequence[slice]) -> Micros:
-        job = next(iter(self._jobs.values()))
-        indices = [job.order(0).indices(case.start + part.start, case.start + part.stop) for part in parts]
-        return [(x.clone(), y.clone()) for x, y, _ in job.data.train.stream(indices, epoch=0)]
+        assert self._data is not None
+        indices = [self._order.indices(case.start + part.start, case.start + part.stop) for part in parts]
+        return [(x.clone(), y.clone()) for x, y, _ in self._data.train.stream(indices, epoch=0)]
 
-    def _compute(
-        self, job: Job, micros: Micros, case: Case, off: Off, *, exchanges: bool = True, seed: int | None = None
-    ) -> dict[str, Tensor]:
+    def _compute(self, job: Job, micros: Micros, case: Case, off: Off, *, seed: int | None = None) -> dict[str, Tensor]:
         job.model.zero_grad()
         loss_fn = by_sample(job.loss_fn) if "loss" in off else job.loss_fn
         with switched(job.model, off, job.strategy.devices), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
             if seed is not None:
                 seed_all(seed)
-            if self.step is None and exchanges:
+            if self.step is None:
                 train_step(dataclasses.replace(job, loss_fn=loss_fn), case.size, micros)
             else:
                 for x, y in micros:
@@ -379,11 +372,8 @@ def _cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) ->
     return found
 
 
-def _stepped(step: Step | None, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Take the user's step, which is refused where it changes the weights; or sum what the model gives."""
-    if step is None:
-        model(x).sum().backward()
-        return
+def _stepped(step: Step, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Take the user's step, which is refused where it changes the weights."""
     weights = [each.detach() for each in model.parameters()]
     before = int(digest(weights))
     try:

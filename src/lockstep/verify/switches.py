@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .._torch import BatchNorm, TorchDispatchMode
 from ..training.losses import LossFunction
@@ -38,22 +39,20 @@ def switched(model: nn.Module, off: Off, devices: Sequence[torch.device] = ()) -
     with ExitStack() as stack, kept(devices):
         if "randomness" in off:
             # A mode belongs to a thread, and replicas may compute in threads of their own: hooks on the forward pass.
-            stack.enter_context(_hooked(*_without_randomness(model)))
+            for hook in _without_randomness(model):
+                stack.enter_context(hook)
             # The loss may draw as well, and what is computed again in the backward pass (activation checkpointing).
             stack.enter_context(Constants())  # type: ignore[no-untyped-call]
         for layer in norms:
             layer.training = False
-        try:
-            yield
-        finally:
-            for layer in norms:
-                layer.training = True
+            stack.callback(setattr, layer, "training", True)
+        yield
     with torch.no_grad():
         for name, held in model.named_buffers():
             held.copy_(buffers[name])
 
 
-def _without_randomness(model: nn.Module) -> tuple[Any, Any]:
+def _without_randomness(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
     """Have all that the model's forward pass draws be constants, in whichever thread the pass runs."""
     here = threading.local()
 
@@ -65,16 +64,6 @@ def _without_randomness(model: nn.Module) -> tuple[Any, Any]:
         here.mode.__exit__(None, None, None)
 
     return model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)
-
-
-@contextmanager
-def _hooked(*hooks: Any) -> Iterator[None]:
-    """Remove the hooks when the block ends."""
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -159,7 +148,8 @@ def _passed(model: nn.Module, x: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:
         return hook
 
     innermost = [(name, each) for name, each in model.named_modules() if name and not any(each.children())]
-    named = [*innermost, ("the model's own forward", model)]
-    with _hooked(*(each.register_forward_hook(note(name)) for name, each in named)):
+    with ExitStack() as hooks:
+        for name, each in (*innermost, ("the model's own forward", model)):
+            hooks.enter_context(each.register_forward_hook(note(name)))
         model(x)
     return found

@@ -89,7 +89,7 @@ def reference(setup: Setup) -> Variant:
 
 def others(setup: Setup, known: Known) -> list[Variant]:
     """Return the variants beside the reference, each after its partner."""
-    found: dict[str, Variant] = {}
+    found: list[Variant] = []
 
     def add(
         way: _Way,
@@ -107,7 +107,7 @@ def others(setup: Setup, known: Known) -> list[Variant]:
         if begun is not None:
             stages.insert(0, _at_once(setup, name, begun, *words, "--max-steps", str(known.steps // 2)))
         why_not = _obstacle(setup, known, way, parts, begun)
-        found[name] = Variant(name=name, stages=tuple(stages), partner=partner, same_bits=same_bits, why_not=why_not)
+        found.append(Variant(name=name, stages=tuple(stages), partner=partner, same_bits=same_bits, why_not=why_not))
 
     # One world gives the same bits each time; on a GPU, --deterministic alone sees to that.
     exact = setup.is_cpu or setup.config.precision.deterministic
@@ -133,7 +133,7 @@ def others(setup: Setup, known: Known) -> list[Variant]:
             add(way, f"{way.name}-by-{starter}", way.name, starter=starter, same_bits=exact)
         add(way, f"{way.name}-resumed", way.name, begun=way, same_bits=exact)
         add(way, f"{ALONE}-then-{way.name}", ALONE, begun=_ALONE)
-    return list(found.values())
+    return found
 
 
 def _obstacle(setup: Setup, known: Known, way: _Way, parts: int, begun: _Way | None) -> str:

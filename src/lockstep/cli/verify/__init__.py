@@ -9,7 +9,7 @@ import contextlib
 import sys
 from importlib import import_module
 
-from ...errors import RequestError, unknown
+from ...errors import RequestError, choose
 from .. import output
 
 PROOFS = {
@@ -38,7 +38,5 @@ def main(given: list[str]) -> int:
         return 0
     if what.startswith("-"):
         raise RequestError(f"lockstep verify lacks what to verify, found {what}; give {', '.join(PROOFS)}.")
-    if what not in PROOFS:
-        raise unknown("proof", what, PROOFS)
-    code: int = import_module(f".{what}", __package__).main(given[1:])
+    code: int = import_module(f".{choose('proof', what, PROOFS)}", __package__).main(given[1:])
     return code

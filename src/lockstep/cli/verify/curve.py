@@ -101,7 +101,7 @@ def checked(config: RunConfig, given: list[str], script: Sequence[str], *, name:
             "command once, without torchrun, or, if the variables are left over: unset RANK WORLD_SIZE LOCAL_RANK."
         )
     count = shared.several(config)
-    several = dataclasses.replace(config, parallel=dataclasses.replace(asked, devices=count))
+    several = override(config, devices=count)
     launchers.least_ranks(several) if script else check_training(several)
     return Setup(
         config=config,

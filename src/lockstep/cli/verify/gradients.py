@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
@@ -78,7 +77,7 @@ def main(given: list[str]) -> int:
     tolerance = own.get("--tolerance", TOLERANCES.get(config.precision.name, TOLERANCE))
     if is_loop:
         return curve.judge(setup, tolerance)
-    config, names = _prepared(config), strategies(config.parallel.strategy)
+    names = strategies(config.parallel.strategy)
     config = _placed(config, names)
     report = launchers.launch(functools.partial(_entry, names=names, tolerance=tolerance, step=step), config)
     if report is None:
@@ -104,20 +103,13 @@ def _takes_batch(step: str) -> bool:
         return False
 
 
-def _prepared(config: RunConfig) -> RunConfig:
-    """Return the config to measure with: nothing that only speed is for."""
-    name = "fp64" if config.precision.name == "auto" else config.precision.name
-    precision = dataclasses.replace(config.precision, name=name, compile=False, channels_last="off")
-    return dataclasses.replace(config, precision=precision, optim=dataclasses.replace(config.optim, ema=None))
-
-
 def _placed(config: RunConfig, names: Sequence[str]) -> RunConfig:
-    """Return the config with the strategy that the ranks use, and a number of devices, of which one is not enough."""
-    with_ranks = [name for name in names if KINDS[name].has_ranks]
-    parallel = dataclasses.replace(config.parallel, strategy=(with_ranks or list(names))[0])
-    config = dataclasses.replace(config, parallel=parallel)
+    """Return the config to measure with: the strategy that the ranks use, several devices, nothing for speed alone."""
+    precision = "fp64" if config.precision.name == "auto" else config.precision.name
+    strategy = next((name for name in names if KINDS[name].has_ranks), names[0])
+    config = override(config, precision=precision, compile=False, channels_last="off", ema=None, strategy=strategy)
     if launchers.starts_here(config):
-        config = dataclasses.replace(config, parallel=dataclasses.replace(parallel, devices=shared.several(config)))
+        config = override(config, devices=shared.several(config))
     launchers.least_ranks(config)
     return config
 
@@ -174,22 +166,19 @@ def _explain(screen: Screen, answer: Answer, tolerance: float, most: int | None)
 
 def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     """Yield what is known of the reasons: the name of each, and what completes it to a sentence."""
+    from ...checkpoint.state import few  # late: it imports torch
+
     for cause in answer.causes:
         sizes = f"alone {max(cause.tensors.values(), default=0.0):.1e}, switched off {cause.rest:.1e}"
         yield cause.name, f": {cause.sentence} ({sizes})."
     if answer.unused:
         yield (
             "unused parameters",
-            f": the loss does not reach {_first(answer.unused)} on some rank, and training refuses that; freeze them, "
-            "use them, or pass --find-unused, as was done to measure.",
+            f": the loss does not reach {few([*answer.unused], _ROWS)} on some rank, and training refuses that; freeze "
+            "them, use them, or pass --find-unused, as was done to measure.",
         )
     if answer.unlike:
         ranks = ranks_named(sorted(frozenset().union(*answer.unlike.values())))
-        yield "ranks differ", f": after the exchange {ranks} have other bits, in {_first([*answer.unlike])}."
+        yield "ranks differ", f": after the exchange {ranks} have other bits, in {few([*answer.unlike], _ROWS)}."
     if answer.by_design:
         yield "", f"That is so by design: {answer.by_design}."
-
-
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _ROWS} more" if len(names) > _ROWS else ""
-    return ", ".join(names[:_ROWS]) + more
