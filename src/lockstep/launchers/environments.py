@@ -68,8 +68,6 @@ class Place:
     """What tells this job from others that use the agent's store."""
     knows_node: bool = True
     """Whether the variables say which ranks share this node; otherwise the roll call finds out."""
-    nodes_are_hosts: bool = False
-    """Whether its nodes are known to be hosts of their own; agents of torchrun may share one."""
     gpus: tuple[str, int] | None = None
     """The variable that says how many of the node's GPUs are the job's, and the number; None where none says."""
     error_file: Path | None = None
@@ -149,7 +147,6 @@ def read(env: Env) -> Place:
         served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         job=env.get("TORCHELASTIC_RUN_ID", ""),
         knows_node=known is not None,
-        nodes_are_hosts=is_slurm and address != LOOPBACK,  # all nodes of a Slurm for trials may be this host
         gpus=None if gpus is None else ("SLURM_GPUS_ON_NODE", gpus),
         error_file=Path(error_file) if error_file else None,
     )
