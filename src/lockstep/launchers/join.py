@@ -160,9 +160,9 @@ def _check_node(asked: ParallelConfig, place: Place, env: Mapping[str, str]) -> 
     # What the environment does not say of its nodes, the roll call finds out.
     unknown = () if place.knows_node else ("--devices", "--nodes")
     rank.check_agrees(asked, place.topology, {flag: name for flag, name in place.names.items() if flag not in unknown})
-    here, (variable, gpus) = place.topology.local_size, place.gpus or ("", place.topology.local_size)
-    if asked.accelerator == "cuda" and gpus < here:
+    here, gpus = place.topology.local_size, place.gpus
+    if asked.accelerator == "cuda" and gpus is not None and gpus < here:
         raise RequestError(
-            f"{place.names['--devices']} is {here}, but {variable} is {gpus}: each rank needs a GPU of its own; start "
-            f"at most {gpus} on this node, or ask for more GPUs."
+            f"{place.names['--devices']} is {here}, but SLURM_GPUS_ON_NODE is {gpus}: each rank needs a GPU of its "
+            f"own; start at most {gpus} on this node, or ask for more GPUs."
         )
