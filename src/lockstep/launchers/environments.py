@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,14 +59,14 @@ class Place:
     """Where the environment puts this process, and where its ranks meet."""
 
     topology: Topology
-    names: Mapping[str, str]
+    names: Mapping[str, str] = field(default_factory=dict)
     """The variables that say --world-size, --rank, --devices and --nodes, by these flags."""
     file: Path | None = None
     """The file at which the ranks meet, where that is no address."""
     served: bool = False
     """Whether an agent serves the store, which outlives the ranks; otherwise rank 0 does."""
     job: str = ""
-    """What tells this job from others that use the agent's store."""
+    """What tells this job from others that use the agent's store; "" without one."""
     knows_node: bool = True
     """Whether the variables say which ranks share this node; otherwise the roll call finds out."""
     gpus: int | None = None
@@ -131,13 +131,13 @@ def read(env: Env) -> Place:
         )
     port = 0 if file else _slurm_port(env) if is_slurm and "MASTER_PORT" not in env else _number(env, "MASTER_PORT")
     names = {"--rank": program.rank, "--world-size": program.size, "--devices": program.local_size}
-    error_file = env.get("TORCHELASTIC_ERROR_FILE", "")
+    served, error_file = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_ERROR_FILE", "")
     return Place(
         dataclasses.replace(here, address=address, port=port),
         {**names, "--nodes": program.nodes or "the number of nodes"},
         file=file,
-        served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        job=env.get("TORCHELASTIC_RUN_ID", ""),
+        served=served,
+        job=env.get("TORCHELASTIC_RUN_ID", "") if served else "",
         knows_node=known is not None,
         gpus=whole(env.get("SLURM_GPUS_ON_NODE", "")) if is_slurm else None,
         error_file=Path(error_file) if error_file else None,

@@ -51,8 +51,8 @@ from ..monitor.output import say
 from ..world.topology import Topology
 from . import hosts, stores
 from .devices import Entry, host_and_port, processes
-from .stores import PREFIX
-from .supervisor import Door, Supervisor, packed, value_of
+from .stores import PREFIX, Door
+from .supervisor import Supervisor, packed, value_of
 from .variables import having, unset
 
 _KEEP_ALIVE_S, _MISSED = 2, 3

@@ -78,24 +78,22 @@ class Seat:
 def met(
     config: RunConfig,
     env: Mapping[str, str],
-    opens: Callable[[], stores.Meeting],
+    meeting: stores.Meeting,
+    topology: Topology,
     *,
-    index: int,
-    size: int,
-    known: Topology | None = None,
+    knows_node: bool,
     tell: Tell,
 ) -> Iterator[Seat]:
     """Meet the other ranks, be one of them in the block, leave (*collective*).
 
-    They meet at the store that `opens()` gives. `index` is this process's rank of `size`; `known` is its topology where
-    whoever started it has said; otherwise nodes and local ranks follow from the ranks' hosts. Raises `RankLostError`
-    for an error of the block that is an echo of a lost rank, where that one is known.
+    Where whoever started this rank does not know its node, `topology` has only rank and size; nodes and local ranks
+    then follow from the ranks' hosts. Raises `RankLostError` for an error of the block that is an echo of a lost rank,
+    where that one is known.
     """
-    parallel = config.parallel
-    meeting = opens()
+    parallel, index = config.parallel, topology.rank
     mine = Claim(
         rank=index,
-        size=size,
+        size=topology.size,
         accelerator=parallel.accelerator,
         gpus=gpu_ids(parallel, env),
         drives_all=drives_all(parallel),
@@ -108,12 +106,12 @@ def met(
         claims = rollcall.take(meeting, mine, parallel.timeout)
         # What tells these processes from any others at the store.
         start = hashlib.sha256("".join(claim.nonce for claim in claims).encode()).hexdigest()[:16]
-        topology, pulse = known or rollcall.place(claims, mine), Pulse()
+        topology, pulse = topology if knows_node else rollcall.place(claims, mine), Pulse()
         watch = start_watch(config, meeting, start, [claim.host for claim in claims], index, pulse, tell)
         try:
-            if known is None:
+            if not knows_node:
                 check_agrees(parallel, topology, _CAME)
-            bound_to = _bound_to(rollcall.interface(claims, mine)) if size > 1 else {}
+            bound_to = _bound_to(rollcall.interface(claims, mine)) if topology.size > 1 else {}
             kept.enter_context(having(bound_to | variables(config)))
             device = take_device(config, env, topology, sharing=rollcall.sharing(claims, mine))
             from .._torch import PrefixStore

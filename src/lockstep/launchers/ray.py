@@ -37,7 +37,8 @@ from ..monitor.signals import KILLED, Interrupts, heeded
 from ..world.topology import Topology
 from . import stores
 from .devices import Entry
-from .supervisor import GRACE_S, Door, Supervisor, end_with, value_of
+from .stores import Door
+from .supervisor import GRACE_S, Supervisor, end_with, value_of
 
 _CHILD = "import sys; from lockstep.launchers.ray import serve; serve(int(sys.argv[1]))"
 _PROBE_S = 5.0

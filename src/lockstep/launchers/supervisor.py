@@ -42,6 +42,7 @@ from ..monitor.signals import KILLED, OUTSIDE, Interrupts, heeded
 from ..world.topology import Topology
 from . import rank, stores
 from .devices import Entry, processes
+from .stores import Door
 
 GRACE_S = 2.0
 """For a rank that has failed to end data workers and saves under way, before it is killed."""
@@ -63,30 +64,6 @@ _FINAL = {RequestError.__name__, ProofError.__name__}
 """Failures that would be the same again."""
 _PR_SET_PDEATHSIG = 1
 _SAFE_PATH, _OURS = "PYTHONSAFEPATH", "lockstep"
-
-
-@dataclass(frozen=True)
-class Door:
-    """Where a rank meets the others: in its parent's memory, or at an address."""
-
-    memory: Path | None = None
-    host: str = ""
-    port: int = 0
-    secret: bytes = b""
-    job: str = ""
-    start: str = ""
-    served: bool = False
-    """Whether an agent serves the store."""
-
-    def open(self, rank: int, timeout_s: float, notes: Notes) -> stores.Meeting:
-        """Open the store for a rank."""
-        if self.memory is not None:
-            return stores.in_memory(self.memory, notes)
-        if rank == 0 and not self.served:
-            return stores.serve(self.host, self.port, secret=self.secret)
-        return stores.connect(
-            self.host, self.port, timeout_s, secret=self.secret, job=self.job, start=self.start, served=self.served
-        )
 
 
 @dataclass(frozen=True)
@@ -389,15 +366,8 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
     notes = Notes(lambda name: held.get(name, ""), write)
     try:
         entry, config = pickle.loads(payload)  # from our own parent, through a pipe that nobody else holds
-        with rank.met(
-            config,
-            os.environ,
-            lambda: door.open(place.rank, config.parallel.timeout, notes),
-            index=place.rank,
-            size=place.size,
-            known=place,
-            tell=pipe.send,
-        ) as seat:
+        meeting = door.open(place.rank, config.parallel.timeout, notes)
+        with rank.met(config, os.environ, meeting, place, knows_node=True, tell=pipe.send) as seat:
             value = seat.run(entry, config)
         try:
             report = pickle.dumps(value)
