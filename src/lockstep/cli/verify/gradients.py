@@ -116,9 +116,9 @@ def _placed(config: RunConfig, names: Sequence[str]) -> RunConfig:
     with_ranks = [name for name in names if KINDS[name].has_ranks]
     parallel = dataclasses.replace(config.parallel, strategy=(with_ranks or list(names))[0])
     config = dataclasses.replace(config, parallel=parallel)
-    if launchers.starts_here(config):
+    if launchers.plan(config).starts_here:
         config = dataclasses.replace(config, parallel=dataclasses.replace(parallel, devices=shared.several(config)))
-    launchers.least_ranks(config)
+    launchers.plan(config)  # which refuses what does not go together
     return config
 
 
