@@ -60,7 +60,7 @@ class Place:
 
     topology: Topology
     names: Mapping[str, str] = field(default_factory=dict)
-    """The variables that say --world-size, --rank, --devices and --nodes, by these flags."""
+    """The variables that say --world-size, --rank and, where they do, --devices and --nodes, by these flags."""
     file: Path | None = None
     """The file at which the ranks meet, where that is no address."""
     served: bool = False
@@ -130,11 +130,13 @@ def read(env: Env) -> Place:
             "every rank, as by mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500."
         )
     port = 0 if file else _slurm_port(env) if is_slurm and "MASTER_PORT" not in env else _number(env, "MASTER_PORT")
-    names = {"--rank": program.rank, "--world-size": program.size, "--devices": program.local_size}
+    names = {"--rank": program.rank, "--world-size": program.size}
+    if known is not None:  # else the roll call finds out
+        names |= {"--devices": program.local_size, "--nodes": program.nodes or "the number of nodes"}
     served, error_file = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_ERROR_FILE", "")
     return Place(
         dataclasses.replace(here, address=address, port=port),
-        {**names, "--nodes": program.nodes or "the number of nodes"},
+        names,
         file=file,
         served=served,
         job=env.get("TORCHELASTIC_RUN_ID", "") if served else "",

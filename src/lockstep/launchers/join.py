@@ -148,9 +148,7 @@ def _door_of(place: Place, env: Mapping[str, str]) -> Door:
 
 
 def _check_node(asked: ParallelConfig, place: Place, env: Mapping[str, str]) -> None:
-    # What the environment does not say of its nodes, the roll call finds out.
-    unknown = () if place.knows_node else ("--devices", "--nodes")
-    rank.check_agrees(asked, place.topology, {flag: name for flag, name in place.names.items() if flag not in unknown})
+    rank.check_agrees(asked, place.topology, place.names)
     here, gpus = place.topology.local_size, place.gpus
     if asked.accelerator == "cuda" and gpus is not None and gpus < here:
         raise RequestError(

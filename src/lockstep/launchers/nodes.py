@@ -150,9 +150,8 @@ class _Agent:
         # Enough to find out that a node is lost, and to wait for latecomers.
         self._patience_s = max(parallel.timeout, _COUNTED_OUT_S + _LAST_CALL_S + 2 * _KEEP_ALIVE_S)
         times = RendezvousTimeout(timedelta(seconds=self._patience_s), timedelta(seconds=_LAST_CALL_S))
-        least, most, address = parallel.nodes, parallel.most_nodes, self._address
         self._handler = DynamicRendezvousHandler.from_backend(
-            job, store, self._state, least, most, address, times, _KEEP_ALIVE_S, _MISSED
+            job, store, self._state, parallel.nodes, parallel.most_nodes, self._address, times, _KEEP_ALIVE_S, _MISSED
         )
         self._first: tuple[int, tuple[str, ...]] = (-1, ())
         self._looked_s = 0.0
