@@ -40,7 +40,7 @@ _ECHO_WAITS_S = 5.0
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
     """Run the entry as the rank that a resolved config makes of this process."""
     with seat(config, env) as mine:
-        return mine.run(entry, config)
+        return mine.run(entry)
 
 
 @contextlib.contextmanager

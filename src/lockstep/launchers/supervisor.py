@@ -368,7 +368,7 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
         entry, config = pickle.loads(payload)  # from our own parent, through a pipe that nobody else holds
         meeting = door.open(place.rank, config.parallel.timeout, notes)
         with rank.met(config, os.environ, meeting, place, knows_node=True, tell=pipe.send) as seat:
-            value = seat.run(entry, config)
+            value = seat.run(entry)
         try:
             report = pickle.dumps(value)
         except Exception as error:  # one that another start would not change
