@@ -25,19 +25,8 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-    RendezvousStateError,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousBackend,
-    RendezvousTimeout,
-)
+from torch.distributed.elastic import rendezvous
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
 from .._torch import plain_rendezvous
 from ..config.options import flatten_common
@@ -92,7 +81,7 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | Non
         return _Agent(meeting, job, secret, config, processes(config, env)).run(payload)
 
 
-class _State(RendezvousBackend):
+class _State(dynamic.RendezvousBackend):
     """The state of torch's rendezvous: a pickle, checked before torch reads it."""
 
     def __init__(self, keys: Keys) -> None:
@@ -125,7 +114,9 @@ class _State(RendezvousBackend):
             self.round, self.closed = plain.round, plain.closed
             self.nodes = tuple(sorted(node.addr for node in plain.participants))
         except Exception as error:
-            raise RendezvousStateError("The agents' store holds something else than a rendezvous.") from error
+            raise rendezvous.RendezvousStateError(
+                "The agents' store holds something else than a rendezvous."
+            ) from error
         return state, text
 
 
@@ -135,7 +126,7 @@ def _connected() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, TimeoutError) as error:
-        raise RendezvousConnectionError("The agents' store does not answer.") from error
+        raise rendezvous.RendezvousConnectionError("The agents' store does not answer.") from error
 
 
 class _Agent:
@@ -149,8 +140,8 @@ class _Agent:
         self._address = hosts.own_address(meeting.host) or meeting.host  # this host's, among the agents
         # Enough to find out that a node is lost, and to wait for latecomers.
         self._patience_s = max(parallel.timeout, _COUNTED_OUT_S + _LAST_CALL_S + 2 * _KEEP_ALIVE_S)
-        times = RendezvousTimeout(timedelta(seconds=self._patience_s), timedelta(seconds=_LAST_CALL_S))
-        self._handler = DynamicRendezvousHandler.from_backend(
+        times = dynamic.RendezvousTimeout(timedelta(seconds=self._patience_s), timedelta(seconds=_LAST_CALL_S))
+        self._handler = dynamic.DynamicRendezvousHandler.from_backend(
             job, store, self._state, parallel.nodes, parallel.most_nodes, self._address, times, _KEEP_ALIVE_S, _MISSED
         )
         self._first: tuple[int, tuple[str, ...]] = (-1, ())
@@ -181,13 +172,13 @@ class _Agent:
         except RunError:
             is_stopped = supervisor.insisted
             raise
-        except RendezvousGracefulExitError:
+        except rendezvous.RendezvousGracefulExitError:
             say(f"{self._meeting.where}: the job has ended, and this node was not needed.")
             return None
-        except (RendezvousError, RuntimeError, TimeoutError) as error:
+        except (rendezvous.RendezvousError, RuntimeError, TimeoutError) as error:
             raise self._told(error, cause) from error
         finally:
-            with contextlib.suppress(RendezvousError, RuntimeError):
+            with contextlib.suppress(rendezvous.RendezvousError, RuntimeError):
                 if not is_stopped:
                     self._handler.shutdown()
 
@@ -242,7 +233,7 @@ class _Agent:
 
     def _told(self, error: Exception, cause: Failure | None) -> Exception:
         where, nodes, again = self._meeting.where, self._config.parallel.nodes, failures.again(self._config)
-        is_late, patience_s = isinstance(error, RendezvousTimeoutError), self._patience_s
+        is_late, patience_s = isinstance(error, rendezvous.RendezvousTimeoutError), self._patience_s
         if is_late and cause is None:
             return RequestError(
                 f"{where}: fewer than --nodes {nodes} came within {patience_s:g} s; start the command on every node, "
@@ -255,7 +246,8 @@ class _Agent:
                 "disturb those of nodes that go on; give the same command here again, and it is taken in, or, where "
                 "no node goes on, start all of them with --resume auto."
             )
-        if cause is not None and (cause.kind == Stopped.__name__ or isinstance(error, RendezvousClosedError)):
+        is_closed = isinstance(error, rendezvous.RendezvousClosedError)
+        if cause is not None and (is_closed or cause.kind == Stopped.__name__):
             return cause.error()  # where ranks had saved and stopped, another node was asked to, and does not come back
         ended = "the agent of another node has ended the job, or cannot be reached any more: see its own message"
         few = f"fewer than --nodes {nodes} are left, and no others came within {patience_s:g} s"
