@@ -185,21 +185,21 @@ class _Agent:
     def _agree(self) -> tuple[list[Topology], Door, Keys]:
         """Agree on the nodes that take part; return this node's ranks, and where they meet."""
         for left in reversed(range(_AGREEING)):
-            sizes: list[str] = []
+            late: Exception = TimeoutError()
             try:
                 info = bounded.within(self._patience_s + _OTHERS_S, self._handler.next_rendezvous, "rendezvous")
                 # A wait occupies its connection: on the agent's own it would silence this node's heartbeats.
                 shared = Keys(info.store, PREFIX, self._secret).clone(limit_s=_COUNTED_OUT_S)
                 nodes = [f"node/{node}" for node in range(info.world_size)]
                 shared.write(nodes[info.rank], f"{self._here}")
-                sizes = shared.await_all(nodes, _WORD_OF_ALL_S)
+                if sizes := shared.await_all(nodes, _WORD_OF_ALL_S):
+                    break
             except RuntimeError as error:  # torch has waited in vain for what each node says of itself
-                if not left or isinstance(error, Unanswered):
+                if isinstance(error, Unanswered):
                     raise
-            if sizes:
-                break
+                late = error
             if not left:
-                raise TimeoutError
+                raise late
             say("A node was lost while the nodes agreed on who takes part; the others agree anew.")
         self._first, self._has_asked = (self._state.round, self._state.nodes), False
         ranks = list(map(int, sizes))
