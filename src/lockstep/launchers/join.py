@@ -50,16 +50,11 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
     hosts.check_interface(parallel.interface, env)
     place = _place(parallel, env)
     index = place.topology.rank
-
-    def leave_word(failure: Failure) -> None:
-        if place.error_file is not None:
-            _leave(failure, place.error_file)
-
     with rank.teller() as say:
 
         def tell(failure: Failure) -> None:
             say(failure)
-            leave_word(failure)
+            _leave(failure, place.error_file)
 
         try:
             _check_node(parallel, place, env)
@@ -68,17 +63,19 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
                 yield seat
         except (Exception, SystemExit) as error:
             failure = failures.account(error, index, config)
-            leave_word(failure)
+            _leave(failure, place.error_file)
             if isinstance(error, LockstepError):
                 raise
             raise failure.error() from error
 
 
-def _leave(failure: Failure, path: Path) -> None:
-    """Write the failure where torchrun looks for it, as torch's `record` would.
+def _leave(failure: Failure, path: Path | None) -> None:
+    """Write the failure where torchrun looks for it, if it does, as torch's `record` would.
 
     Without its trace, which this process shows itself: torchrun would show it once more.
     """
+    if path is None:
+        return
     if failure.is_echo:  # torchrun takes the first rank that ends, or the earliest report, for the root cause
         time.sleep(_ECHO_WAITS_S)
         return

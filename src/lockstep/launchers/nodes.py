@@ -91,7 +91,6 @@ class _State(dynamic.RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """The name of the backend."""
         return PREFIX
 
     def get_state(self) -> tuple[bytes, Any] | None:

@@ -110,7 +110,6 @@ class _Call:
         """Of the call."""
 
     def lead(self) -> tuple[Claim, ...]:
-        """Be rank 0."""
         places = self._places()
         self._keys.write(places[0], _json(self._mine))
         self._keys.write("call", _json(self._mine))
@@ -129,7 +128,6 @@ class _Call:
         return self._read(self._keys.put(self._verdict, found) or found)
 
     def answer(self) -> tuple[Claim, ...]:
-        """Be another rank."""
         called = ""
         conflict: RequestError | None = None
         while time.monotonic() < self._deadline:

@@ -226,7 +226,6 @@ def connect(
 
 
 def _await_listener(host: str, port: int, timeout_s: float) -> None:
-    """Return once somebody listens there."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -354,7 +354,6 @@ def _start(place: Topology, payload: bytes, door: Door, notes: dict[str, str]) -
 
 
 def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: dict[str, str]) -> None:
-    """Be one rank."""
     _settle()
     threading.Thread(target=end_with, args=(pipe,), daemon=True, name="lifeline").start()
     config = RunConfig()
