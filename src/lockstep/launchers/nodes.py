@@ -77,7 +77,10 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | Non
             "port of its own, and all nodes of a job the same command."
         )
     # The ranks meet at the agents' own store: torch need not serve another one.
-    with having({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | unset(stores.QUIET_TORCH)), _quiet():
+    quiet = unset(stores.QUIET_TORCH)
+    with having({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | quiet), contextlib.ExitStack() as kept:
+        kept.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)  # what torch's rendezvous logs is told in our words
         return _Agent(meeting, job, secret, config, processes(config, env)).run(payload)
 
 
@@ -251,14 +254,3 @@ class _Agent:
         ended = "the agent of another node has ended the job, or cannot be reached any more: see its own message"
         few = f"fewer than --nodes {nodes} are left, and no others came within {patience_s:g} s"
         return RunError(f"{where}: {few if is_late else ended}; {again}.")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from telling what is told in our words."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
