@@ -4,9 +4,8 @@
     --init-method file:///PATH --world-size 2 --rank 0         a file on a disk that all ranks share
     --init-method env://                                       MASTER_ADDR and MASTER_PORT say the address
 
-In a Slurm array job, --rank and --world-size follow from the job's place in its array, unless they are given. Of ranks
-that another program has started, the environment says it all (see `environments`). A process without others is a world
-of its own.
+Of ranks that another program has started, the environment says it all (see `environments`). A process without others
+is a world of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What every rank does: meet the others, take a device, run, leave.
 
-torch is imported here and in `stores` alone among the launchers' first steps, so that a command which only looks up a
-name stays quick. These functions run in the rank's own process and may read and set its environment.
+These functions run in the rank's own process, may read and set its environment, and import torch when they are called.
 """
 
 from __future__ import annotations
