@@ -66,13 +66,15 @@ _PR_SET_PDEATHSIG = 1
 _SAFE_PATH, _OURS = "PYTHONSAFEPATH", "lockstep"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Worker:
     """A rank's process, and the pipe to it."""
 
     rank: int
     process: SpawnProcess
     pipe: Connection
+    report: bytes | Failure | None = None
+    """What the rank came to: a pickled value, or why it failed."""
 
     def send(self, number: signal.Signals) -> None:
         if self.process.exitcode is None and self.process.pid is not None:
@@ -118,8 +120,6 @@ class Supervisor:
         self._is_elastic = parallel.max_restarts > 0 or parallel.most_nodes > 1
         self._interrupts = Interrupts()
         self._workers: list[_Worker] = []
-        self._reports: dict[int, bytes | Failure] = {}
-        """What ranks came to: a pickled value, or why they failed."""
         self.notes: dict[str, str] = {}
         self._lock: IO[bytes] | None = None
         self._looked_s = self._since_s = 0.0
@@ -145,7 +145,6 @@ class Supervisor:
         The value is pickled. `look` is asked again and again for what else may end the ranks. Raises `RunError` when a
         second signal came.
         """
-        self._reports = {}
         with heeded(self._on_signal):
             try:
                 for place in places:
@@ -200,15 +199,15 @@ class Supervisor:
         if failed := self._failures():
             return first_cause(failed)
         self._join(self._workers, _DONE_S)
-        value = self._reports[self._workers[0].rank]
+        value = self._workers[0].report
         assert isinstance(value, bytes)
         return value
 
     def _failures(self) -> list[Failure]:
-        return [report for report in self._reports.values() if isinstance(report, Failure)]
+        return [worker.report for worker in self._workers if isinstance(worker.report, Failure)]
 
     def _silent(self) -> list[_Worker]:
-        return [worker for worker in self._workers if worker.rank not in self._reports]
+        return [worker for worker in self._workers if worker.report is None]
 
     def _look(self) -> None:
         """Take in reports and deaths, for a moment."""
@@ -219,14 +218,14 @@ class Supervisor:
         multiprocessing.connection.wait([worker.pipe for worker in silent], 0 if dead else _LOOK_S)
         for worker in silent:
             with contextlib.suppress(EOFError, OSError):
-                while worker.rank not in self._reports and worker.pipe.poll():
+                while worker.report is None and worker.pipe.poll():
                     found = worker.pipe.recv()
                     if isinstance(found, tuple):
                         self.notes |= dict([found])
                     else:
-                        self._reports[worker.rank] = found
+                        worker.report = found
         for worker in dead:
-            self._reports.setdefault(worker.rank, self._obituary(worker))
+            worker.report = worker.report or self._obituary(worker)
 
     def _overdue(self) -> Failure | None:
         """Return the failure of ranks that all are stopped, or hang after the others."""
@@ -235,7 +234,7 @@ class Supervisor:
             return None
         are_stopped = all(_is_stopped(worker.process.pid) for worker in silent)
         # Time for which this process was stopped itself is none for which it saw the others so.
-        if now_s > self._looked_s + _GAP_S or not (are_stopped or self._reports):
+        if now_s > self._looked_s + _GAP_S or not (are_stopped or len(silent) < len(self._workers)):
             self._since_s = now_s
         self._looked_s, for_s = now_s, now_s - self._since_s
         if for_s < self._overdue_s:
@@ -280,9 +279,8 @@ class Supervisor:
 
         It gets no SIGTERM, which asks a rank to go on until it has saved: without the others it cannot.
         """
-        silent = self._silent()
-        self._join([worker for worker in self._workers if worker not in silent], GRACE_S)
-        tracebacks.ask(worker.process.pid for worker in silent if worker.process.exitcode is None)
+        self._join([worker for worker in self._workers if worker.report is not None], GRACE_S)
+        tracebacks.ask(worker.process.pid for worker in self._silent() if worker.process.exitcode is None)
         for worker in self._workers:
             worker.kill()
             worker.process.join(_KILLED_S)  # not for ever: a disk that hangs keeps even what was killed
