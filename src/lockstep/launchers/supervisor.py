@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -89,7 +89,7 @@ class _Worker:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def launch(entry: Entry, config: RunConfig, env: Any) -> Any | None:
+def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
     """Start this host's ranks, again where --max-restarts says so; return rank 0's value.
 
     Raises the error of the rank that failed first; by then the others have been ended.
@@ -111,13 +111,8 @@ class Supervisor:
 
     def __init__(self, config: RunConfig, where: str = "") -> None:
         """`where` says where ranks die, such as " on node 10.0.0.2"."""
-        parallel = config.parallel
-        self._again, self._where = failures.again(config), where
-        # Ranks of other nodes tell of stopped ones better, and first.
-        self._overdue_s = parallel.stall_timeout + GRACE_S * (parallel.most_nodes > 1)
-        self._aborts_when_alone = parallel.accelerator == "cuda"  # by SIGABRT, as NCCL has it
-        self._restarts, self._most_restarts = 0, parallel.max_restarts
-        self._is_elastic = parallel.max_restarts > 0 or parallel.most_nodes > 1
+        self._parallel, self._again, self._where = config.parallel, failures.again(config), where
+        self._restarts = 0
         self._interrupts = Interrupts()
         self._workers: list[_Worker] = []
         self.notes: dict[str, str] = {}
@@ -157,17 +152,18 @@ class Supervisor:
 
     def starts_again(self, cause: Failure) -> bool:
         """Return whether the ranks are to be started again, and say so."""
-        is_stop = cause.kind == Stopped.__name__
-        if cause.kind in _FINAL or not self._is_elastic or (is_stop and self._interrupts.asked):
+        is_stop, most_restarts = cause.kind == Stopped.__name__, self._parallel.max_restarts
+        is_elastic = most_restarts > 0 or self._parallel.most_nodes > 1
+        if cause.kind in _FINAL or not is_elastic or (is_stop and self._interrupts.asked):
             return False
         if is_stop:
             say("The ranks were asked to stop, as a node leaves or comes; where the job goes on, they start again.")
-        elif self._restarts == self._most_restarts:
+        elif self._restarts == most_restarts:
             return False
         else:
             self._restarts += 1
             what = cause.sentence.removesuffix(".").removesuffix(f"; {self._again}")
-            say(f"{what}; the ranks start again (restart {self._restarts} of {self._most_restarts}).")
+            say(f"{what}; the ranks start again (restart {self._restarts} of {most_restarts}).")
         return True
 
     def keep(self, folder: str) -> None:
@@ -237,7 +233,8 @@ class Supervisor:
         if now_s > self._looked_s + _GAP_S or not (are_stopped or len(silent) < len(self._workers)):
             self._since_s = now_s
         self._looked_s, for_s = now_s, now_s - self._since_s
-        if for_s < self._overdue_s:
+        # Ranks of other nodes tell of stopped ones better, and first.
+        if for_s < self._parallel.stall_timeout + GRACE_S * (self._parallel.most_nodes > 1):
             return None
         who = ranks_in_short(ranks := [worker.rank for worker in silent])
         how = f"stopped {for_s:.0f} s ago, by SIGSTOP" if are_stopped else "hang: the other ranks ended long ago"
@@ -257,7 +254,7 @@ class Supervisor:
             how += " (out of memory?)"
         elif -code in _CRASHES:
             how += f" (if it trained, its stacks are in the run's output/rank_{number}.txt)"
-        is_echo = self._aborts_when_alone and code == -signal.SIGABRT
+        is_echo = self._parallel.accelerator == "cuda" and code == -signal.SIGABRT  # as NCCL ends a rank left alone
         return Failure(number, "", f"Rank {number}{self._where} {how}; {self._again}.", "", is_echo=is_echo)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
