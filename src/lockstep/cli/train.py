@@ -49,7 +49,7 @@ def main(given: list[str]) -> int:
 def check(config: RunConfig) -> None:
     """Refuse what can be seen to be impossible, a batch that cannot be shared out included."""
     preflight(config)
-    _share_out(config, launchers.least_ranks(config))
+    _share_out(config, launchers.plan(config).least_ranks)
 
 
 def preflight(config: RunConfig) -> None:

@@ -117,7 +117,7 @@ def _check_devices(config: RunConfig) -> None:
     if kind.has_two_levels:
         raise RequestError(f"{strategy} needs several nodes, which are started by hand.")
     if devices is None:
-        devices = table.least_ranks(config) if kind.process_per_device else 2 if kind.drives_all else 1
+        devices = table.plan(config).least_ranks if kind.process_per_device else 2 if kind.drives_all else 1
     is_several = kind.has_ranks or kind.drives_all
     if devices == 1 and is_several:
         raise RequestError(f"{strategy} on one device is what single is; give --devices.")

@@ -8,10 +8,11 @@ address: MASTER_ADDR and MASTER_PORT do, or ranks that are all on this host meet
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,20 +59,18 @@ class Place:
     """Where the environment puts this process, and where its ranks meet."""
 
     topology: Topology
-    names: Mapping[str, str]
-    """The variables that say --world-size, --rank, --devices and --nodes, by these flags."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The variables that say --world-size, --rank and, where they do, --devices and --nodes, by these flags."""
     file: Path | None = None
     """The file at which the ranks meet, where that is no address."""
     served: bool = False
     """Whether an agent serves the store, which outlives the ranks; otherwise rank 0 does."""
     job: str = ""
-    """What tells this job from others that use the agent's store."""
+    """What tells this job from others that use the agent's store; "" without one."""
     knows_node: bool = True
     """Whether the variables say which ranks share this node; otherwise the roll call finds out."""
-    nodes_are_hosts: bool = False
-    """Whether its nodes are known to be hosts of their own; agents of torchrun may share one."""
-    gpus: tuple[str, int] | None = None
-    """The variable that says how many of the node's GPUs are the job's, and the number; None where none says."""
+    gpus: int | None = None
+    """How many of the node's GPUs are the job's, by SLURM_GPUS_ON_NODE; None where that is not set."""
     error_file: Path | None = None
     """Where torchrun looks for the reason of a failure."""
 
@@ -115,14 +114,15 @@ def read(env: Env) -> Place:
             "--launcher environment: RANK and WORLD_SIZE are not set, nor such variables of srun or mpirun; start the "
             "command with one of these, or take --launcher auto."
         )
-    rank, size, known = _number(env, program.rank), _number(env, program.size), _on_node(env, program)
-    local_rank, local_size, node, nodes = known or (0, 1, 0, 1)
-    if not (rank < size and local_rank < local_size <= size and node < nodes):
+    numbered = Topology(rank=_number(env, program.rank), size=_number(env, program.size))
+    known = _on_node(env, program, numbered)
+    here = known or numbered
+    if not (here.rank < here.size and here.local_rank < here.local_size <= here.size and here.node < here.nodes):
         raise RequestError(f"The environment disagrees with itself: {found}; set all of these on every rank, or none.")
     is_slurm = program is _SLURM
     address = env.get("MASTER_ADDR", "")
     if is_slurm and not address:
-        address = LOOPBACK if nodes == 1 else first_host(env.get("SLURM_STEP_NODELIST", ""))
+        address = LOOPBACK if here.nodes == 1 else first_host(env.get("SLURM_STEP_NODELIST", ""))
     file = _meeting(program) if known and not address and program in (_OPEN_MPI, _PMI) else None
     if not address and file is None:
         raise RequestError(
@@ -130,27 +130,18 @@ def read(env: Env) -> Place:
             "every rank, as by mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500."
         )
     port = 0 if file else _slurm_port(env) if is_slurm and "MASTER_PORT" not in env else _number(env, "MASTER_PORT")
-    names = {"--rank": program.rank, "--world-size": program.size, "--devices": program.local_size}
-    gpus = whole(env.get("SLURM_GPUS_ON_NODE", "")) if is_slurm else None
-    error_file = env.get("TORCHELASTIC_ERROR_FILE", "")
+    names = {"--rank": program.rank, "--world-size": program.size}
+    if known is not None:  # else the roll call finds out
+        names |= {"--devices": program.local_size, "--nodes": program.nodes or "the number of nodes"}
+    served, error_file = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_ERROR_FILE", "")
     return Place(
-        Topology(
-            rank=rank,
-            size=size,
-            local_rank=local_rank,
-            local_size=local_size,
-            node=node,
-            nodes=nodes,
-            address=address,
-            port=port,
-        ),
-        {**names, "--nodes": program.nodes or "the number of nodes"},
+        dataclasses.replace(here, address=address, port=port),
+        names,
         file=file,
-        served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        job=env.get("TORCHELASTIC_RUN_ID", ""),
+        served=served,
+        job=env.get("TORCHELASTIC_RUN_ID", "") if served else "",
         knows_node=known is not None,
-        nodes_are_hosts=is_slurm and address != LOOPBACK,  # all nodes of a Slurm for trials may be this host
-        gpus=None if gpus is None else ("SLURM_GPUS_ON_NODE", gpus),
+        gpus=whole(env.get("SLURM_GPUS_ON_NODE", "")) if is_slurm else None,
         error_file=Path(error_file) if error_file else None,
     )
 
@@ -191,15 +182,16 @@ def first_host(text: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else "")
 
 
-def _on_node(env: Env, program: Program) -> tuple[int, int, int, int] | None:
-    """Return local rank, local size, node and nodes; None where the variables do not say them."""
+def _on_node(env: Env, program: Program, numbered: Topology) -> Topology | None:
+    """Return the rank's place with local rank, local size, node and nodes; None where the variables do not say them."""
     is_slurm, is_one_node = program is _SLURM, env.get(program.local_size) == env[program.size]
     needed = {program.local_rank, program.local_size} | (set() if is_one_node else {program.node, program.nodes})
     if not is_slurm and not needed <= env.keys():
         return None
     node, nodes = (0, 1) if is_one_node else (_number(env, program.node), _number(env, program.nodes))
     local_size = _tasks(env.get(program.local_size, ""), node if is_slurm else 0)
-    return _number(env, program.local_rank), local_size, node, nodes
+    local_rank = _number(env, program.local_rank)
+    return dataclasses.replace(numbered, local_rank=local_rank, local_size=local_size, node=node, nodes=nodes)
 
 
 def _tasks(text: str, node: int) -> int:

@@ -75,17 +75,15 @@ def is_loopback(addresses: Iterable[str]) -> bool:
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 
-def listed() -> str:
-    """Return this host's interfaces with their addresses, in words."""
-    return ", ".join(f"{name} ({', '.join(each) or 'no address'})" for name, each in sorted(interfaces().items()))
-
-
 def check_interface(name: str, env: Mapping[str, str]) -> None:
     """Raise `RequestError` where --interface cannot carry the ranks' traffic."""
-    here = socket.gethostname()
-    if name and not interfaces().get(name):
-        raise RequestError(f"--interface {name}: this host, {here}, has no such one with an address, but {listed()}.")
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
+    if not name:
+        return
+    here, found = socket.gethostname(), interfaces()
+    if not found.get(name):
+        listed = ", ".join(f"{each} ({', '.join(has) or 'no address'})" for each, has in sorted(found.items()))
+        raise RequestError(f"--interface {name}: this host, {here}, has no such one with an address, but {listed}.")
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if (chosen := env.get(variable, name)).removeprefix("=") != name:
             raise RequestError(
                 f"--interface {name} disagrees with the environment, where {variable} is {chosen}; drop one."

@@ -4,9 +4,8 @@
     --init-method file:///PATH --world-size 2 --rank 0         a file on a disk that all ranks share
     --init-method env://                                       MASTER_ADDR and MASTER_PORT say the address
 
-In a Slurm array job, --rank and --world-size follow from the job's place in its array, unless they are given. Of ranks
-that another program has started, the environment says it all (see `environments`). A process without others is a world
-of its own.
+Of ranks that another program has started, the environment says it all (see `environments`). A process without others
+is a world of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,18 @@ from ..monitor.failures import Failure
 from ..world.topology import Topology
 from . import environments, hosts, rank, stores
 from .devices import Entry, host_and_port, meets_by_url
-from .environments import Place
+from .environments import LOOPBACK, Place
+from .stores import Door
 
 _EXAMPLES = "give tcp://HOST:PORT, file:///PATH, or env://"
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LOOPBACK = ("localhost", LOOPBACK, "::1")
 _ECHO_WAITS_S = 5.0
-Opens = Callable[[], stores.Meeting]
 
 
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
     """Run the entry as the rank that a resolved config makes of this process."""
     with seat(config, env) as mine:
-        return mine.run(entry, config)
+        return mine.run(entry)
 
 
 @contextlib.contextmanager
@@ -48,42 +47,34 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
     """Be the rank that a resolved config makes of this process (*collective*)."""
     parallel = config.parallel
     hosts.check_interface(parallel.interface, env)
-    place = environments.read(env) if parallel.launcher == "environment" else None
-    known = Topology() if parallel.launcher == "inline" else place.topology if place and place.knows_node else None
-    found = place.topology if place else known
-    index, size = (found.rank, found.size) if found else _by_hand(parallel, env)
-
-    def leave_word(failure: Failure) -> None:
-        if place is not None and place.error_file is not None:
-            _leave(failure, place.error_file)
-
+    place = _place(parallel, env)
+    index = place.topology.rank
     with rank.teller() as say:
 
         def tell(failure: Failure) -> None:
             say(failure)
-            leave_word(failure)
+            _leave(failure, place.error_file)
 
         try:
-            if place is not None:
-                _check_node(parallel, place, env)
-                opens = _door_of(place, parallel.timeout, env)
-            else:
-                opens = stores.alone if known else _door(parallel, index, env)
-            with rank.met(config, env, opens, index=index, size=size, known=known, tell=tell) as seat:
+            _check_node(parallel, place, env)
+            meeting = _door(parallel, place, env).open(index, parallel.timeout)
+            with rank.met(config, env, meeting, place.topology, knows_node=place.knows_node, tell=tell) as seat:
                 yield seat
         except (Exception, SystemExit) as error:
             failure = failures.account(error, index, config)
-            leave_word(failure)
+            _leave(failure, place.error_file)
             if isinstance(error, LockstepError):
                 raise
             raise failure.error() from error
 
 
-def _leave(failure: Failure, path: Path) -> None:
-    """Write the failure where torchrun looks for it, as torch's `record` would.
+def _leave(failure: Failure, path: Path | None) -> None:
+    """Write the failure where torchrun looks for it, if it does, as torch's `record` would.
 
     Without its trace, which this process shows itself: torchrun would show it once more.
     """
+    if path is None:
+        return
     if failure.is_echo:  # torchrun takes the first rank that ends, or the earliest report, for the root cause
         time.sleep(_ECHO_WAITS_S)
         return
@@ -92,12 +83,16 @@ def _leave(failure: Failure, path: Path) -> None:
         write_whole(path, json.dumps({"message": {"message": failure.sentence, "extraInfo": about}}).encode())
 
 
-def _by_hand(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[int, int]:
-    """Return this rank and the world size, by flags or the environment.
+def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
+    """Return this rank's place by the environment, or by flags.
 
-    Within an array job they are the job's place in its array, once --init-method says where to meet: by itself an
-    array may as well be so many runs.
+    Within an array job, rank and world size are the job's place in its array, once --init-method says where to meet: by
+    itself an array may as well be so many runs.
     """
+    if parallel.launcher == "environment":
+        return environments.read(env)
+    if parallel.launcher == "inline":
+        return Place(Topology())
     by_url, index, size = meets_by_url(parallel), parallel.rank, parallel.world_size
     if index is None or size is None:
         array = environments.of_array(env) if by_url else None
@@ -108,12 +103,16 @@ def _by_hand(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[int, int
             f"--launcher manual: --rank is {index}, --world-size {size}; start each rank with its own --rank, from 0 "
             "up, and all with the same --world-size."
         )
-    return index, size
+    return Place(Topology(rank=index, size=size), knows_node=False)
 
 
-def _door(parallel: ParallelConfig, index: int, env: Mapping[str, str]) -> Opens:
-    """Return what opens the meeting place that --init-method names."""
-    url, timeout_s, interface = parallel.init_method, parallel.timeout, parallel.interface
+def _door(parallel: ParallelConfig, place: Place, env: Mapping[str, str]) -> Door:
+    """Return where this rank meets the others, by the environment or by --init-method."""
+    if parallel.launcher == "environment":
+        return _door_of(place, env)
+    if parallel.launcher == "inline":
+        return Door()
+    url, interface = parallel.init_method, parallel.interface
     if not url:
         raise RequestError(f"--rank and --world-size need --init-method, the place where ranks meet: {_EXAMPLES}.")
     if not meets_by_url(parallel):
@@ -125,44 +124,30 @@ def _door(parallel: ParallelConfig, index: int, env: Mapping[str, str]) -> Opens
     if parts.scheme == "file":
         if parts.netloc or not parts.path.startswith("/"):
             raise RequestError(f"--init-method {url}: the path starts at the root, with three slashes: file:///PATH.")
-        path, secret = Path(unquote(parts.path)), stores.of_job(env, on_one_host=False)
         host = hosts.own_addresses(hosts.ANYWHERE, interface)[0] if interface else ""
-        return lambda: stores.at_file(path, is_main=index == 0, timeout_s=timeout_s, host=host, secret=secret)
+        return Door(file=Path(unquote(parts.path)), host=host, secret=stores.of_job(env, on_one_host=False))
     if parts.scheme != "tcp":
         raise RequestError(f"--init-method {url} names no meeting place that is known; {_EXAMPLES}.")
     host, port = host_and_port(url)
-    return _at(host, port, timeout_s, stores.of_job(env, on_one_host=host in _LOOPBACK), serves=index == 0)
+    return Door(host=host, port=port, secret=stores.of_job(env, on_one_host=host in _LOOPBACK))
 
 
-def _door_of(place: Place, timeout_s: float, env: Mapping[str, str]) -> Opens:
-    """Return what opens the meeting place that the environment names."""
+def _door_of(place: Place, env: Mapping[str, str]) -> Door:
     topology, on_one_host = place.topology, place.knows_node and place.topology.nodes == 1
     secret = stores.of_job(env, on_one_host=on_one_host)
-    if (path := place.file) is not None:
-        is_main = topology.is_main
-        return lambda: stores.at_file(path, is_main=is_main, timeout_s=timeout_s, host=_LOOPBACK[1], secret=secret)
+    if place.file is not None:
+        return Door(file=place.file, host=LOOPBACK, secret=secret)
     if on_one_host and place.error_file is not None:
         # The folder of this agent's, of a random name: what another job has sealed is none of this one's notes.
         secret += str(place.error_file.parents[2]).encode()
-    host, port, job = topology.address, topology.port, place.job
-    if place.served:
-        return lambda: stores.connect(host, port, timeout_s, secret=secret, job=job, served=True)
-    return _at(host, port, timeout_s, secret, serves=topology.is_main)
-
-
-def _at(host: str, port: int, timeout_s: float, secret: bytes, *, serves: bool) -> Opens:
-    if serves:
-        return lambda: stores.serve(host, port, secret=secret)
-    return lambda: stores.connect(host, port, timeout_s, secret=secret)
+    return Door(host=topology.address, port=topology.port, secret=secret, job=place.job, served=place.served)
 
 
 def _check_node(asked: ParallelConfig, place: Place, env: Mapping[str, str]) -> None:
-    # What the environment does not say of its nodes, the roll call finds out.
-    unknown = () if place.knows_node else ("--devices", "--nodes")
-    rank.check_agrees(asked, place.topology, {flag: name for flag, name in place.names.items() if flag not in unknown})
-    here, (variable, gpus) = place.topology.local_size, place.gpus or ("", place.topology.local_size)
-    if asked.accelerator == "cuda" and gpus < here:
+    rank.check_agrees(asked, place.topology, place.names)
+    here, gpus = place.topology.local_size, place.gpus
+    if asked.accelerator == "cuda" and gpus is not None and gpus < here:
         raise RequestError(
-            f"{place.names['--devices']} is {here}, but {variable} is {gpus}: each rank needs a GPU of its own; start "
-            f"at most {gpus} on this node, or ask for more GPUs."
+            f"{place.names['--devices']} is {here}, but SLURM_GPUS_ON_NODE is {gpus}: each rank needs a GPU of its "
+            f"own; start at most {gpus} on this node, or ask for more GPUs."
         )

@@ -25,19 +25,8 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-    RendezvousStateError,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousBackend,
-    RendezvousTimeout,
-)
+from torch.distributed.elastic import rendezvous
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
 from .._torch import plain_rendezvous
 from ..config.options import flatten_common
@@ -51,8 +40,8 @@ from ..monitor.output import say
 from ..world.topology import Topology
 from . import hosts, stores
 from .devices import Entry, host_and_port, processes
-from .stores import PREFIX
-from .supervisor import Door, Supervisor, packed, value_of
+from .stores import PREFIX, Door
+from .supervisor import Supervisor, packed, value_of
 from .variables import having, unset
 
 _KEEP_ALIVE_S, _MISSED = 2, 3
@@ -88,11 +77,14 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | Non
             "port of its own, and all nodes of a job the same command."
         )
     # The ranks meet at the agents' own store: torch need not serve another one.
-    with having({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | unset(stores.QUIET_TORCH)), _quiet():
+    quiet = unset(stores.QUIET_TORCH)
+    with having({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | quiet), contextlib.ExitStack() as kept:
+        kept.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)  # what torch's rendezvous logs is told in our words
         return _Agent(meeting, job, secret, config, processes(config, env)).run(payload)
 
 
-class _State(RendezvousBackend):
+class _State(dynamic.RendezvousBackend):
     """The state of torch's rendezvous: a pickle, checked before torch reads it."""
 
     def __init__(self, keys: Keys) -> None:
@@ -102,7 +94,6 @@ class _State(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """The name of the backend."""
         return PREFIX
 
     def get_state(self) -> tuple[bytes, Any] | None:
@@ -125,7 +116,9 @@ class _State(RendezvousBackend):
             self.round, self.closed = plain.round, plain.closed
             self.nodes = tuple(sorted(node.addr for node in plain.participants))
         except Exception as error:
-            raise RendezvousStateError("The agents' store holds something else than a rendezvous.") from error
+            raise rendezvous.RendezvousStateError(
+                "The agents' store holds something else than a rendezvous."
+            ) from error
         return state, text
 
 
@@ -135,7 +128,7 @@ def _connected() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, TimeoutError) as error:
-        raise RendezvousConnectionError("The agents' store does not answer.") from error
+        raise rendezvous.RendezvousConnectionError("The agents' store does not answer.") from error
 
 
 class _Agent:
@@ -149,10 +142,9 @@ class _Agent:
         self._address = hosts.own_address(meeting.host) or meeting.host  # this host's, among the agents
         # Enough to find out that a node is lost, and to wait for latecomers.
         self._patience_s = max(parallel.timeout, _COUNTED_OUT_S + _LAST_CALL_S + 2 * _KEEP_ALIVE_S)
-        times = RendezvousTimeout(timedelta(seconds=self._patience_s), timedelta(seconds=_LAST_CALL_S))
-        least, most, address = parallel.nodes, parallel.most_nodes, self._address
-        self._handler = DynamicRendezvousHandler.from_backend(
-            job, store, self._state, least, most, address, times, _KEEP_ALIVE_S, _MISSED
+        times = dynamic.RendezvousTimeout(timedelta(seconds=self._patience_s), timedelta(seconds=_LAST_CALL_S))
+        self._handler = dynamic.DynamicRendezvousHandler.from_backend(
+            job, store, self._state, parallel.nodes, parallel.most_nodes, self._address, times, _KEEP_ALIVE_S, _MISSED
         )
         self._first: tuple[int, tuple[str, ...]] = (-1, ())
         self._looked_s = 0.0
@@ -182,34 +174,34 @@ class _Agent:
         except RunError:
             is_stopped = supervisor.insisted
             raise
-        except RendezvousGracefulExitError:
+        except rendezvous.RendezvousGracefulExitError:
             say(f"{self._meeting.where}: the job has ended, and this node was not needed.")
             return None
-        except (RendezvousError, RuntimeError, TimeoutError) as error:
+        except (rendezvous.RendezvousError, RuntimeError, TimeoutError) as error:
             raise self._told(error, cause) from error
         finally:
-            with contextlib.suppress(RendezvousError, RuntimeError):
+            with contextlib.suppress(rendezvous.RendezvousError, RuntimeError):
                 if not is_stopped:
                     self._handler.shutdown()
 
     def _agree(self) -> tuple[list[Topology], Door, Keys]:
         """Agree on the nodes that take part; return this node's ranks, and where they meet."""
         for left in reversed(range(_AGREEING)):
-            sizes: list[str] = []
+            late: Exception = TimeoutError()
             try:
                 info = bounded.within(self._patience_s + _OTHERS_S, self._handler.next_rendezvous, "rendezvous")
                 # A wait occupies its connection: on the agent's own it would silence this node's heartbeats.
                 shared = Keys(info.store, PREFIX, self._secret).clone(limit_s=_COUNTED_OUT_S)
                 nodes = [f"node/{node}" for node in range(info.world_size)]
                 shared.write(nodes[info.rank], f"{self._here}")
-                sizes = shared.await_all(nodes, _WORD_OF_ALL_S)
+                if sizes := shared.await_all(nodes, _WORD_OF_ALL_S):
+                    break
             except RuntimeError as error:  # torch has waited in vain for what each node says of itself
-                if not left or isinstance(error, Unanswered):
+                if isinstance(error, Unanswered):
                     raise
-            if sizes:
-                break
+                late = error
             if not left:
-                raise TimeoutError
+                raise late
             say("A node was lost while the nodes agreed on who takes part; the others agree anew.")
         self._first, self._has_asked = (self._state.round, self._state.nodes), False
         ranks = list(map(int, sizes))
@@ -243,7 +235,7 @@ class _Agent:
 
     def _told(self, error: Exception, cause: Failure | None) -> Exception:
         where, nodes, again = self._meeting.where, self._config.parallel.nodes, failures.again(self._config)
-        is_late, patience_s = isinstance(error, RendezvousTimeoutError), self._patience_s
+        is_late, patience_s = isinstance(error, rendezvous.RendezvousTimeoutError), self._patience_s
         if is_late and cause is None:
             return RequestError(
                 f"{where}: fewer than --nodes {nodes} came within {patience_s:g} s; start the command on every node, "
@@ -256,19 +248,9 @@ class _Agent:
                 "disturb those of nodes that go on; give the same command here again, and it is taken in, or, where "
                 "no node goes on, start all of them with --resume auto."
             )
-        if cause is not None and (cause.kind == Stopped.__name__ or isinstance(error, RendezvousClosedError)):
+        is_closed = isinstance(error, rendezvous.RendezvousClosedError)
+        if cause is not None and (is_closed or cause.kind == Stopped.__name__):
             return cause.error()  # where ranks had saved and stopped, another node was asked to, and does not come back
         ended = "the agent of another node has ended the job, or cannot be reached any more: see its own message"
         few = f"fewer than --nodes {nodes} are left, and no others came within {patience_s:g} s"
         return RunError(f"{where}: {few if is_late else ended}; {again}.")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from telling what is told in our words."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -1,7 +1,6 @@
 """What every rank does: meet the others, take a device, run, leave.
 
-torch is imported here and in `stores` alone among the launchers' first steps, so that a command which only looks up a
-name stays quick. These functions run in the rank's own process and may read and set its environment.
+These functions run in the rank's own process, may read and set its environment, and import torch when they are called.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,12 +24,14 @@ from ..config.schema import ParallelConfig, RunConfig
 from ..errors import RequestError, RunError, Stopped
 from ..monitor import bounded, failures, output, tracebacks
 from ..monitor.failures import Failure, RankLostError
+from ..monitor.notes import Notes
 from ..monitor.progress import Pulse
 from ..monitor.watchdog import Watch
 from ..world.topology import Topology
-from . import hosts, rollcall, stores
+from . import hosts, rollcall
 from .devices import Entry, drives_all, gpu_ids, gpu_index
 from .rollcall import Claim
+from .stores import Meeting
 from .variables import having, unset
 
 if TYPE_CHECKING:
@@ -57,45 +57,75 @@ _FLUSH_S = 0.5
 class Seat:
     """What a rank has before it forms the world."""
 
+    config: RunConfig
     topology: Topology
     device: torch.device
     store: Store
     """One that all ranks share."""
-    world: Callable[[], AbstractContextManager[World]]
-    """Forms the world, which is left at the end of the block (*collective*)."""
+    notes: Notes
+    pulse: Pulse
 
-    def run(self, entry: Entry, config: RunConfig) -> Any | None:
+    def run(self, entry: Entry) -> Any | None:
         """Run the entry; return its value on rank 0, else None (*collective*)."""
         if forms_world := getattr(entry, "before_world", None):  # the doctor's, who says why there can be none
-            value = forms_world(config, self.topology, self.device, self.store)
+            value = forms_world(self.config, self.topology, self.device, self.store)
         else:
             with self.world() as world:
-                value = entry(config, world)
+                value = entry(self.config, world)
         return value if self.topology.is_main else None
+
+    @contextlib.contextmanager
+    def world(self) -> Iterator[World]:
+        """Form the world, and leave it at the end of the block (*collective*)."""
+        from ..world.world import World
+
+        parallel, topology, pulse = self.config.parallel, self.topology, self.pulse
+        if topology.size == 1:
+            yield World(topology, self.device, pulse=pulse, notes=self.notes)
+            return
+        try:
+            with pulse.during("forming the process group"):  # where a store may be waited for that answers no more
+                world = World.join(
+                    topology,
+                    self.device,
+                    self.store,
+                    timeout_s=_PATIENCE_S,
+                    form_s=parallel.timeout / _DIALS,
+                    pulse=pulse,
+                    notes=self.notes,
+                    collectives=parallel.collectives,
+                )
+        except RuntimeError as error:
+            if not failures.is_echo(error):
+                raise
+            raise RankLostError(
+                f"Rank {topology.rank}: all {topology.size} ranks came, but could not connect to one another within "
+                f"--timeout {parallel.timeout:g} s: a firewall keeps ports between the nodes closed, --interface names "
+                "different networks, or a rank has ended and its own message says why; then start all ranks again."
+            ) from error
+        try:
+            world.barrier()  # a rank that was done at once would leave before another one had found it
+            yield world
+        except BaseException:
+            close_soon(world)
+            raise
+        world.close()
 
 
 @contextlib.contextmanager
 def met(
-    config: RunConfig,
-    env: Mapping[str, str],
-    opens: Callable[[], stores.Meeting],
-    *,
-    index: int,
-    size: int,
-    known: Topology | None = None,
-    tell: Tell,
+    config: RunConfig, env: Mapping[str, str], meeting: Meeting, topology: Topology, *, knows_node: bool, tell: Tell
 ) -> Iterator[Seat]:
     """Meet the other ranks, be one of them in the block, leave (*collective*).
 
-    They meet at the store that `opens()` gives. `index` is this process's rank of `size`; `known` is its topology where
-    whoever started it has said; otherwise nodes and local ranks follow from the ranks' hosts. Raises `RankLostError`
-    for an error of the block that is an echo of a lost rank, where that one is known.
+    Where whoever started this rank does not know its node, `topology` has only rank and size; nodes and local ranks
+    then follow from the ranks' hosts. Raises `RankLostError` for an error of the block that is an echo of a lost rank,
+    where that one is known.
     """
-    parallel = config.parallel
-    meeting = opens()
+    parallel, index = config.parallel, topology.rank
     mine = Claim(
         rank=index,
-        size=size,
+        size=topology.size,
         accelerator=parallel.accelerator,
         gpus=gpu_ids(parallel, env),
         drives_all=drives_all(parallel),
@@ -108,18 +138,18 @@ def met(
         claims = rollcall.take(meeting, mine, parallel.timeout)
         # What tells these processes from any others at the store.
         start = hashlib.sha256("".join(claim.nonce for claim in claims).encode()).hexdigest()[:16]
-        topology, pulse = known or rollcall.place(claims, mine), Pulse()
+        topology, pulse = topology if knows_node else rollcall.place(claims, mine), Pulse()
         watch = start_watch(config, meeting, start, [claim.host for claim in claims], index, pulse, tell)
         try:
-            if known is None:
+            if not knows_node:
                 check_agrees(parallel, topology, _CAME)
-            bound_to = _bound_to(rollcall.interface(claims, mine)) if size > 1 else {}
+            bound_to = _bound_to(rollcall.interface(claims, mine)) if topology.size > 1 else {}
             kept.enter_context(having(bound_to | variables(config)))
             device = take_device(config, env, topology, sharing=rollcall.sharing(claims, mine))
             from .._torch import PrefixStore
 
             store = PrefixStore(f"group/{start}", meeting.keys.store)
-            yield Seat(topology, device, store, lambda: _world(config, topology, device, store, pulse, meeting))
+            yield Seat(config, topology, device, store, meeting.notes, pulse)
         except BaseException as error:
             watch.give_way()
             if isinstance(error, Exception) and failures.is_echo(error):
@@ -132,7 +162,7 @@ def met(
 
 
 def start_watch(
-    config: RunConfig, meeting: stores.Meeting, start: str, nodes: Sequence[str], rank: int, pulse: Pulse, tell: Tell
+    config: RunConfig, meeting: Meeting, start: str, nodes: Sequence[str], rank: int, pulse: Pulse, tell: Tell
 ) -> Watch:
     """Return a watchdog over ranks that have met."""
     stall_s = config.parallel.stall_timeout
@@ -169,45 +199,6 @@ def _end(config: RunConfig, pulse: Pulse, tell: Tell, watch: Watch, failure: Fai
             worker.kill()
     finally:
         os._exit(RunError.exit_code)
-
-
-@contextlib.contextmanager
-def _world(
-    config: RunConfig, topology: Topology, device: torch.device, store: Store, pulse: Pulse, meeting: stores.Meeting
-) -> Iterator[World]:
-    from ..world.world import World
-
-    parallel = config.parallel
-    if topology.size == 1:
-        yield World(topology, device, pulse=pulse, notes=meeting.notes)
-        return
-    try:
-        with pulse.during("forming the process group"):  # where a store may be waited for that answers no more
-            world = World.join(
-                topology,
-                device,
-                store,
-                timeout_s=_PATIENCE_S,
-                form_s=parallel.timeout / _DIALS,
-                pulse=pulse,
-                notes=meeting.notes,
-                collectives=parallel.collectives,
-            )
-    except RuntimeError as error:
-        if not failures.is_echo(error):
-            raise
-        raise RankLostError(
-            f"Rank {topology.rank}: all {topology.size} ranks came, but could not connect to one another within "
-            f"--timeout {parallel.timeout:g} s: a firewall keeps ports between the nodes closed, --interface names "
-            "different networks, or a rank has ended and its own message says why; then start all ranks again."
-        ) from error
-    try:
-        world.barrier()  # a rank that was done at once would leave before another one had found it
-        yield world
-    except BaseException:
-        close_soon(world)
-        raise
-    world.close()
 
 
 def close_soon(world: World) -> None:

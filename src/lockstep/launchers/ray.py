@@ -37,7 +37,8 @@ from ..monitor.signals import KILLED, Interrupts, heeded
 from ..world.topology import Topology
 from . import stores
 from .devices import Entry
-from .supervisor import GRACE_S, Door, Supervisor, end_with, value_of
+from .stores import Door
+from .supervisor import GRACE_S, Supervisor, end_with, value_of
 
 _CHILD = "import sys; from lockstep.launchers.ray import serve; serve(int(sys.argv[1]))"
 _PROBE_S = 5.0
@@ -119,8 +120,7 @@ def _actors(parallel: ParallelConfig) -> Iterator[tuple[list[Any], list[tuple[st
 
     On leaving the block none is left, nor what it started. Raises `RequestError` where Ray does not start them in time.
     """
-    import ray
-    from ray.exceptions import RayError
+    import ray.exceptions
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -134,7 +134,7 @@ def _actors(parallel: ParallelConfig) -> Iterator[tuple[list[Any], list[tuple[st
     try:
         try:
             found = ray.get([each.where.remote() for each in actors], timeout=parallel.timeout)
-        except RayError as error:
+        except ray.exceptions.RayError as error:
             has, free = _resources(unit), ray.available_resources().get(unit, 0)
             raise RequestError(
                 f"--nodes {parallel.nodes} --devices {count}: Ray did not start a process with {counted(count, unit)} "
@@ -206,12 +206,11 @@ class _Job:
         return value_of(cast(bytes, self._ended[0]))
 
     def _end_of(self, node: int, result: Any) -> bytes | Failure:
-        import ray
-        from ray.exceptions import RayError
+        import ray.exceptions
 
         try:
             ended: bytes | Failure = ray.get(result)
-        except RayError as error:
+        except ray.exceptions.RayError as error:
             ranks = range(node * self._here, (node + 1) * self._here)
             how = f"{self._names[node]} died ({failures.one_line(error)}); {self._again}."
             ended = Failure(ranks[0], "", f"{ranks_in_short(ranks).capitalize()}{how}", "")
@@ -219,11 +218,10 @@ class _Job:
 
     def _show(self) -> None:
         """Print what rank 0's node has printed since."""
-        import ray
-        from ray.exceptions import RayError
+        import ray.exceptions
 
         for number, stream in enumerate((sys.stdout, sys.stderr)):
-            with contextlib.suppress(RayError):
+            with contextlib.suppress(ray.exceptions.RayError):
                 while data := ray.get(self._actors[0].printed.remote(number, self._shown[number]), timeout=_ANSWER_S):
                     self._shown[number] += len(data)
                     print(self._decoders[number].decode(data), end="", file=stream, flush=True)

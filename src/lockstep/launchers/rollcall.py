@@ -110,46 +110,46 @@ class _Call:
         """Of the call."""
 
     def lead(self) -> tuple[Claim, ...]:
-        """Be rank 0."""
         places = self._places()
         self._keys.write(places[0], _json(self._mine))
         self._keys.write("call", _json(self._mine))
         while not (texts := self._await(places, _LEAD_WAIT_S)) or not all(texts):  # a stranger's is empty
             self._read(self._keys.read(self._verdict))
             if time.monotonic() >= self._deadline:
-                raise self._fault(self._absent(), absent=True)
+                raise self._fault(self._absent())
             time.sleep(_LOOK_S)
         claims = [Claim.of(json.loads(text)) for text in texts]
         try:
             check_together(claims)
         except RequestError as error:
-            raise self._fault(str(error)) from error
+            self._fault(error)
+            raise
         found = json.dumps({"claims": [asdict(claim) for claim in claims]})
         return self._read(self._keys.put(self._verdict, found) or found)
 
     def answer(self) -> tuple[Claim, ...]:
-        """Be another rank."""
-        called = conflict = ""
+        called = ""
+        conflict: RequestError | None = None
         while time.monotonic() < self._deadline:
             text = "".join(self._await(["call"], _WAIT_S))
             if text and text != called:
                 called, lead, outlives = text, Claim.of(json.loads(text)), self._meeting.outlives
                 is_old = outlives and self._keys.check([f"verdict/{lead.nonce}"])
                 self._nonce = "" if is_old else lead.nonce
-                conflict = "" if is_old else self._claim(lead)
+                conflict = None if is_old else self._claim(lead)
                 if conflict and not outlives:  # else the call may be that of a start which ended early
                     raise self._fault(conflict)
             if self._nonce and (claims := self._read("".join(self._await([self._verdict], _WAIT_S)))):
                 return claims
             time.sleep(_LOOK_S)
-        raise self._fault(conflict or self._absent(), absent=not conflict)
+        raise self._fault(conflict or self._absent())
 
     def interrupted(self) -> None:
         """Tell the others that this rank was stopped."""
         self._keys = self._keys.clone()  # a request may wait on the other connection
         who = f"rank {self._mine.rank} ({self._mine.who})"
         told = f"{self._meeting.where}: {who} was stopped while it waited for the others; start all ranks again."
-        self._fault(told, absent=True)
+        self._fault(AbsentError(told))
 
     @property
     def _verdict(self) -> str:
@@ -161,38 +161,38 @@ class _Call:
     def _await(self, keys: list[str], most_s: float) -> list[str]:
         return self._keys.await_all(keys, min(most_s, max(_LOOK_S, self._deadline - time.monotonic())))
 
-    def _claim(self, lead: Claim) -> str:
-        """Answer rank 0's call; return what is wrong, "" for nothing."""
+    def _claim(self, lead: Claim) -> RequestError | None:
+        """Answer rank 0's call; return what is wrong."""
         mine, where = self._mine, self._meeting.where
         if lead.size != mine.size:
-            return (
+            return RequestError(
                 f"{where}: the ranks disagree on the world size: rank 0 ({lead.who}) says {lead.size}, rank "
                 f"{mine.rank} ({mine.who}) says {mine.size}; give every rank the same --world-size."
             )
         holder = Claim.of(json.loads(self._keys.put(self._places()[mine.rank], _json(mine)) or _json(mine)))
         if holder.nonce == mine.nonce:
-            return ""
-        return (
+            return None
+        return RequestError(
             f"{where}: rank {mine.rank} is claimed twice, by {holder.who} and by {mine.who}; "
             "give each process its own --rank, and each run its own meeting place."
         )
 
-    def _absent(self) -> str:
+    def _absent(self) -> AbsentError:
         came = [bool(text) for text in self._keys.read_all(self._places())] if self._nonce else [False]
         absent = [rank for rank, is_here in enumerate(came) if not is_here]
         count = f"{sum(came)} of {self._mine.size} ranks came" if self._nonce else "rank 0 did not come"
         missing = ranks_in_short(absent) if absent else "an answer of rank 0"
-        return (
+        return AbsentError(
             f"{self._meeting.where}: {count} within --timeout {self._timeout_s:g} s; missing: {missing}; start every "
             f"rank, or raise --timeout{self._meeting.caution}."
         )
 
-    def _fault(self, sentence: str, *, absent: bool = False) -> RequestError:
-        """Give the verdict, unless one is given; return its error."""
+    def _fault(self, error: RequestError) -> RequestError:
+        """Raise the verdict, this error unless one is given; return the error where that goes on without this rank."""
         if self._nonce:
-            self._read(self._keys.put(self._verdict, json.dumps({"absent": absent, "fault": sentence})))
-        # The others have gone on, and this rank was none of them.
-        return (AbsentError if absent else RequestError)(sentence)
+            verdict = {"absent": isinstance(error, AbsentError), "fault": str(error)}
+            self._read(self._keys.put(self._verdict, json.dumps(verdict)))
+        return error  # the others have gone on, and this rank was none of them
 
     def _read(self, told: str) -> tuple[Claim, ...]:
         """Return a verdict's claims, () without this rank; raise its fault."""

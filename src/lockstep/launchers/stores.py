@@ -128,21 +128,46 @@ def memory() -> Iterator[Path]:
             yield Path(folder) / "meeting"
 
 
-def alone() -> Meeting:
-    """Open the store of a world of one."""
+@dataclass(frozen=True)
+class Door:
+    """Where a rank meets the others: in their parent's memory, at a file or at an address; a lone rank has none."""
+
+    memory: Path | None = None
+    file: Path | None = None
+    host: str = ""
+    port: int = 0
+    secret: bytes = b""
+    job: str = ""
+    start: str = ""
+    served: bool = False
+    """Whether an agent serves the store."""
+
+    def open(self, rank: int, timeout_s: float, notes: Notes | None = None) -> Meeting:
+        """Open the store for a rank; what is in its parent's memory has its parent's `notes`."""
+        if self.memory is not None:
+            return _in_memory(self.memory, notes or Notes())
+        if self.file is not None:
+            return at_file(self.file, is_main=rank == 0, timeout_s=timeout_s, host=self.host, secret=self.secret)
+        if not self.host:
+            return _alone()
+        if rank == 0 and not self.served:
+            return serve(self.host, self.port, secret=self.secret)
+        return connect(
+            self.host, self.port, timeout_s, secret=self.secret, job=self.job, start=self.start, served=self.served
+        )
+
+
+def _alone() -> Meeting:
     from .._torch import HashStore
 
-    store = HashStore()
-    return Meeting(Keys(store, PREFIX), "this process", outlives=True)
+    return Meeting(Keys(HashStore(), PREFIX), "this process", outlives=True)
 
 
-def in_memory(path: Path, notes: Notes) -> Meeting:
-    """Open the store in a file of `memory()`."""
+def _in_memory(path: Path, notes: Notes) -> Meeting:
     import_torch()
     from .._torch import FileStore
 
-    store = FileStore(str(path), -1)
-    return Meeting(Keys(store, PREFIX), "this host's memory", outlives=True, notes=notes)
+    return Meeting(Keys(FileStore(str(path), -1), PREFIX), "this host's memory", outlives=True, notes=notes)
 
 
 def serve(host: str, port: int, *, secret: bytes = b"") -> Meeting:
@@ -201,7 +226,6 @@ def connect(
 
 
 def _await_listener(host: str, port: int, timeout_s: float) -> None:
-    """Return once somebody listens there."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -91,21 +91,17 @@ def lay_out(options: Mapping[str, str], sbatch: Sequence[str], config: RunConfig
         strategy = auto(several=nodes * (gpus or asked or 1) > 1)
     chosen, with_gpus = kind(strategy), f"--strategy {strategy} with --gpus-per-node {gpus}"
     tasks = (gpus or asked or 1) if chosen.process_per_device else 1
-    for is_wrong, sentence in (
-        (nodes > 1 and not chosen.has_ranks, f"--nodes {nodes}: --strategy {strategy} is one process; take another."),
-        (
-            asked not in (0, tasks),
-            f"--ntasks-per-node {asked}: {with_gpus} is {counted(tasks, 'task')} a node; leave it out.",
-        ),
-        (gpus > tasks and not chosen.drives_all, f"{with_gpus}: that uses one device; take another strategy."),
-        (gpus and accelerator == "cpu", f"--accelerator cpu disagrees with --gpus-per-node {gpus}; leave one out."),
-        (not gpus and accelerator == "cuda", "--accelerator cuda: add --gpus-per-node N, or the job has no GPU."),
-        (
-            devices is not None and (chosen.process_per_device or (gpus and devices != gpus)),
-            f"--devices {devices}: on Slurm that is --gpus-per-node {devices}, or --ntasks-per-node {devices} on CPUs.",
-        ),
-    ):
-        require(not is_wrong, sentence)
+    require(nodes == 1 or chosen.has_ranks, f"--nodes {nodes}: --strategy {strategy} is one process; take another.")
+    wrong_tasks = f"--ntasks-per-node {asked}: {with_gpus} is {counted(tasks, 'task')} a node; leave it out."
+    require(asked in (0, tasks), wrong_tasks)
+    require(gpus <= tasks or chosen.drives_all, f"{with_gpus}: that uses one device; take another strategy.")
+    on_cpu = f"--accelerator cpu disagrees with --gpus-per-node {gpus}; leave one out."
+    require(not gpus or accelerator != "cpu", on_cpu)
+    require(bool(gpus) or accelerator != "cuda", "--accelerator cuda: add --gpus-per-node N, or the job has no GPU.")
+    require(
+        devices is None or not (chosen.process_per_device or (gpus and devices != gpus)),
+        f"--devices {devices}: on Slurm that is --gpus-per-node {devices}, or --ntasks-per-node {devices} on CPUs.",
+    )
     each = (gpus or devices) if chosen.drives_all else None
     flags = ["--resume", "auto"]
     flags += ["--nodes", f"{nodes}"] if nodes > 1 else []

@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -42,6 +42,7 @@ from ..monitor.signals import KILLED, OUTSIDE, Interrupts, heeded
 from ..world.topology import Topology
 from . import rank, stores
 from .devices import Entry, processes
+from .stores import Door
 
 GRACE_S = 2.0
 """For a rank that has failed to end data workers and saves under way, before it is killed."""
@@ -65,37 +66,15 @@ _PR_SET_PDEATHSIG = 1
 _SAFE_PATH, _OURS = "PYTHONSAFEPATH", "lockstep"
 
 
-@dataclass(frozen=True)
-class Door:
-    """Where a rank meets the others: in its parent's memory, or at an address."""
-
-    memory: Path | None = None
-    host: str = ""
-    port: int = 0
-    secret: bytes = b""
-    job: str = ""
-    start: str = ""
-    served: bool = False
-    """Whether an agent serves the store."""
-
-    def open(self, rank: int, timeout_s: float, notes: Notes) -> stores.Meeting:
-        """Open the store for a rank."""
-        if self.memory is not None:
-            return stores.in_memory(self.memory, notes)
-        if rank == 0 and not self.served:
-            return stores.serve(self.host, self.port, secret=self.secret)
-        return stores.connect(
-            self.host, self.port, timeout_s, secret=self.secret, job=self.job, start=self.start, served=self.served
-        )
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Worker:
     """A rank's process, and the pipe to it."""
 
     rank: int
     process: SpawnProcess
     pipe: Connection
+    report: bytes | Failure | None = None
+    """What the rank came to: a pickled value, or why it failed."""
 
     def send(self, number: signal.Signals) -> None:
         if self.process.exitcode is None and self.process.pid is not None:
@@ -110,7 +89,7 @@ class _Worker:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def launch(entry: Entry, config: RunConfig, env: Any) -> Any | None:
+def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
     """Start this host's ranks, again where --max-restarts says so; return rank 0's value.
 
     Raises the error of the rank that failed first; by then the others have been ended.
@@ -132,17 +111,10 @@ class Supervisor:
 
     def __init__(self, config: RunConfig, where: str = "") -> None:
         """`where` says where ranks die, such as " on node 10.0.0.2"."""
-        parallel = config.parallel
-        self._again, self._where = failures.again(config), where
-        # Ranks of other nodes tell of stopped ones better, and first.
-        self._overdue_s = parallel.stall_timeout + GRACE_S * (parallel.most_nodes > 1)
-        self._aborts_when_alone = parallel.accelerator == "cuda"  # by SIGABRT, as NCCL has it
-        self._restarts, self._most_restarts = 0, parallel.max_restarts
-        self._is_elastic = parallel.max_restarts > 0 or parallel.most_nodes > 1
+        self._parallel, self._again, self._where = config.parallel, failures.again(config), where
+        self._restarts = 0
         self._interrupts = Interrupts()
         self._workers: list[_Worker] = []
-        self._reports: dict[int, bytes | Failure] = {}
-        """What ranks came to: a pickled value, or why they failed."""
         self.notes: dict[str, str] = {}
         self._lock: IO[bytes] | None = None
         self._looked_s = self._since_s = 0.0
@@ -168,7 +140,6 @@ class Supervisor:
         The value is pickled. `look` is asked again and again for what else may end the ranks. Raises `RunError` when a
         second signal came.
         """
-        self._reports = {}
         with heeded(self._on_signal):
             try:
                 for place in places:
@@ -181,17 +152,18 @@ class Supervisor:
 
     def starts_again(self, cause: Failure) -> bool:
         """Return whether the ranks are to be started again, and say so."""
-        is_stop = cause.kind == Stopped.__name__
-        if cause.kind in _FINAL or not self._is_elastic or (is_stop and self._interrupts.asked):
+        is_stop, most_restarts = cause.kind == Stopped.__name__, self._parallel.max_restarts
+        is_elastic = most_restarts > 0 or self._parallel.most_nodes > 1
+        if cause.kind in _FINAL or not is_elastic or (is_stop and self._interrupts.asked):
             return False
         if is_stop:
             say("The ranks were asked to stop, as a node leaves or comes; where the job goes on, they start again.")
-        elif self._restarts == self._most_restarts:
+        elif self._restarts == most_restarts:
             return False
         else:
             self._restarts += 1
             what = cause.sentence.removesuffix(".").removesuffix(f"; {self._again}")
-            say(f"{what}; the ranks start again (restart {self._restarts} of {self._most_restarts}).")
+            say(f"{what}; the ranks start again (restart {self._restarts} of {most_restarts}).")
         return True
 
     def keep(self, folder: str) -> None:
@@ -223,15 +195,15 @@ class Supervisor:
         if failed := self._failures():
             return first_cause(failed)
         self._join(self._workers, _DONE_S)
-        value = self._reports[self._workers[0].rank]
+        value = self._workers[0].report
         assert isinstance(value, bytes)
         return value
 
     def _failures(self) -> list[Failure]:
-        return [report for report in self._reports.values() if isinstance(report, Failure)]
+        return [worker.report for worker in self._workers if isinstance(worker.report, Failure)]
 
     def _silent(self) -> list[_Worker]:
-        return [worker for worker in self._workers if worker.rank not in self._reports]
+        return [worker for worker in self._workers if worker.report is None]
 
     def _look(self) -> None:
         """Take in reports and deaths, for a moment."""
@@ -242,14 +214,14 @@ class Supervisor:
         multiprocessing.connection.wait([worker.pipe for worker in silent], 0 if dead else _LOOK_S)
         for worker in silent:
             with contextlib.suppress(EOFError, OSError):
-                while worker.rank not in self._reports and worker.pipe.poll():
+                while worker.report is None and worker.pipe.poll():
                     found = worker.pipe.recv()
                     if isinstance(found, tuple):
                         self.notes |= dict([found])
                     else:
-                        self._reports[worker.rank] = found
+                        worker.report = found
         for worker in dead:
-            self._reports.setdefault(worker.rank, self._obituary(worker))
+            worker.report = worker.report or self._obituary(worker)
 
     def _overdue(self) -> Failure | None:
         """Return the failure of ranks that all are stopped, or hang after the others."""
@@ -258,10 +230,11 @@ class Supervisor:
             return None
         are_stopped = all(_is_stopped(worker.process.pid) for worker in silent)
         # Time for which this process was stopped itself is none for which it saw the others so.
-        if now_s > self._looked_s + _GAP_S or not (are_stopped or self._reports):
+        if now_s > self._looked_s + _GAP_S or not (are_stopped or len(silent) < len(self._workers)):
             self._since_s = now_s
         self._looked_s, for_s = now_s, now_s - self._since_s
-        if for_s < self._overdue_s:
+        # Ranks of other nodes tell of stopped ones better, and first.
+        if for_s < self._parallel.stall_timeout + GRACE_S * (self._parallel.most_nodes > 1):
             return None
         who = ranks_in_short(ranks := [worker.rank for worker in silent])
         how = f"stopped {for_s:.0f} s ago, by SIGSTOP" if are_stopped else "hang: the other ranks ended long ago"
@@ -281,7 +254,7 @@ class Supervisor:
             how += " (out of memory?)"
         elif -code in _CRASHES:
             how += f" (if it trained, its stacks are in the run's output/rank_{number}.txt)"
-        is_echo = self._aborts_when_alone and code == -signal.SIGABRT
+        is_echo = self._parallel.accelerator == "cuda" and code == -signal.SIGABRT  # as NCCL ends a rank left alone
         return Failure(number, "", f"Rank {number}{self._where} {how}; {self._again}.", "", is_echo=is_echo)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -303,9 +276,8 @@ class Supervisor:
 
         It gets no SIGTERM, which asks a rank to go on until it has saved: without the others it cannot.
         """
-        silent = self._silent()
-        self._join([worker for worker in self._workers if worker not in silent], GRACE_S)
-        tracebacks.ask(worker.process.pid for worker in silent if worker.process.exitcode is None)
+        self._join([worker for worker in self._workers if worker.report is not None], GRACE_S)
+        tracebacks.ask(worker.process.pid for worker in self._silent() if worker.process.exitcode is None)
         for worker in self._workers:
             worker.kill()
             worker.process.join(_KILLED_S)  # not for ever: a disk that hangs keeps even what was killed
@@ -377,7 +349,6 @@ def _start(place: Topology, payload: bytes, door: Door, notes: dict[str, str]) -
 
 
 def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: dict[str, str]) -> None:
-    """Be one rank."""
     _settle()
     threading.Thread(target=end_with, args=(pipe,), daemon=True, name="lifeline").start()
     config = RunConfig()
@@ -389,16 +360,9 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
     notes = Notes(lambda name: held.get(name, ""), write)
     try:
         entry, config = pickle.loads(payload)  # from our own parent, through a pipe that nobody else holds
-        with rank.met(
-            config,
-            os.environ,
-            lambda: door.open(place.rank, config.parallel.timeout, notes),
-            index=place.rank,
-            size=place.size,
-            known=place,
-            tell=pipe.send,
-        ) as seat:
-            value = seat.run(entry, config)
+        meeting = door.open(place.rank, config.parallel.timeout, notes)
+        with rank.met(config, os.environ, meeting, place, knows_node=True, tell=pipe.send) as seat:
+            value = seat.run(entry)
         try:
             report = pickle.dumps(value)
         except Exception as error:  # one that another start would not change

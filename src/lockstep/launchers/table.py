@@ -147,16 +147,6 @@ def names() -> tuple[str, ...]:
     return tuple(LAUNCHERS)
 
 
-def least_ranks(config: RunConfig) -> int:
-    """Return the least number of ranks that a run will have; raises as `plan` does."""
-    return plan(config).least_ranks
-
-
-def starts_here(config: RunConfig) -> bool:
-    """Return whether the run's ranks are started by this process, or are this process."""
-    return plan(config).starts_here
-
-
 def visible_gpus() -> str | None:
     """Return what CUDA_VISIBLE_DEVICES leaves of the GPUs to this process; None where it is not set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")

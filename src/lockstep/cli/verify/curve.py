@@ -95,14 +95,14 @@ def checked(config: RunConfig, given: list[str], script: Sequence[str], *, name:
     if kind is not None and not (kind.has_ranks or kind.drives_all):
         raise RequestError(f"--strategy {asked.strategy} is what the others are compared with; leave it out.")
     alone = dataclasses.replace(config, parallel=ParallelConfig(accelerator=asked.accelerator))
-    if not launchers.starts_here(alone):
+    if not launchers.plan(alone).starts_here:
         raise RequestError(
             f"lockstep verify {name} starts all ranks itself, and this process is a rank by its environment; start the "
             "command once, without torchrun, or, if the variables are left over: unset RANK WORLD_SIZE LOCAL_RANK."
         )
     count = shared.several(config)
     several = override(config, devices=count)
-    launchers.least_ranks(several) if script else check_training(several)
+    launchers.plan(several) if script else check_training(several)
     return Setup(
         config=config,
         folder=Path(),

@@ -108,9 +108,9 @@ def _placed(config: RunConfig, names: Sequence[str]) -> RunConfig:
     precision = "fp64" if config.precision.name == "auto" else config.precision.name
     strategy = next((name for name in names if KINDS[name].has_ranks), names[0])
     config = override(config, precision=precision, compile=False, channels_last="off", ema=None, strategy=strategy)
-    if launchers.starts_here(config):
+    if launchers.plan(config).starts_here:
         config = override(config, devices=shared.several(config))
-    launchers.least_ranks(config)
+    launchers.plan(config)  # which refuses what does not go together
     return config
 
 
