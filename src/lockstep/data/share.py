@@ -54,9 +54,6 @@ _Shares = Iterator[tuple[Indices, tuple[int, int, bool]]]
 class SharedLoader:
     """A user's DataLoader, whose batches are the global ones, shared out among the ranks."""
 
-    stands_in = True
-    """Whether a sample that does not count stands in where a share is empty."""
-
     def __init__(
         self,
         loader: DataLoader[Any],
