@@ -31,7 +31,7 @@ from ..monitor.failures import one_line, place
 from ..monitor.signals import SIGNALS
 from ..world.random_state import Generators, kept
 from . import counter
-from .ranks import COMPARED, Signature, signature, stable
+from .ranks import COMPARED, Signature, alike, signature
 from .source import Indices
 
 GENERATORS = 3
@@ -88,7 +88,8 @@ class Batches:
 
     def signatures(self, keys: counter.UInt64, indices: Indices) -> list[Signature | None]:
         """Return the samples' signatures; None for those that differ from one reading to the next."""
-        return [stable(*(signature(self._read(keys, indices[[at]])) for _ in range(2))) for at in range(len(indices))]
+        pairs = ([signature(self._read(keys, indices[[at]])) for _ in range(2)] for at in range(len(indices)))
+        return [first if alike(first, second) else None for first, second in pairs]
 
     def _read(self, keys: counter.UInt64, indices: Indices) -> Any:
         dataset = self.dataset
