@@ -239,7 +239,7 @@ def _unchanged(answer: Any) -> Any:
 
 
 def _begin_worker(begin: Callable[[int], None] | None, worker: int) -> None:
-    """Prepare a data worker: signals are its rank's to answer, its stacks can be asked for, it ends with its rank."""
+    """Prepare a data worker: signals are its rank's to answer, and it ends with its rank."""
     # Ctrl-C reaches every process of the terminal, and SIGTERM every process of a group where torchrun or a scheduler
     # sends it; the rank needs its workers to finish the step and save.
     for number in SIGNALS:

@@ -2,7 +2,6 @@
 
 1. `module:attribute`, anything with a colon: the user's own callable that returns an `nn.Module`. It gets those of
    the keyword arguments `classes`, `in_channels`, `image_size` and `shape` (of a sample) that its signature names.
-   The current folder is importable.
 2. A name of ours: those of `names()`, and every `pyramidnet-DEPTH-ALPHA`, with `-reference` for the variant that
    leaves out one block a stage and `-padded` for channels by the 8. Stems are those for small images.
 3. A torchvision classifier under torchvision's name, such as `mobilenet_v3_small`; with the prefix `torchvision.`
@@ -115,7 +114,6 @@ def _pyramidnet_arguments(name: str) -> dict[str, int] | None:
 
 
 def _torchvision_name(name: str) -> str:
-    """Return torchvision's own name for `name`; raise if it has none."""
     plain, theirs = name.removeprefix(_PREFIX), torchvision.names()
     if plain in theirs:
         return plain
