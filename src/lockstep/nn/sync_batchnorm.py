@@ -212,8 +212,7 @@ def untracked(model: nn.Module) -> list[str]:
 
 def statistics(model: nn.Module) -> dict[str, Tensor]:
     """Return the BatchNorm layers' running statistics by name."""
-    norms = ((f"{name}." if name else "", norm) for name, norm in _norms(model))
-    return {f"{prefix}{key}": held for prefix, norm in norms for key, held in norm.named_buffers(recurse=False)}
+    return {key: held for name, norm in _norms(model) for key, held in norm.named_buffers(name, recurse=False)}
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[str, BatchNorm]]:
