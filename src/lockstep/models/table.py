@@ -31,12 +31,12 @@ _PYRAMIDNET = re.compile(r"pyramidnet-(\d{1,4})-(\d{1,6})(-reference)?(-padded)?
 
 _PYRAMIDNETS = ("20-48", "110-48", "110-270", "110-270-padded", "110-270-reference")
 _OURS = {
-    "convnet-small": "small:ConvNet",
-    "mlp": "small:mlp",
-    **{f"pyramidnet-{each}": "pyramidnet:pyramidnet" for each in _PYRAMIDNETS},
-    **{name: f"resnet:{name}" for name in ("resnet8", "resnet18", "resnet20", "resnet34", "resnet50")},
+    "convnet-small": ("small", "ConvNet"),
+    "mlp": ("small", "mlp"),
+    **{f"pyramidnet-{each}": ("pyramidnet", "pyramidnet") for each in _PYRAMIDNETS},
+    **{name: ("resnet", name) for name in ("resnet8", "resnet18", "resnet20", "resnet34", "resnet50")},
 }
-"""{name: file of this package:callable in it}"""
+"""{name: (file of this package, callable in it)}"""
 
 
 def names() -> tuple[str, ...]:
@@ -48,7 +48,7 @@ def preflight(name: str) -> None:
     """Raise `RequestError` where no network has that name."""
     if ":" in name:
         user_code.check("--model", name)
-    elif not _is_ours(name):
+    elif _ours(name) is None:
         _torchvision_name(name)
 
 
@@ -67,16 +67,16 @@ def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
     given = {"classes": classes, **sides, "shape": shape}
     if ":" in name:
         return _build_own(name, given)
-    if not _is_ours(name):
+    if (ours := _ours(name)) is None:
         plain = _torchvision_name(name)
         _check_image(name, shape)
         return torchvision.build(plain, classes, shape)
-    file, _, attribute = _OURS.get(name, "pyramidnet:pyramidnet").partition(":")
+    file, attribute, options = ours
     builder = getattr(importlib.import_module(f".{file}", __package__), attribute)
     arguments = _accepted(builder, given)
     if "shape" not in arguments:
         _check_image(name, shape)
-    model: nn.Module = builder(**_pyramidnet_arguments(name) or {}, **arguments)
+    model: nn.Module = builder(**options, **arguments)
     return model
 
 
@@ -85,7 +85,7 @@ def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
 
     Raises `RequestError` where there are none, or they can neither be found nor downloaded.
     """
-    if ":" in name or _is_ours(name):
+    if ":" in name or _ours(name):
         raise RequestError(
             f"--init-from pretrained belongs to torchvision's models, and --model {name} is none; take one, such as "
             "torchvision.resnet18, or give a file of weights."
@@ -93,24 +93,23 @@ def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
     return torchvision.pretrained(_torchvision_name(name))
 
 
-def _is_ours(name: str) -> bool:
-    return name in _OURS or _pyramidnet_arguments(name) is not None
-
-
-def _pyramidnet_arguments(name: str) -> dict[str, int] | None:
-    """Return the arguments in a `pyramidnet-DEPTH-ALPHA[-reference][-padded]`, None for another name."""
-    match = _PYRAMIDNET.fullmatch(name)
-    if match is None:
+def _ours(name: str) -> tuple[str, str, dict[str, int]] | None:
+    """Return what makes our network `name`: a file of this package, a callable in it, its options; None for others."""
+    options: dict[str, int] = {}
+    if match := _PYRAMIDNET.fullmatch(name):
+        depth, alpha, reference = int(match[1]), int(match[2]), bool(match[3])
+        least = 14 if reference else 8
+        if depth < least or (depth - 2) % 6:
+            below = max(least, depth - (depth - 2) % 6)
+            raise RequestError(
+                f"Model {name!r}: PyramidNet has depths 6 × blocks + 2 from {least} on, found {depth}; "
+                f"use {below} or {below + 6}."
+            )
+        options = {"depth": depth, "alpha": alpha, "reference": reference, "padded": bool(match[4])}
+    elif name not in _OURS:
         return None
-    depth, alpha, reference = int(match[1]), int(match[2]), bool(match[3])
-    least = 14 if reference else 8
-    if depth < least or (depth - 2) % 6:
-        below = max(least, depth - (depth - 2) % 6)
-        raise RequestError(
-            f"Model {name!r}: PyramidNet has depths 6 × blocks + 2 from {least} on, found {depth}; "
-            f"use {below} or {below + 6}."
-        )
-    return {"depth": depth, "alpha": alpha, "reference": reference, "padded": bool(match[4])}
+    file, attribute = _OURS.get(name, ("pyramidnet", "pyramidnet"))
+    return file, attribute, options
 
 
 def _torchvision_name(name: str) -> str:
