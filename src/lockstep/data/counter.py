@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 UInt64 = npt.NDArray[np.uint64]
 
-_WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFT = (np.uint64(30), np.uint64(27), np.uint64(31))
@@ -23,7 +22,7 @@ def key(*words: int) -> int:
     """Return a 64-bit key for a tuple of integers; the order matters."""
     state = len(words)
     for word in words:
-        state = int(_mix(np.array([(state * _GOLDEN + word + _GOLDEN) & _WORD], np.uint64))[0])
+        state = int(_mix(np.array([(state * _GOLDEN + word + _GOLDEN) % 2**64], np.uint64))[0])
     return state
 
 

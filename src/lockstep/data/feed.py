@@ -31,7 +31,7 @@ from ..monitor.failures import one_line, place
 from ..monitor.signals import SIGNALS
 from ..world.random_state import Generators, kept
 from . import counter
-from .ranks import COMPARED, Signature, signature, stable
+from .ranks import COMPARED, Signature, alike, signature
 from .source import Indices
 
 GENERATORS = 3
@@ -88,7 +88,8 @@ class Batches:
 
     def signatures(self, keys: counter.UInt64, indices: Indices) -> list[Signature | None]:
         """Return the samples' signatures; None for those that differ from one reading to the next."""
-        return [stable(*(signature(self._read(keys, indices[[at]])) for _ in range(2))) for at in range(len(indices))]
+        pairs = ([signature(self._read(keys, indices[[at]])) for _ in range(2)] for at in range(len(indices)))
+        return [first if alike(first, second) else None for first, second in pairs]
 
     def _read(self, keys: counter.UInt64, indices: Indices) -> Any:
         dataset = self.dataset
@@ -127,8 +128,8 @@ class Batches:
 class Stream(IterableDataset[Any]):
     """A rank's shares of an epoch of an iterable data set, which every rank reads whole, from batch `first` on.
 
-    Yields `Micro`'s fields, and the signatures of the first samples. Where `spare` is the number of ranks and not 0, a
-    rest of fewer samples than that joins the batch before it, so that no share is empty.
+    Answers are as those of `Batches`; the first one has the first samples' signatures. Where `spare` is the number of
+    ranks and not 0, a rest of fewer samples than that joins the batch before it, so that no share is empty.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Stream(IterableDataset[Any]):
         self._size, self._plan = plan.global_size, dataclasses.replace(plan, global_size=plan.global_size + spare)
         self._rank, self._keys, self._epoch, self._first = rank, keys, epoch, first
 
-    def __iter__(self) -> Iterator[tuple[Any, int, int, bool, Indices, list[Signature]]]:
+    def __iter__(self) -> Iterator[tuple[Indices, Any, Any]]:
         size, most, held = self._size, self._plan.global_size, list[Any]()
         with kept():
             if set_epoch := getattr(self.dataset, "set_epoch", None):
@@ -153,22 +154,23 @@ class Stream(IterableDataset[Any]):
             seed(self._keys, 0)
             samples = self._read(iter(self.dataset))
         for step in count():
-            parts: list[tuple[Any, int, int, bool, Indices]] = []
+            answers: list[tuple[Indices, Any, Any]] = []
             with kept():
                 found = [*held, *islice(samples, most - len(held))]
                 total = size if len(found) == most else len(found)
                 batch, held = found[:total], found[total:]
                 if not batch or (self._drop_last and total < size):
                     return
+                if step == self._first:
+                    answers.append((np.arange(0), None, [signature(sample) for sample in batch[:COMPARED]]))
                 shares = self._plan.split(0, total, self._rank) if step >= self._first else []
                 for share in shares:
                     start = step * size + share.start
                     seed(self._keys, ~start)
                     part = self._collate(batch[share.start : share.stop] or batch[:1])
                     indices = np.arange(start, start + len(share))
-                    parts.append((part, len(share), total, share is shares[-1], indices))
-                signatures = [signature(sample) for sample in batch[:COMPARED]] if step == self._first else []
-            yield from ((*part, signatures) for part in parts)
+                    answers.append((indices, (len(share), total, share is shares[-1]), part))
+            yield from answers
 
     def _read(self, samples: Iterator[Any]) -> Iterator[Any]:
         """Yield the samples; what the data set draws follows from their positions, however far the ranks look ahead."""
@@ -237,7 +239,7 @@ def _unchanged(answer: Any) -> Any:
 
 
 def _begin_worker(begin: Callable[[int], None] | None, worker: int) -> None:
-    """Prepare a data worker: signals are its rank's to answer, its stacks can be asked for, it ends with its rank."""
+    """Prepare a data worker: signals are its rank's to answer, and it ends with its rank."""
     # Ctrl-C reaches every process of the terminal, and SIGTERM every process of a group where torchrun or a scheduler
     # sends it; the rank needs its workers to finish the step and save.
     for number in SIGNALS:

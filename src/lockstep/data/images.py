@@ -17,7 +17,6 @@ from . import counter
 from .source import Indices, Request
 
 Floats = tuple[float, ...]
-Shape = tuple[int, ...]
 _DRAWS = 5
 
 
@@ -43,8 +42,8 @@ class Transform:
     def __init__(
         self,
         request: Request,
-        shape: Shape,
-        names: tuple[str, ...] = (),
+        shape: tuple[int, ...],
+        names: tuple[str, ...],
         mean: Floats = (),
         std: Floats = (),
         *,

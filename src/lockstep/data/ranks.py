@@ -117,11 +117,6 @@ def spread(samples: int) -> npt.NDArray[np.int64]:
     return np.linspace(0, samples - 1, min(samples, COMPARED)).astype(np.int64)
 
 
-def stable(first: Signature, second: Signature) -> Signature | None:
-    """Return the signature of a sample that was read twice; None where the readings differ."""
-    return first if _same(first, second) else None
-
-
 def compare(world: World, asked: str, own: Sequence[Signature | None]) -> str:
     """Compare samples that every rank has read; return a warning, "" for none (*collective*).
 
@@ -136,7 +131,7 @@ def compare(world: World, asked: str, own: Sequence[Signature | None]) -> str:
     if any(None in each for each in (first, *others)):
         return drawn
     for rank, each in enumerate(others, start=1):
-        same = [_same(*pair) for pair in zip(first, each, strict=False)]
+        same = [alike(*pair) for pair in zip(first, each, strict=False)]
         if (same or len(first) != len(each)) and not any(same):
             raise RequestError(
                 f"{asked} is not the same on every rank: rank {rank} reads other samples than rank 0. Give every rank "
@@ -147,5 +142,6 @@ def compare(world: World, asked: str, own: Sequence[Signature | None]) -> str:
     return ""
 
 
-def _same(one: Signature, other: Signature) -> bool:
+def alike(one: Signature, other: Signature) -> bool:
+    """Return whether two signatures are of one sample, but for a decoder's last bits."""
     return len(one) == len(other) and np.allclose(one, other, rtol=_NEAR, atol=0)

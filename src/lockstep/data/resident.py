@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ from .source import Fetched, Indices, Request, Source, Splits
 
 Read = Callable[[], dict[str, tuple[Array, Array]]]
 """Returns {"train" and "test": (images (N, H, W, C) uint8, labels (N,))}."""
-Fetch = Callable[[Iterable[Indices], int], Iterator[Fetched]]
-"""(shares, epoch) -> the samples of each as they are stored, and their labels on the device."""
+Fetch = Callable[[Indices], tuple[Tensor, Tensor]]
+"""indices (n,) -> these samples as they are stored, (n, …), and their labels on the device."""
 _CLASSES, _NOISES, _SQUARES = 10, 16, 4
 """Of fake: classes, patterns of noise, and squares a side of a class's pattern."""
 _FAKE = 2
@@ -33,9 +33,9 @@ class Data(Source):
         return self._samples
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
-        """Yield the samples of each share. One stream at a time; a new one ends the one before."""
-        for x, y, indices in self._fetch(shares, epoch):
-            yield Fetched(self._transform(x, indices, epoch), y, indices)
+        for share in shares:
+            x, y = self._fetch(share)
+            yield Fetched(self._transform(x, share, epoch), y, share)
 
 
 def build(request: Request, read: Read, classes: int, mean: Floats, std: Floats) -> Splits:
@@ -67,11 +67,10 @@ def resident(request: Request, x: Tensor, y: Tensor, classes: int, transform: Tr
     if device.type == "cuda" and mode != "off":
         x = x.to(device) if mode == "on" or x.nbytes * 4 <= torch.cuda.mem_get_info(device)[0] else x
 
-    def fetch(shares: Iterable[Indices], epoch: int) -> Iterator[Fetched]:
-        for share in shares:
-            at = torch.from_numpy(share)
-            at_y = to_device(at, y.device)
-            yield Fetched(x.index_select(0, at_y if x.device == y.device else at), y.index_select(0, at_y), share)
+    def fetch(share: Indices) -> tuple[Tensor, Tensor]:
+        at = torch.from_numpy(share)
+        at_y = to_device(at, y.device)
+        return x.index_select(0, at_y if x.device == y.device else at), y.index_select(0, at_y)
 
     return Data(len(y), classes, transform, fetch)
 
@@ -93,14 +92,13 @@ def fake(request: Request) -> Splits:
         is_train = split == "train"
         keys = counter.keys(3, _FAKE, 0 if is_train else 1)
 
-        def fetch(shares: Iterable[Indices], epoch: int) -> Iterator[Fetched]:
-            for share in shares:
-                random = counter.bits(keys, share)
-                y = to_device(torch.from_numpy(counter.below(_CLASSES, random[0])), device)
-                noise = to_device(torch.from_numpy(counter.below(_NOISES, random[1])), device)
-                strength = to_device(torch.from_numpy(0.5 + counter.uniform(random[2])).to(request.dtype), device)
-                x = patterns.index_select(0, y)
-                yield Fetched(x.addcmul_(noises.index_select(0, noise), strength[:, None, None, None]), y, share)
+        def fetch(share: Indices) -> tuple[Tensor, Tensor]:
+            random = counter.bits(keys, share)
+            y = to_device(torch.from_numpy(counter.below(_CLASSES, random[0])), device)
+            noise = to_device(torch.from_numpy(counter.below(_NOISES, random[1])), device)
+            strength = to_device(torch.from_numpy(0.5 + counter.uniform(random[2])).to(request.dtype), device)
+            x = patterns.index_select(0, y)
+            return x.addcmul_(noises.index_select(0, noise), strength[:, None, None, None]), y
 
         transform = Transform(request, (3, size, size), variations)
         return Data(samples if is_train else samples // 4, _CLASSES, transform, fetch)

@@ -56,7 +56,7 @@ DATA_SETS = {
     "digits": Entry(_by("digits"), options=("on-device",)),
     "cifar10": _cifar(cifar.CIFAR10),
     "cifar100": _cifar(cifar.CIFAR100),
-    "imagefolder": Entry(_by("folder"), folder.folders, ("data-dir", "workers", "image-size", "skip-corrupt")),
+    "imagefolder": Entry(folder.build, folder.folders, ("data-dir", "workers", "image-size", "skip-corrupt")),
     "fake": Entry(_by("resident", "fake"), options=("image-size", "samples")),
 }
 

@@ -54,9 +54,6 @@ _Shares = Iterator[tuple[Indices, tuple[int, int, bool]]]
 class SharedLoader:
     """A user's DataLoader, whose batches are the global ones, shared out among the ranks."""
 
-    stands_in = True
-    """Whether a sample that does not count stands in where a share is empty."""
-
     def __init__(
         self,
         loader: DataLoader[Any],
@@ -120,16 +117,14 @@ class SharedLoader:
 
         Raises `RequestError` where a sampler changes its length; what the user's own code raises passes through.
         """
-        if self._is_stream:
-            return self._of_stream(_TRAINING, epoch, first)
-        return self._of_samples(self._training(epoch, first), _TRAINING, epoch)
+        return self._micros(_TRAINING, epoch, first)
 
     def shares(self) -> Generator[Micro, None, None]:
         """Yield this rank's shares of each sample once, in ascending order, to evaluate on.
 
         No batch is dropped, and no share is empty unless there are fewer samples than ranks.
         """
-        return self._of_stream(_EVALUATION) if self._is_stream else self._of_samples(self._evaluation(), _EVALUATION)
+        return self._micros(_EVALUATION)
 
     def compare(self) -> str:
         """Compare what the ranks have read, if all have; return a warning, "" for none (*collective*).
@@ -145,27 +140,25 @@ class SharedLoader:
         """End the workers and wait for them; those that are stuck in a sample are killed after seconds."""
         self._feed.close()
 
-    def _of_samples(self, shares: _Shares, purpose: int, epoch: int = 0) -> Generator[Micro, None, None]:
+    def _micros(self, purpose: int, epoch: int = 0, first: int = 0) -> Generator[Micro, None, None]:
         keys = counter.keys(GENERATORS, self._seed, epoch, purpose)
-        tasks: Iterator[Any] = ((keys, *each) for each in shares)
-        if self.samples and not self.is_compared and self._first is None:
-            places = spread(self.samples)
-            tasks = chain([(keys, places if self._drawn is None else self._drawn[places], None)], tasks)
+        tasks: Iterator[Any] = iter(())
+        if self._is_stream:
+            spare = self._world.size if purpose == _EVALUATION else 0
+            stream = Stream(self.loader, self.plan, self._world.rank, spare, keys, epoch, first)
+            self._feed = Feed(stream, stays=False, **self._options)
+        else:
+            shares = self._training(epoch, first) if purpose == _TRAINING else self._evaluation()
+            tasks = ((keys, *each) for each in shares)
+            if self.samples and not self.is_compared and self._first is None:
+                places = spread(self.samples)
+                tasks = chain([(keys, places if self._drawn is None else self._drawn[places], None)], tasks)
         for indices, note, batch in self._feed.answers(keys, tasks):
             if note is None:
-                self._first = batch
+                self._first = self._first or batch
                 continue
             size, total, last = note
             yield Micro(self._moved(batch), size, total, last, indices[:size])
-
-    def _of_stream(self, purpose: int, epoch: int = 0, first: int = 0) -> Generator[Micro, None, None]:
-        keys = counter.keys(GENERATORS, self._seed, epoch, purpose)
-        spare = self._world.size if purpose == _EVALUATION else 0
-        stream = Stream(self.loader, self.plan, self._world.rank, spare, keys, epoch, first)
-        self._feed = Feed(stream, stays=False, **self._options)
-        for batch, size, total, last, indices, signatures in self._feed.answers(keys):
-            self._first = self._first or signatures
-            yield Micro(self._moved(batch), size, total, last, indices)
 
     def _training(self, epoch: int, first: int) -> _Shares:
         samples, drop_last = self._length or 0, self.drop_last

@@ -108,14 +108,12 @@ def _classes(name: str, dataset: Any) -> tuple[int, tuple[str, ...]]:
     """Return the number of classes and their names, by the data set's `classes` or its label tensor."""
     # A part of a data set, such as random_split makes, has the whole one as `dataset`.
     given = getattr(dataset, "classes", getattr(getattr(dataset, "dataset", None), "classes", None))
-    if isinstance(given, int):
-        return given, ()
-    if given is not None:
-        return len(given), tuple(map(str, given))
-    if pair := _tensors(dataset):
-        return int(pair[1].max()) + 1, ()
-    wanted = "give its training set an attribute `classes`, a number or a list of names"
-    raise RequestError(f"--data {name} does not say how many classes there are; {wanted}.")
+    if given is None and (pair := _tensors(dataset)):
+        given = int(pair[1].max()) + 1
+    if given is None:
+        wanted = "give its training set an attribute `classes`, a number or a list of names"
+        raise RequestError(f"--data {name} does not say how many classes there are; {wanted}.")
+    return (given, ()) if isinstance(given, int) else (len(given), tuple(map(str, given)))
 
 
 def _source(request: Request, dataset: Any, split: str, classes: int, variations: tuple[str, ...]) -> Source:

@@ -45,7 +45,7 @@ class Block(nn.Module):
     is_real: Tensor | None
     """1 for the real inputs and 0 for padding, (inputs, 1, 1); None where there is no padding."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, *, real: int | None = None) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, *, real: int) -> None:
         super().__init__()
         self.residual = nn.Sequential(
             nn.BatchNorm2d(inputs),
@@ -57,7 +57,7 @@ class Block(nn.Module):
         )
         self.shortcut = nn.AvgPool2d(2, ceil_mode=True) if stride == 2 else nn.Identity()
         self.added_channels = outputs - inputs
-        mask = (torch.arange(inputs) < real).float().view(-1, 1, 1) if real and real < inputs else None
+        mask = (torch.arange(inputs) < real).float().view(-1, 1, 1) if real < inputs else None
         self.register_buffer("is_real", mask, persistent=False)  # no part of the state: it follows from the widths
 
     def forward(self, x: Tensor) -> Tensor:

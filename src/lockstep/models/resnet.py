@@ -12,9 +12,6 @@ from functools import partial
 
 from torch import Tensor, nn
 
-_EXPANSION = 4
-"""Outputs of a bottleneck for each channel within."""
-
 
 class Block(nn.Module):
     """Two 3×3 convolutions, or a bottleneck of three, and a shortcut.
@@ -24,7 +21,7 @@ class Block(nn.Module):
 
     def __init__(self, inputs: int, width: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
-        outputs = _EXPANSION * width if bottleneck else width
+        self.outputs = outputs = 4 * width if bottleneck else width
         shapes = [(inputs, width, 3, stride), (width, width, 3, 1)]
         if bottleneck:
             shapes = [(inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)]
@@ -67,8 +64,8 @@ class ResNet(nn.Module):
             made = nn.Sequential()
             for position in range(count):
                 stride = 2 if stage > 0 and position == 0 else 1
-                made.append(Block(channels, width, stride, bottleneck=bottleneck))
-                channels = _EXPANSION * width if bottleneck else width
+                made.append(block := Block(channels, width, stride, bottleneck=bottleneck))
+                channels = block.outputs
             self.stages.append(made)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.classifier = nn.Linear(channels, classes)

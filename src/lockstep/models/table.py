@@ -2,7 +2,6 @@
 
 1. `module:attribute`, anything with a colon: the user's own callable that returns an `nn.Module`. It gets those of
    the keyword arguments `classes`, `in_channels`, `image_size` and `shape` (of a sample) that its signature names.
-   The current folder is importable.
 2. A name of ours: those of `names()`, and every `pyramidnet-DEPTH-ALPHA`, with `-reference` for the variant that
    leaves out one block a stage and `-padded` for channels by the 8. Stems are those for small images.
 3. A torchvision classifier under torchvision's name, such as `mobilenet_v3_small`; with the prefix `torchvision.`
@@ -32,12 +31,12 @@ _PYRAMIDNET = re.compile(r"pyramidnet-(\d{1,4})-(\d{1,6})(-reference)?(-padded)?
 
 _PYRAMIDNETS = ("20-48", "110-48", "110-270", "110-270-padded", "110-270-reference")
 _OURS = {
-    "convnet-small": "small:ConvNet",
-    "mlp": "small:mlp",
-    **{f"pyramidnet-{each}": "pyramidnet:pyramidnet" for each in _PYRAMIDNETS},
-    **{name: f"resnet:{name}" for name in ("resnet8", "resnet18", "resnet20", "resnet34", "resnet50")},
+    "convnet-small": ("small", "ConvNet"),
+    "mlp": ("small", "mlp"),
+    **{f"pyramidnet-{each}": ("pyramidnet", "pyramidnet") for each in _PYRAMIDNETS},
+    **{name: ("resnet", name) for name in ("resnet8", "resnet18", "resnet20", "resnet34", "resnet50")},
 }
-"""{name: file of this package:callable in it}"""
+"""{name: (file of this package, callable in it)}"""
 
 
 def names() -> tuple[str, ...]:
@@ -49,7 +48,7 @@ def preflight(name: str) -> None:
     """Raise `RequestError` where no network has that name."""
     if ":" in name:
         user_code.check("--model", name)
-    elif not _is_ours(name):
+    elif _ours(name) is None:
         _torchvision_name(name)
 
 
@@ -68,16 +67,16 @@ def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
     given = {"classes": classes, **sides, "shape": shape}
     if ":" in name:
         return _build_own(name, given)
-    if not _is_ours(name):
+    if (ours := _ours(name)) is None:
         plain = _torchvision_name(name)
         _check_image(name, shape)
         return torchvision.build(plain, classes, shape)
-    file, _, attribute = _OURS.get(name, "pyramidnet:pyramidnet").partition(":")
+    file, attribute, options = ours
     builder = getattr(importlib.import_module(f".{file}", __package__), attribute)
     arguments = _accepted(builder, given)
     if "shape" not in arguments:
         _check_image(name, shape)
-    model: nn.Module = builder(**_pyramidnet_arguments(name) or {}, **arguments)
+    model: nn.Module = builder(**options, **arguments)
     return model
 
 
@@ -86,7 +85,7 @@ def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
 
     Raises `RequestError` where there are none, or they can neither be found nor downloaded.
     """
-    if ":" in name or _is_ours(name):
+    if ":" in name or _ours(name):
         raise RequestError(
             f"--init-from pretrained belongs to torchvision's models, and --model {name} is none; take one, such as "
             "torchvision.resnet18, or give a file of weights."
@@ -94,28 +93,26 @@ def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
     return torchvision.pretrained(_torchvision_name(name))
 
 
-def _is_ours(name: str) -> bool:
-    return name in _OURS or _pyramidnet_arguments(name) is not None
-
-
-def _pyramidnet_arguments(name: str) -> dict[str, int] | None:
-    """Return the arguments in a `pyramidnet-DEPTH-ALPHA[-reference][-padded]`, None for another name."""
-    match = _PYRAMIDNET.fullmatch(name)
-    if match is None:
+def _ours(name: str) -> tuple[str, str, dict[str, int]] | None:
+    """Return what makes our network `name`: a file of this package, a callable in it, its options; None for others."""
+    options: dict[str, int] = {}
+    if match := _PYRAMIDNET.fullmatch(name):
+        depth, alpha, reference = int(match[1]), int(match[2]), bool(match[3])
+        least = 14 if reference else 8
+        if depth < least or (depth - 2) % 6:
+            below = max(least, depth - (depth - 2) % 6)
+            raise RequestError(
+                f"Model {name!r}: PyramidNet has depths 6 × blocks + 2 from {least} on, found {depth}; "
+                f"use {below} or {below + 6}."
+            )
+        options = {"depth": depth, "alpha": alpha, "reference": reference, "padded": bool(match[4])}
+    elif name not in _OURS:
         return None
-    depth, alpha, reference = int(match[1]), int(match[2]), bool(match[3])
-    least = 14 if reference else 8
-    if depth < least or (depth - 2) % 6:
-        below = max(least, depth - (depth - 2) % 6)
-        raise RequestError(
-            f"Model {name!r}: PyramidNet has depths 6 × blocks + 2 from {least} on, found {depth}; "
-            f"use {below} or {below + 6}."
-        )
-    return {"depth": depth, "alpha": alpha, "reference": reference, "padded": bool(match[4])}
+    file, attribute = _OURS.get(name, ("pyramidnet", "pyramidnet"))
+    return file, attribute, options
 
 
 def _torchvision_name(name: str) -> str:
-    """Return torchvision's own name for `name`; raise if it has none."""
     plain, theirs = name.removeprefix(_PREFIX), torchvision.names()
     if plain in theirs:
         return plain

@@ -54,10 +54,7 @@ def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias:
 
 
 def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return Σ(dy·x̂) and Σdy per channel, x̂ the normalised x."""
-    if x.numel() == 0:
-        # torch's kernel divides by the number of samples: on an empty batch it kills the process (SIGFPE).
-        return torch.zeros_like(mean), torch.zeros_like(mean)
+    """Return Σ(dy·x̂) and Σdy per channel, x̂ the normalised x, which is not empty."""
     x, parts = _fold(x)
     # The gradients of weight and bias, had the statistics been fixed, are these sums.
     fixed = _repeated(mean, parts), _repeated(var, parts)

@@ -42,9 +42,7 @@ def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias:
 
 
 def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return Σ(dy·x̂) and Σdy per channel, x̂ the normalised x."""
-    if x.numel() == 0:
-        return torch.zeros_like(mean), torch.zeros_like(mean)
+    """Return Σ(dy·x̂) and Σdy per channel, x̂ the normalised x, which is not empty."""
     invstd = _invstd(var, eps)
     total, dot, _, _ = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, False, False)
     return dot * invstd, total
@@ -54,8 +52,6 @@ def input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, means: Tensor
 ) -> Tensor:
     """Return w/s · (dy - total - x̂ · dot); `means` are all ranks' of both."""
-    if x.numel() == 0:
-        return torch.empty_like(x)
     invstd = _invstd(var, eps)
     dot, total = means.to(var.dtype).view(2, -1).unbind()
     # The kernel takes sums and counts: the means are sums of one. It wants Σdy·(x - mean), hence the division.

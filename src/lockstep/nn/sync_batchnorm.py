@@ -142,11 +142,14 @@ class _Normalise(torch.autograd.Function):
         if x.is_cuda:
             dy = cuda_kernels.dense(dy, like=x)
         kernels, eps = _kernels(x), ctx.layer.eps
-        dot, total = kernels.sums(dy, x, weight, mean, var, eps)
+        if x.numel():
+            dot, total = kernels.sums(dy, x, weight, mean, var, eps)
+        else:  # torch's CPU kernel divides by the number of samples: on an empty batch it kills the process (SIGFPE)
+            dot, total = torch.zeros_like(mean), torch.zeros_like(mean)
         dx = None
         if ctx.needs_input_grad[0]:
             means = kernels.summed(ctx.layer.world, dot, total) / ctx.count
-            dx = kernels.input_gradient(dy, x, weight, mean, var, eps, means)
+            dx = kernels.input_gradient(dy, x, weight, mean, var, eps, means) if x.numel() else torch.empty_like(x)
             if ctx.stand_in:  # which has no part in the statistics
                 dx.zero_()
         return dx, dot if ctx.needs_input_grad[1] else None, total if ctx.needs_input_grad[2] else None, *[None] * 4
@@ -209,8 +212,7 @@ def untracked(model: nn.Module) -> list[str]:
 
 def statistics(model: nn.Module) -> dict[str, Tensor]:
     """Return the BatchNorm layers' running statistics by name."""
-    norms = ((f"{name}." if name else "", norm) for name, norm in _norms(model))
-    return {f"{prefix}{key}": held for prefix, norm in norms for key, held in norm.named_buffers(recurse=False)}
+    return {key: held for name, norm in _norms(model) for key, held in norm.named_buffers(name, recurse=False)}
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[str, BatchNorm]]:
