@@ -62,13 +62,6 @@ def with_several() -> str:
     return " or ".join(name for name, each in KINDS.items() if each.has_ranks or each.drives_all)
 
 
-def plainer(strategy: str, *, ranks: int, devices: int) -> str:
-    """Return the one-level strategy that comes to the same on `ranks` ranks of `devices` devices; "" for none."""
-    if not KINDS[strategy].has_two_levels or (ranks > 1 and devices > 1):
-        return ""
-    return auto(several=True) if ranks > 1 else "dp"
-
-
 def auto(*, several: bool) -> str:
     """Return the strategy that `--strategy auto` stands for with several devices or ranks, or one."""
     return "ddp" if several else "single"
