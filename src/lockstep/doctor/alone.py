@@ -108,11 +108,11 @@ def usable_gpus(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
 def judge_gpu(index: int, gpu: hardware.Gpu) -> Finding:
     """Return what a GPU is, and the worst fault known of it."""
     handle = hardware.nvml_handle(gpu.uuid)
-    memory = hardware.asked(nvml.nvmlDeviceGetMemoryInfo, handle)
+    memory = hardware.asked("nvmlDeviceGetMemoryInfo", handle)
     free_bytes = gpu.memory_bytes if memory is None else int(memory.free)
     kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
     words, fix = "no fault told", ""
-    if errors := hardware.asked(nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds):
+    if errors := hardware.asked("nvmlDeviceGetTotalEccErrors", handle, *kinds):
         words = f"{errors} memory errors that ECC could not correct since the driver was loaded"
         fix = "reset it (nvidia-smi --gpu-reset), watch nvidia-smi -q -d ECC; replace it if they recur"
     elif free_bytes < _TAKEN * gpu.memory_bytes:
