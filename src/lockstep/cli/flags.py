@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
 
 import tyro
 
-from ..config.options import apply, code, flatten, leaves, read_toml, recipe
+from ..config.options import NAMES_OF_CODE, apply, flatten, leaves, read_toml, recipe
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..config.validity import Leaf
@@ -107,7 +107,7 @@ def parse(
         source = Path(values.pop("config"))
         base = read_toml(source, base=base, through_links=True)
     if imports:
-        _check_code(code(base), names, source)
+        _check_code(base, names, source)
     config = apply(base, values, source="the command line")
     check(names, config)
     if "config" in names and source is not None:
@@ -174,9 +174,10 @@ def _check_stray(words: Iterable[object]) -> None:
         )
 
 
-def _check_code(found: Mapping[str, str], names: Collection[str], source: Path | None) -> None:
+def _check_code(base: RunConfig, names: Collection[str], source: Path | None) -> None:
     """Raise `RequestError` for code that a file names, which may be anybody's, and no flag of these `names` does."""
-    if repeated := " ".join(f"--{key} {shlex.quote(value)}" for key, value in found.items() if key not in names):
+    found = {key: value for key, value in flatten(base, NAMES_OF_CODE).items() if ":" in value and key not in names}
+    if repeated := " ".join(f"--{key} {shlex.quote(value)}" for key, value in found.items()):
         raise RequestError(
             f"{shown(source)} names code of its own, which is imported only where the command line names it; if you "
             f"trust it, add {repeated}."
