@@ -97,12 +97,13 @@ def parse(
     leading, flags = _read(given)
     named = leading[:1] if base is None else []
     _check_stray(leading[len(named) :])
-    asks_help = any(flag.text in ("--help", "-h") for flag in flags)
-    values = {} if asks_help else _values(flags)
-    names = [*values]
     base = recipe(named[0]) if named else base or RunConfig()
-    if asks_help:
-        _help(prog, base)
+    if any(flag.text in ("--help", "-h") for flag in flags):
+        with output.written():
+            arguments, options = Arguments(run=base), (tyro.conf.OmitArgPrefixes,)
+            tyro.cli(Arguments, args=["--help"], prog=prog, default=arguments, config=options)  # which exits
+    values = _values(flags)
+    names = [*values]
     if "config" in values:
         source = Path(values.pop("config"))
         base = read_toml(source, base=base, through_links=True)
@@ -182,10 +183,3 @@ def _check_code(base: RunConfig, names: Collection[str], source: Path | None) ->
             f"{shown(source)} names code of its own, which is imported only where the command line names it; if you "
             f"trust it, add {repeated}."
         )
-
-
-def _help(prog: str, base: RunConfig) -> None:
-    """Print the flags with their values in `base`, and exit 0."""
-    with output.written():
-        default, config = Arguments(run=base), (tyro.conf.OmitArgPrefixes,)
-        tyro.cli(Arguments, args=["--help"], prog=prog, default=default, config=config)
