@@ -13,12 +13,9 @@ class Kind(NamedTuple):
     module: str
     type: str
     phrase: str
-    has_ranks: bool
-    """Whether several processes share the work."""
-    drives_all: bool
-    """Whether a process drives all devices that are used on its node, or one."""
-    options: tuple[str, ...] = ()
-    """Flags that it reads and not every strategy does."""
+    has_ranks: bool  # several processes share the work
+    drives_all: bool  # a process drives all devices that are used on its node, not one
+    options: tuple[str, ...] = ()  # flags that it reads and not every strategy does
 
     @property
     def process_per_device(self) -> bool:

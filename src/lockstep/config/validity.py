@@ -55,10 +55,8 @@ class Leaf:
     key: str
     section: str | None
     attribute: str
-    kind: Any
-    """The type of its values: int, float, bool, str, Path, or a tuple of str or float."""
-    optional: bool
-    """Whether it may be unset."""
+    kind: Any  # the type of its values: int, float, bool, str, Path, or a tuple of str or float
+    optional: bool  # it may be unset
     rule: Bounds | OneOf | None
 
     @property
