@@ -216,5 +216,4 @@ def data(folder: Path) -> Iterator[Finding]:
 
 
 def _free_bytes(folder: Path) -> int:
-    about = os.statvfs(folder)
-    return about.f_bavail * about.f_frsize
+    return int(psutil.disk_usage(str(folder)).free)
