@@ -210,7 +210,7 @@ def _measure(world: World) -> list[tuple[int, float, int]]:
         total = world.sum(pattern * (world.rank % _WEIGHTS + 1))
         wrong = int((total != pattern * weight).sum())
         total.zero_()
-        measured.append((size_bytes, _slowest_s(world, lambda total=total: world.sum_(total), runs), wrong))  # type: ignore[misc]
+        measured.append((size_bytes, _slowest_s(world, partial(world.sum_, total), runs), wrong))
     return measured
 
 
