@@ -104,10 +104,8 @@ def _tell(report: Report, *, as_json: bool, since_s: float) -> None:
         else:
             show(report.findings, report.hosts, report.accelerator, took_s)
     if red := [each.name for each in report.findings if each.state == "red"]:
-        raise RunError(
-            f"No job can run here: {counted(len(red), 'red finding')} ({', '.join(dict.fromkeys(red))}); what to do "
-            "stands with each."
-        )
+        told = f"{counted(len(red), 'red finding')} ({', '.join(dict.fromkeys(red))})"
+        raise RunError(f"No job can run here: {told}; what to do stands with each.")
 
 
 def show(findings: Sequence[Finding], hosts: Sequence[str], accelerator: str, took_s: float) -> None:

@@ -72,10 +72,8 @@ def check_read(given: Iterable[str], config: RunConfig) -> None:
         chooser, fitting = readers[flag]
         chosen = values[chooser]
         if chosen not in (*fitting, "auto") and ":" not in chosen:  # code of the user's own may read any
-            raise RequestError(
-                f"--{flag} has no effect with --{chooser} {chosen}: it belongs to {' and '.join(fitting)}; "
-                f"leave it out, or choose another --{chooser}."
-            )
+            belongs = f"it belongs to {' and '.join(fitting)}; leave it out, or choose another --{chooser}"
+            raise RequestError(f"--{flag} has no effect with --{chooser} {chosen}: {belongs}.")
 
 
 def parse(
@@ -143,19 +141,22 @@ def _values(flags: Iterable[_Flag]) -> dict[str, Any]:
     for flag in flags:
         if (leaf := known.get(flag.name)) is None:
             raise unknown("flag", flag.text, [f"--{name}" for name in known], "lockstep train --help lists all.")
-        if leaf.kind is not bool and not get_args(leaf.kind):
-            _check_stray(flag.words[1:])
-        found = [_typed(leaf, flag.text, word) for word in flag.words]
-        if leaf.kind is bool:
-            if found:
-                raise RequestError(
-                    f"{flag.text} takes no value, found {found[0]!r}; write --{leaf.key} or --no-{leaf.key}."
-                )
-            found = [flag.name == leaf.key]
-        elif not found and not get_args(leaf.kind):
-            raise RequestError(f"{flag.text} lacks its value; give {leaf.takes}.")
-        values[leaf.key] = found if get_args(leaf.kind) else found[0]
+        values[leaf.key] = _value(leaf, flag)
     return values
+
+
+def _value(leaf: Leaf, flag: _Flag) -> Any:
+    key, words = leaf.key, flag.words
+    if leaf.kind is bool and words:
+        raise RequestError(f"{flag.text} takes no value, found {words[0]!r}; write --{key} or --no-{key}.")
+    if leaf.kind is bool:
+        return flag.name == key
+    if get_args(leaf.kind):
+        return [_typed(leaf, flag.text, word) for word in words]
+    _check_stray(words[1:])
+    if not words:
+        raise RequestError(f"{flag.text} lacks its value; give {leaf.takes}.")
+    return _typed(leaf, flag.text, words[0])
 
 
 def _typed(leaf: Leaf, flag: str, word: str) -> Any:
@@ -170,9 +171,7 @@ def _typed(leaf: Leaf, flag: str, word: str) -> Any:
 
 def _check_stray(words: Iterable[object]) -> None:
     for word in words:
-        raise RequestError(
-            f"{word!r} belongs to no flag; a recipe comes first, as in lockstep train digits --batch 64."
-        )
+        raise RequestError(f"{word!r} belongs to no flag; a recipe comes first, as in lockstep train digits --lr 1.")
 
 
 def _check_code(base: RunConfig, names: Collection[str], source: Path | None) -> None:
