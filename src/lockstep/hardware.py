@@ -123,10 +123,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def gpus(visible: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that a process with this CUDA_VISIBLE_DEVICES sees; none without a driver.
-
-    GPUs that are lost, or that this process may not use, are not among them.
-    """
+    """Return the GPUs that a process with this CUDA_VISIBLE_DEVICES sees and may use; none without a driver."""
     return _nvidia(visible)[0]
 
 
@@ -158,7 +155,6 @@ def driver_trouble() -> str:
 
     try:
         pynvml.nvmlInit()
-        pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
         return "" if error.value in absent else str(error)
@@ -178,10 +174,7 @@ def in_use(handle: Any) -> tuple[int, int] | None:
 
 
 def asked(function: str, *about: Any) -> Any:
-    """Return what a function of NVML does.
-
-    None where there is no driver, and where the GPU is lost, forbidden to this process, or has no answer (parts, MIG).
-    """
+    """Return the answer of a function of NVML; None without a driver, for lost GPUs and for what parts (MIG) lack."""
     import pynvml  # late: it takes 25 ms
 
     try:
