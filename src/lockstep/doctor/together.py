@@ -179,7 +179,7 @@ def compute(topology: Topology, device: torch.device, store: Store, board: Board
         worlds.append(world := World.join(topology, device, group, timeout_s=2 * limit_s, collectives=collectives))
         way = f"by gloo: {world.apart}" if world.memory is None else "through shared memory"
         few = torch.zeros(_GATHERED_BYTES, dtype=torch.uint8, device=device)
-        return {  # in this order
+        return {  # collectives, in the same order on each rank
             "way": "by NCCL" if device.type == "cuda" else way,
             "rows": _measure(world),
             "gather_s": _slowest_s(world, lambda: world.stack(few), _GATHERS),
