@@ -39,23 +39,16 @@ if TYPE_CHECKING:
     from .world.world import World
 
 _HOMES = {
-    "LockstepError": "errors",
-    "ProofError": "errors",
-    "RequestError": "errors",
+    **dict.fromkeys(("LockstepError", "ProofError", "RequestError", "RunError", "Stopped"), "errors"),
+    **dict.fromkeys(("RunResult", "Scores"), "record.result"),
+    **dict.fromkeys(("override", "recipe"), "config.options"),
+    **dict.fromkeys(("run", "train"), "engine"),
     "RunConfig": "config.schema",
-    "RunError": "errors",
-    "RunResult": "record.result",
-    "Scores": "record.result",
     "Session": "sessions.session",
-    "Stopped": "errors",
     "Topology": "world.topology",
     "World": "world.world",
     "launch": "sessions.script",
-    "override": "config.options",
-    "recipe": "config.options",
-    "run": "engine",
-    "session": "sessions.opening:session",
-    "train": "engine",
+    "session": "sessions.opening",
 }
 
 __all__ = [
@@ -82,8 +75,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _HOMES[name].partition(":")
-    return getattr(import_module(f".{module}", __name__), attribute or name)
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from .cli.main import main as run
 from .errors import Stopped
-from .monitor import bounded, output
+from .monitor import bounded
 from .monitor.signals import SIGNALS
 
 
@@ -18,7 +18,6 @@ def main() -> NoReturn:
     _open_all()
     atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)  # the first to be registered is the last to run
     code = run()
-    output.flush()
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # too late to change how it ended, and soon enough to end it
             signal.signal(number, lambda *_: os._exit(code))

@@ -14,7 +14,7 @@ Each message is one sentence that a person can act on. Traces go to the run's `f
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class LockstepError(Exception):
@@ -120,8 +120,8 @@ def ranks_in_short(ranks: Iterable[int]) -> str:
     return f"rank{'s' * several} {', '.join('–'.join(map(str, span)) for span in spans)}"
 
 
-def choose(kind: str, asked: str, known: Iterable[str]) -> str:
+def choose(kind: str, asked: str, known: Collection[str]) -> str:
     """Return `asked` if it is among `known`; raise `unknown(...)` otherwise."""
-    if asked not in (names := list(known)):
-        raise unknown(kind, asked, names)
+    if asked not in known:
+        raise unknown(kind, asked, known)
     return asked

@@ -10,14 +10,12 @@ import ctypes
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
-
-Answer = TypeVar("Answer")
 
 _BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512"}
 _MALLOPT = {-3: 2**28, -1: 2**31 - 1}
@@ -30,8 +28,7 @@ class Gpu:
 
     name: str
     uuid: str
-    memory_bytes: int
-    """Its own memory; the host's where it computes in that."""
+    memory_bytes: int  # its own; the host's where it computes in that
 
 
 @dataclass(frozen=True)
@@ -39,16 +36,11 @@ class Hardware:
     """What a process of this machine can compute with."""
 
     cpu_name: str
-    cpus: int
-    """Processors that this process may keep busy."""
-    memory_bytes: int
-    """Memory of the host."""
-    has_bf16_units: bool
-    """Whether the CPU multiplies bf16 matrices in hardware; without that, bf16 is slower than fp32."""
-    gpus: tuple[Gpu, ...]
-    """The GPUs visible to this process, in the order of their indices."""
-    driver: str
-    """Version of the NVIDIA driver; empty without one."""
+    cpus: int  # that this process may keep busy
+    memory_bytes: int  # of the host
+    has_bf16_units: bool  # of the CPU; without them, bf16 is slower than fp32
+    gpus: tuple[Gpu, ...]  # visible to this process, in the order of their indices
+    driver: str  # NVIDIA's version; empty without one
 
 
 def survey(visible: str | None) -> Hardware:
@@ -131,10 +123,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def gpus(visible: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that a process with this CUDA_VISIBLE_DEVICES sees; none without a driver.
-
-    GPUs that are lost, or that this process may not use, are not among them.
-    """
+    """Return the GPUs that a process with this CUDA_VISIBLE_DEVICES sees and may use; none without a driver."""
     return _nvidia(visible)[0]
 
 
@@ -166,7 +155,6 @@ def driver_trouble() -> str:
 
     try:
         pynvml.nvmlInit()
-        pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
         return "" if error.value in absent else str(error)
@@ -175,58 +163,48 @@ def driver_trouble() -> str:
 
 def nvml_handle(uuid: str) -> Any | None:
     """Return the driver's handle of a GPU, to ask about while this process lives; None where it knows none."""
-    import pynvml
-
-    asked(pynvml.nvmlInit)
-    return asked(pynvml.nvmlDeviceGetHandleByUUID, uuid)
+    asked("nvmlInit")
+    return asked("nvmlDeviceGetHandleByUUID", uuid)
 
 
 def in_use(handle: Any) -> tuple[int, int] | None:
     """Return (percent of the time in use, bytes used) of a GPU; None where the driver does not tell (a part, MIG)."""
-    import pynvml
-
-    times = asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    times, memory = asked("nvmlDeviceGetUtilizationRates", handle), asked("nvmlDeviceGetMemoryInfo", handle)
     return None if times is None or memory is None else (times.gpu, int(memory.used))
 
 
-def asked(question: Callable[..., Answer], *about: Any) -> Answer | None:
-    """Return the driver's answer; None where the GPU is lost, forbidden to this process, or has none (parts, MIG)."""
-    import pynvml
+def asked(function: str, *about: Any) -> Any:
+    """Return the answer of a function of NVML; None without a driver, for lost GPUs and for what parts (MIG) lack."""
+    import pynvml  # late: it takes 25 ms
 
     try:
-        return question(*about)
+        return getattr(pynvml, function)(*about)
     except pynvml.NVMLError:
         return None
 
 
 def _nvidia(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
     """Return the visible GPUs and the driver's version."""
-    import pynvml
+    asked("nvmlInit")  # where that fails, nothing below has an answer
+    whole = _handles("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")
+    parts: list[Any] = []
+    for handle in whole if "MIG-" in (visible or "") else ():
+        parts += _handles("nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex", handle)
+    found = select(_described(whole), visible, _described(parts)), str(asked("nvmlSystemGetDriverVersion") or "")
+    asked("nvmlShutdown")
+    return found
 
-    def listed(ask: Callable[..., Any], *of: Any, count: int | None) -> list[Any]:
-        found = (asked(ask, *of, index) for index in range(count or 0))
-        return [handle for handle in found if handle is not None]
 
-    def described(handles: Sequence[Any]) -> list[Gpu]:
-        return [gpu for handle in handles if (gpu := asked(describe, handle)) is not None]
+def _handles(count: str, at: str, *of: Any) -> list[Any]:
+    found = (asked(at, *of, index) for index in range(asked(count, *of) or 0))
+    return [handle for handle in found if handle is not None]
 
-    def describe(handle: Any) -> Gpu:
-        memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
-        own_bytes = memory_bytes() if memory is None else int(memory.total)
-        return Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle), own_bytes)
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return (), ""
-    try:
-        whole = listed(pynvml.nvmlDeviceGetHandleByIndex, count=asked(pynvml.nvmlDeviceGetCount))
-        parts: list[Any] = []
-        for handle in whole if "MIG-" in (visible or "") else ():
-            count = asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle)
-            parts += listed(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, count=count)
-        driver = str(asked(pynvml.nvmlSystemGetDriverVersion) or "")
-        return select(described(whole), visible, described(parts)), driver
-    finally:
-        pynvml.nvmlShutdown()
+def _described(handles: Sequence[Any]) -> list[Gpu]:
+    found = []
+    for handle in handles:
+        name, uuid = asked("nvmlDeviceGetName", handle), asked("nvmlDeviceGetUUID", handle)
+        memory = asked("nvmlDeviceGetMemoryInfo", handle)
+        if name is not None and uuid is not None:
+            found.append(Gpu(name, uuid, memory_bytes() if memory is None else int(memory.total)))
+    return found

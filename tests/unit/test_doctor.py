@@ -14,7 +14,7 @@ import pynvml
 import pytest
 
 from lockstep._torch import HashStore
-from lockstep.cli.symptoms import show, verdict
+from lockstep.cli.doctor import show, verdict
 from lockstep.doctor import alone, together
 from lockstep.doctor.finding import GREEN, RED, UNCHECKED, YELLOW, Finding, found, look, merged
 from lockstep.errors import RunError

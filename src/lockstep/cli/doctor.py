@@ -6,19 +6,22 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import groupby
 
 from .. import hardware
 from ..config.options import leaves
 from ..config.schema import ParallelConfig, RecordConfig, RunConfig
 from ..doctor.examine import Examination, Report
+from ..doctor.finding import Finding
 from ..errors import RequestError, RunError, counted
 from ..launchers import table as launchers
 from ..printable import visible_json
 from ..runs import folders
+from ..screen import Screen
 from . import flags, output, words
-from .symptoms import show, verdict
 
 _USAGE = """\
 usage: lockstep doctor [--json] [flags]
@@ -41,6 +44,13 @@ Exit code: 0 a job can run (nothing is red), 1 none can, 2 the request cannot be
 _STALL_S = 30.0
 _OF_TRAINING = {"batchnorm", "find-unused"}
 """Options of the parallel section that say nothing of devices and of how ranks meet."""
+_STYLES = {"green": "green", "yellow": "bold yellow", "red": "bold red", "unchecked": "dim"}
+_MEANINGS = {
+    "red": "no job can run here",
+    "yellow": "a job can run; what is yellow costs speed or is a risk",
+    "green": "a job can run",
+}
+_ALIKE = 3  # green lines of one name that are shown, where many hosts give as many
 
 
 def main(given: list[str]) -> int:
@@ -94,7 +104,34 @@ def _tell(report: Report, *, as_json: bool, since_s: float) -> None:
         else:
             show(report.findings, report.hosts, report.accelerator, took_s)
     if red := [each.name for each in report.findings if each.state == "red"]:
-        raise RunError(
-            f"No job can run here: {counted(len(red), 'red finding')} ({', '.join(dict.fromkeys(red))}); what to do "
-            "stands with each."
-        )
+        told = f"{counted(len(red), 'red finding')} ({', '.join(dict.fromkeys(red))})"
+        raise RunError(f"No job can run here: {told}; what to do stands with each.")
+
+
+def show(findings: Sequence[Finding], hosts: Sequence[str], accelerator: str, took_s: float) -> None:
+    """Print the findings by group, and what they amount to."""
+    screen, several = Screen(), len(set(hosts)) > 1
+    where = counted(len(set(hosts)), "host") if several else hosts[0]
+    screen.say((f"{counted(len(hosts), 'rank')} on {where}, {accelerator}", "dim"))
+    shown: Counter[str] = Counter()
+    for group, members in groupby(findings, key=lambda each: each.group):
+        screen.say((group, "bold"))
+        for each in members:
+            shown[each.name] += each.state == "green"
+            if each.state == "green" and shown[each.name] > _ALIKE:
+                continue
+            on = list(dict.fromkeys(hosts[rank] for rank in each.ranks)) if several else []
+            at = f" (on {', '.join(on[:3])}{' …' * bool(on[3:])})" if on else ""
+            state = (f"  {each.state:<9}", _STYLES[each.state])
+            screen.say(state, f" {each.name:<18} {each.words}", (at, "dim"))
+            if each.fix:
+                screen.say(" " * 31, ("fix: ", "bold"), each.fix)
+    count, worst = Counter(each.state for each in findings), verdict(findings)
+    counts = ", ".join(f"{count[state]} {state}" for state in _STYLES if count[state])
+    screen.say((worst, _STYLES[worst]), f": {_MEANINGS[worst]} ({counts}; {took_s:.1f} s)")
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return the worst state there is: red where no job can run."""
+    states = {each.state for each in findings}
+    return next(state for state in _MEANINGS if state in states or state == "green")

@@ -52,9 +52,7 @@ def main(given: list[str]) -> int:
     if output.helped(given, _USAGE):
         return 0
     if not given or given[0].startswith("-"):
-        raise RequestError(
-            "lockstep eval lacks the run to evaluate, which comes first, as in lockstep eval runs/digits-resnet8."
-        )
+        raise RequestError("lockstep eval lacks the run, which comes first, as in lockstep eval runs/digits-resnet8.")
     own, rest = words.take(given[1:], {"--split": str, "--predictions": str})
     split, path = choose("split", own.get("--split", "test"), SPLITS), Path(given[0])
     source = _config_file(path)

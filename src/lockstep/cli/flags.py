@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
 
 import tyro
 
-from ..config.options import apply, code, flatten, leaves, read_toml, recipe
+from ..config.options import NAMES_OF_CODE, apply, flatten, leaves, read_toml, recipe
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..config.validity import Leaf
@@ -72,10 +72,8 @@ def check_read(given: Iterable[str], config: RunConfig) -> None:
         chooser, fitting = readers[flag]
         chosen = values[chooser]
         if chosen not in (*fitting, "auto") and ":" not in chosen:  # code of the user's own may read any
-            raise RequestError(
-                f"--{flag} has no effect with --{chooser} {chosen}: it belongs to {' and '.join(fitting)}; "
-                f"leave it out, or choose another --{chooser}."
-            )
+            belongs = f"it belongs to {' and '.join(fitting)}; leave it out, or choose another --{chooser}"
+            raise RequestError(f"--{flag} has no effect with --{chooser} {chosen}: {belongs}.")
 
 
 def parse(
@@ -97,17 +95,18 @@ def parse(
     leading, flags = _read(given)
     named = leading[:1] if base is None else []
     _check_stray(leading[len(named) :])
-    asks_help = any(flag.text in ("--help", "-h") for flag in flags)
-    values = {} if asks_help else _values(flags)
-    names = [*values]
     base = recipe(named[0]) if named else base or RunConfig()
-    if asks_help:
-        _help(prog, base)
+    if any(flag.text in ("--help", "-h") for flag in flags):
+        with output.written():
+            arguments, options = Arguments(run=base), (tyro.conf.OmitArgPrefixes,)
+            tyro.cli(Arguments, args=["--help"], prog=prog, default=arguments, config=options)  # which exits
+    values = _values(flags)
+    names = [*values]
     if "config" in values:
         source = Path(values.pop("config"))
         base = read_toml(source, base=base, through_links=True)
     if imports:
-        _check_code(code(base), names, source)
+        _check_code(base, names, source)
     config = apply(base, values, source="the command line")
     check(names, config)
     if "config" in names and source is not None:
@@ -142,19 +141,22 @@ def _values(flags: Iterable[_Flag]) -> dict[str, Any]:
     for flag in flags:
         if (leaf := known.get(flag.name)) is None:
             raise unknown("flag", flag.text, [f"--{name}" for name in known], "lockstep train --help lists all.")
-        if leaf.kind is not bool and not get_args(leaf.kind):
-            _check_stray(flag.words[1:])
-        found = [_typed(leaf, flag.text, word) for word in flag.words]
-        if leaf.kind is bool:
-            if found:
-                raise RequestError(
-                    f"{flag.text} takes no value, found {found[0]!r}; write --{leaf.key} or --no-{leaf.key}."
-                )
-            found = [flag.name == leaf.key]
-        elif not found and not get_args(leaf.kind):
-            raise RequestError(f"{flag.text} lacks its value; give {leaf.takes}.")
-        values[leaf.key] = found if get_args(leaf.kind) else found[0]
+        values[leaf.key] = _value(leaf, flag)
     return values
+
+
+def _value(leaf: Leaf, flag: _Flag) -> Any:
+    key, words = leaf.key, flag.words
+    if leaf.kind is bool and words:
+        raise RequestError(f"{flag.text} takes no value, found {words[0]!r}; write --{key} or --no-{key}.")
+    if leaf.kind is bool:
+        return flag.name == key
+    if get_args(leaf.kind):
+        return [_typed(leaf, flag.text, word) for word in words]
+    _check_stray(words[1:])
+    if not words:
+        raise RequestError(f"{flag.text} lacks its value; give {leaf.takes}.")
+    return _typed(leaf, flag.text, words[0])
 
 
 def _typed(leaf: Leaf, flag: str, word: str) -> Any:
@@ -169,22 +171,14 @@ def _typed(leaf: Leaf, flag: str, word: str) -> Any:
 
 def _check_stray(words: Iterable[object]) -> None:
     for word in words:
-        raise RequestError(
-            f"{word!r} belongs to no flag; a recipe comes first, as in lockstep train digits --batch 64."
-        )
+        raise RequestError(f"{word!r} belongs to no flag; a recipe comes first, as in lockstep train digits --lr 1.")
 
 
-def _check_code(found: Mapping[str, str], names: Collection[str], source: Path | None) -> None:
+def _check_code(base: RunConfig, names: Collection[str], source: Path | None) -> None:
     """Raise `RequestError` for code that a file names, which may be anybody's, and no flag of these `names` does."""
-    if repeated := " ".join(f"--{key} {shlex.quote(value)}" for key, value in found.items() if key not in names):
+    found = {key: value for key, value in flatten(base, NAMES_OF_CODE).items() if ":" in value and key not in names}
+    if repeated := " ".join(f"--{key} {shlex.quote(value)}" for key, value in found.items()):
         raise RequestError(
             f"{shown(source)} names code of its own, which is imported only where the command line names it; if you "
             f"trust it, add {repeated}."
         )
-
-
-def _help(prog: str, base: RunConfig) -> None:
-    """Print the flags with their values in `base`, and exit 0."""
-    with output.written():
-        default, config = Arguments(run=base), (tyro.conf.OmitArgPrefixes,)
-        tyro.cli(Arguments, args=["--help"], prog=prog, default=default, config=config)

@@ -12,6 +12,7 @@ from ..config.schema import RunConfig
 from ..data import sets
 from ..errors import RequestError, choose
 from ..launchers import table as launchers
+from ..launchers.table import LaunchPlan
 from ..models import table as models
 from ..runs import folders
 from ..screen import Screen
@@ -21,21 +22,16 @@ if TYPE_CHECKING:
     from ..record.result import RunResult
     from ..world.world import World
 
-DRY_RUN = "--dry-run"
-"""Print what would run, and where; start nothing."""
-
 
 def main(given: list[str]) -> int:
     """Train, and return the exit code."""
     if not given:
         raise RequestError(f"lockstep train lacks what to train: give a recipe ({', '.join(recipes())}), or flags.")
-    config = flags.parse([word for word in given if word != DRY_RUN], prog="lockstep train")
-    preflight(config)
-    planned = launchers.plan(config)
-    batches = _share_out(config, planned.least_ranks)
+    config = flags.parse([word for word in given if word != "--dry-run"], prog="lockstep train")
+    planned, batches = check(config)
     if planned.starts_here:
         folders.check(config)
-    if DRY_RUN in given:
+    if "--dry-run" in given:
         with output.written():
             Screen().print(f"{planned}\n{batches}", soft_wrap=True)
     elif planned.starts_here:
@@ -46,10 +42,12 @@ def main(given: list[str]) -> int:
     return 0
 
 
-def check(config: RunConfig) -> None:
-    """Refuse what can be seen to be impossible, a batch that cannot be shared out included."""
+def check(config: RunConfig) -> tuple[LaunchPlan, BatchPlan]:
+    """Return what will run; refuse what can be seen to be impossible, a batch that cannot be shared out included."""
     preflight(config)
-    _share_out(config, launchers.plan(config).least_ranks)
+    planned, batch = launchers.plan(config), config.batch
+    ranks, micro, accumulate = planned.least_ranks, batch.micro_batch, batch.accumulate
+    return planned, BatchPlan.solve(batch.size, ranks, micro_size=micro, accumulation=accumulate)
 
 
 def preflight(config: RunConfig) -> None:
@@ -57,11 +55,6 @@ def preflight(config: RunConfig) -> None:
     choose("strategy", config.parallel.strategy, ["auto", *KINDS])
     models.preflight(config.model.name)
     sets.preflight(config.data)
-
-
-def _share_out(config: RunConfig, ranks: int) -> BatchPlan:
-    batch = config.batch
-    return BatchPlan.solve(batch.size, ranks, micro_size=batch.micro_batch, accumulation=batch.accumulate)
 
 
 def entry(config: RunConfig, world: World) -> RunResult | dict[str, float]:

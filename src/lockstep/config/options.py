@@ -18,11 +18,9 @@ from ..printable import visible_json
 from .schema import RunConfig
 from .validity import Leaf, leaves_of
 
-OWN_TO_A_RANK = frozenset(
-    {
-        *("rank", "gpus", "devices", "data-dir", "output", "init-method", "clear-meeting", "interface", "launcher"),
-        *("workers", "on-device"),
-    }
+OWN_TO_A_RANK = (
+    *("rank", "gpus", "devices", "data-dir", "output", "init-method", "clear-meeting", "interface", "launcher"),
+    *("workers", "on-device"),
 )
 """Options in which ranks that people start by hand may differ: who and where they are. All others make the run."""
 NAMES_OF_CODE = ("model", "data", "loss", "step", "metric", "collate")
@@ -44,28 +42,20 @@ def leaves() -> tuple[Leaf, ...]:
     return leaves_of(RunConfig)
 
 
-def flatten(config: RunConfig) -> dict[str, Any]:
-    """Return {public key: value} of every option, paths and tuples as TOML and JSON hold them."""
+def flatten(config: RunConfig, only: Collection[str] | None = None) -> dict[str, Any]:
+    """Return {public key: value} of the options in `only`, or of all, paths and tuples as TOML and JSON hold them."""
     flat = {}
     for leaf in leaves():
-        value = leaf.of(config)
-        flat[leaf.key] = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+        if only is None or leaf.key in only:
+            value = leaf.of(config)
+            held = list(value) if isinstance(value, tuple) else value
+            flat[leaf.key] = str(held) if isinstance(held, Path) else held
     return flat
-
-
-def recorded(config: RunConfig, only: Collection[str] | None = None) -> dict[str, Any]:
-    """Return {public key: value} of the options in `only`, or of all."""
-    return {key: value for key, value in flatten(config).items() if only is None or key in only}
 
 
 def flatten_common(config: RunConfig) -> dict[str, Any]:
     """Return {public key: value} of the options that all ranks of a run have to share."""
     return {key: value for key, value in flatten(config).items() if key not in OWN_TO_A_RANK}
-
-
-def code(config: RunConfig) -> dict[str, str]:
-    """Return {public key: module:attribute} of the options that name code of the user's own."""
-    return {key: value for key, value in recorded(config, NAMES_OF_CODE).items() if ":" in value}
 
 
 def override(config: RunConfig, **values: Any) -> RunConfig:
@@ -110,7 +100,7 @@ def _as(kind: Any, value: Any) -> Any:
 
 def to_toml(config: RunConfig, only: Collection[str] | None = None) -> str:
     """Return the config, or the options in `only`, as TOML that `from_toml` reads; unset options are left out."""
-    values = {key: value for key, value in recorded(config, only).items() if value is not None}
+    values = {key: value for key, value in flatten(config, only).items() if value is not None}
     return visible_json(tomli_w.dumps(values))
 
 
@@ -142,7 +132,7 @@ def read_toml(path: Path, *, base: RunConfig | None = None, through_links: bool 
 
 def read_named(path: Path) -> dict[str, Any]:
     """Return {public key: value} of the options that a run's config.toml names; raises what `read_toml` does."""
-    return recorded(read_toml(path), _parsed(_text(path), str(path)))
+    return flatten(read_toml(path), _parsed(_text(path), str(path)))
 
 
 def _text(path: Path, *, through_links: bool = False) -> str:

@@ -13,12 +13,9 @@ class Kind(NamedTuple):
     module: str
     type: str
     phrase: str
-    has_ranks: bool
-    """Whether several processes share the work."""
-    drives_all: bool
-    """Whether a process drives all devices that are used on its node, or one."""
-    options: tuple[str, ...] = ()
-    """Flags that it reads and not every strategy does."""
+    has_ranks: bool  # several processes share the work
+    drives_all: bool  # a process drives all devices that are used on its node, not one
+    options: tuple[str, ...] = ()  # flags that it reads and not every strategy does
 
     @property
     def process_per_device(self) -> bool:
@@ -60,13 +57,6 @@ def per_device() -> str:
 def with_several() -> str:
     """Return, for a sentence, the strategies that share out work over several devices."""
     return " or ".join(name for name, each in KINDS.items() if each.has_ranks or each.drives_all)
-
-
-def plainer(strategy: str, *, ranks: int, devices: int) -> str:
-    """Return the one-level strategy that comes to the same on `ranks` ranks of `devices` devices; "" for none."""
-    if not KINDS[strategy].has_two_levels or (ranks > 1 and devices > 1):
-        return ""
-    return auto(several=True) if ranks > 1 else "dp"
 
 
 def auto(*, several: bool) -> str:

@@ -238,10 +238,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     if optim.metric and not optim.step:
         yield "--metric belongs to --step, whose batches it is given; add that."
     if optim.step and (optim.ema or has_own_loss or optim.label_smoothing or config.data.augment):
-        yield (
-            "--ema, --loss, --label-smoothing and --augment have no effect with --step, which computes the loss of the "
-            "data set's own samples; leave them out."
-        )
+        yield "--ema, --loss, --label-smoothing and --augment have no effect with --step, a loss of its own; drop them."
     if not all(map(_scales_lr, optim.lr_scale)):
         yield f"--lr-scale {' '.join(optim.lr_scale)}: give PATTERN=FACTOR with a factor above 0, such as fc.*=10."
     if optim.nesterov and not optim.momentum:
@@ -254,10 +251,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     if optim.schedule == "step" and not (len(optim.milestones) == 1 and rising):
         yield f"--schedule step needs one --milestones value, the epochs between cuts; found {milestones}."
     if optim.warmup > config.epochs:
-        yield (
-            f"--warmup {optim.warmup:g} (in epochs) is longer than the run's --epochs {config.epochs}, and the "
-            f"learning rate would never reach --lr; give --warmup {config.epochs} or less."
-        )
+        yield f"--warmup {optim.warmup:g} exceeds --epochs {config.epochs}; give --warmup {config.epochs} or less."
     if batch.accumulate is not None and batch.micro_batch is not None:
         yield f"--accumulate {batch.accumulate} and --micro-batch {batch.micro_batch} say the same thing; give one."
     is_range = re.fullmatch(r"[1-9]\d{0,8}(:[1-9]\d{0,8})?", parallel.nodes_asked, re.ASCII)

@@ -45,14 +45,7 @@ class OneOf(tuple[str, ...]):
         choose(f"--{flag}", value, self)
 
 
-_WHOLE = Bounds(least=1, below=2**63)
-_USUAL = {int: _WHOLE, float: Bounds()}
-
-
-def check_whole(flag: str, value: int | None) -> None:
-    """Raise `RequestError` where a whole number, if given, is below 1 or has more than 64 bits."""
-    if value is not None:
-        _WHOLE.check(flag, value)
+_USUAL = {int: Bounds(least=1, below=2**63), float: Bounds()}
 
 
 @dataclass(frozen=True)
@@ -62,10 +55,8 @@ class Leaf:
     key: str
     section: str | None
     attribute: str
-    kind: Any
-    """The type of its values: int, float, bool, str, Path, or a tuple of str or float."""
-    optional: bool
-    """Whether it may be unset."""
+    kind: Any  # the type of its values: int, float, bool, str, Path, or a tuple of str or float
+    optional: bool  # it may be unset
     rule: Bounds | OneOf | None
 
     @property

@@ -55,8 +55,8 @@ def judge_versions(told: Mapping[int, Mapping[str, str | None]]) -> Iterator[Fin
 
 def host(topology: Topology, on_cpu: bool) -> Iterator[Finding]:
     """Yield what this host gives its ranks; `on_cpu` says where they compute."""
-    ranks, visible, quota = topology.local_size, len(hardware.processors()), hardware.quota()
-    usable, bf16 = max(1, math.ceil(min(visible, quota))), "in hardware" if hardware.has_bf16_units() else "emulated"
+    ranks, usable, visible, quota = topology.local_size, hardware.cpus(), len(hardware.processors()), hardware.quota()
+    bf16 = "in hardware" if hardware.has_bf16_units() else "emulated"
     words, fix = f"{usable} to use ({hardware.cpu_name()}), bf16 {bf16}", ""
     if quota < visible:
         words = f"{visible} are visible, but the control group gives the time of {quota:.3g}: threads will be held up"
@@ -108,11 +108,11 @@ def usable_gpus(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
 def judge_gpu(index: int, gpu: hardware.Gpu) -> Finding:
     """Return what a GPU is, and the worst fault known of it."""
     handle = hardware.nvml_handle(gpu.uuid)
-    memory = hardware.asked(nvml.nvmlDeviceGetMemoryInfo, handle)
+    memory = hardware.asked("nvmlDeviceGetMemoryInfo", handle)
     free_bytes = gpu.memory_bytes if memory is None else int(memory.free)
     kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
     words, fix = "no fault told", ""
-    if errors := hardware.asked(nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds):
+    if errors := hardware.asked("nvmlDeviceGetTotalEccErrors", handle, *kinds):
         words = f"{errors} memory errors that ECC could not correct since the driver was loaded"
         fix = "reset it (nvidia-smi --gpu-reset), watch nvidia-smi -q -d ECC; replace it if they recur"
     elif free_bytes < _TAKEN * gpu.memory_bytes:
@@ -216,5 +216,4 @@ def data(folder: Path) -> Iterator[Finding]:
 
 
 def _free_bytes(folder: Path) -> int:
-    about = os.statvfs(folder)
-    return about.f_bavail * about.f_frsize
+    return int(psutil.disk_usage(str(folder)).free)

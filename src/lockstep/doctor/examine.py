@@ -83,7 +83,7 @@ class Examination:
         names = [told[at][0] if at in told else "?" for at in range(topology.size)]
         findings = [*alone.judge_versions({at: versions for at, (_, versions) in told.items()})]
         findings += board.findings("what each found", looked)
-        findings.append(reached := together.reach(topology, address, board, names))
+        findings.append(reached := together.reach(address, board, names))
         if topology.size > 1 and not board.absent and reached.state != RED:
             computed = together.compute(topology, device, store, board, parallel.collectives)
             findings += together.judge(computed, names) if not board.absent else []

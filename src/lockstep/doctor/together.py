@@ -105,11 +105,11 @@ class Board:
         return has_come
 
 
-def reach(topology: Topology, address: str, board: Board, names: Sequence[str]) -> Finding:
+def reach(address: str, board: Board, names: Sequence[str]) -> Finding:
     """Return whether ranks reach one another; this one is at `address` (*collective*)."""
     with listening(address) as place:
         told = board.all("ports", place)
-        others = [rank for rank in told if rank != topology.rank]
+        others = [rank for rank in told if rank != board.rank]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             troubles = [*pool.map(lambda rank: visit(*told[rank]), others)]
         rows = board.all("visits", [*zip(others, troubles, strict=True)])
@@ -179,15 +179,14 @@ def compute(topology: Topology, device: torch.device, store: Store, board: Board
         worlds.append(world := World.join(topology, device, group, timeout_s=2 * limit_s, collectives=collectives))
         way = f"by gloo: {world.apart}" if world.memory is None else "through shared memory"
         few = torch.zeros(_GATHERED_BYTES, dtype=torch.uint8, device=device)
-        measured = {"rows": _measure(world), "gather_s": _slowest_s(world, lambda: world.stack(few), _GATHERS)}
-        return {
+        return {  # collectives, in the same order on each rank
             "way": "by NCCL" if device.type == "cuda" else way,
-            **measured,
+            "rows": _measure(world),
+            "gather_s": _slowest_s(world, lambda: world.stack(few), _GATHERS),
             "beside": _beside(world),
             "changed": _changed(world),
         }
 
-    mine: dict[str, Any]
     try:
         mine = bounded.within(limit_s, work, "all-reduce")
     except Exception as error:  # a rank that waits for another, or has lost it, knows less than that one
@@ -211,7 +210,7 @@ def _measure(world: World) -> list[tuple[int, float, int]]:
         total = world.sum(pattern * (world.rank % _WEIGHTS + 1))
         wrong = int((total != pattern * weight).sum())
         total.zero_()
-        measured.append((size_bytes, _slowest_s(world, lambda total=total: world.sum_(total), runs), wrong))  # type: ignore[misc]
+        measured.append((size_bytes, _slowest_s(world, partial(world.sum_, total), runs), wrong))
     return measured
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import hardware
 from ..checkpoint import find, resume
 from ..checkpoint.state import State
-from ..config.options import IDENTITY, flatten_common, recorded, to_toml
+from ..config.options import IDENTITY, flatten, flatten_common, to_toml
 from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..files import write_whole
@@ -107,7 +107,7 @@ def _opened(
     write_whole(folder / "config.toml", to_toml(config, only).encode())
     epoch = rewind(folder / "steps.jsonl", step=step)  # what was recorded of later steps is cut off
     lines = JsonLines(folder / "steps.jsonl")
-    tensorboard = TensorBoard(folder, config=recorded(config, only), identity=keys, resume_step=step)
+    tensorboard = TensorBoard(folder, config=flatten(config, only), identity=keys, resume_step=step)
     return [lines, tensorboard, Documents(folder, facts), shown], epoch  # the last tells what else was not written
 
 
