@@ -49,12 +49,12 @@ class Classifier:
         self.source: Source = job
         self.optimizer, self.lr, self.average = job.optimizer, job.lr, job.average
         self.result: RunResult | None = None  # once the run has ended
-        self._job, self._session, self._loop, self._step = job, session, session.loop, step
+        self._job, self._loop, self._step = job, session.loop, step
 
     def begin(self) -> None:
         """Begin the session's run, judge the user's loss, and rehearse a step (*collective*)."""
         job = self._job
-        self._session.begin(job.config.epochs, report.of_job(job), self._come_to)
+        self._loop.begin(job.config.epochs, report.of_job(job), self._come_to)
         if ":" in job.config.optim.loss:
             job.world.together(self._check_loss)
         job.strategy.settle(job.model, self._rehearse)
@@ -148,7 +148,7 @@ class Classifier:
             stopped="" if loop.is_done else progress.stalled(job.config.patience),
             steps=progress.step,
             epoch_s=tuple(progress.epoch_s),
-            proof=loop.checks(),
+            proof=loop.proofs.checks(),
             output=shown(job.config.record.output),
         )
         return self.result.as_json()

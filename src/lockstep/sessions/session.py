@@ -155,18 +155,14 @@ class Session(Rank):
             raise RequestError(
                 "session.epochs was called again after its last epoch; a session has one loop over epochs."
             )
-        self.begin(count)
+        if not self.loop.has_begun:
+            self.loop.begin(count)
         self._in_epochs = True
         while self.loop.goes_on(count):
             yield self.loop.progress.epochs
             self.loop.end_epoch()
         self._in_epochs = False
         self.loop.finish()
-
-    def begin(self, *how: Any) -> None:
-        """Do what `Loop.begin` does, unless that was done (*collective*)."""
-        if not self.loop.has_begun:
-            self.loop.begin(*how)
 
     def batches(self, source: Source) -> Generator[Any, None, None]:
         """Yield this rank's shares of an epoch's batches; count a step after each whole batch of the first source."""
@@ -268,7 +264,7 @@ class Session(Rank):
                 "steps are counted by the first one's batches; give it this one first, or go over both together."
             )
         if not self.loop.has_begun:  # in a loop that does not go over `epochs`
-            self.begin(None)
+            self.loop.begin(None)
             if micro is not None:
                 self.loop.note_samples(micro.indices)
         self._has_gradients = True

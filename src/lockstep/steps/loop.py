@@ -258,7 +258,7 @@ class Loop:
         why, again = ("", "") if self._saver is None else self._saver.finish(progress.step)
         fields = self.summary() if self._result is None else self._result()
         self._tell_proof()
-        self.recorder.record("finish", **fields | {"proof": self.checks()})
+        self.recorder.record("finish", **fields | {"proof": self.proofs.checks()})
         if why:
             raise RunError(f"The weights of the last step, {progress.step}, are not on the disk: {why}; {again}.")
         self._heeding.close()
@@ -288,11 +288,7 @@ class Loop:
     def _tell_proof(self) -> None:
         if not self._is_proof_told:
             self._is_proof_told = True
-            self.recorder.record("proof", checks=self.checks())
-
-    def checks(self) -> dict[str, dict[str, Any]]:
-        """Return what was proved so far, as summary.json has it under "proof"."""
-        return self.proofs.checks()
+            self.recorder.record("proof", checks=self.proofs.checks())
 
     def _captured(self, score: float | None) -> State:
         """Return all that an exact continuation needs (*collective*)."""
