@@ -204,7 +204,7 @@ def evaluate_checkpoint(
     size = (config.batch.eval_batch or -(-config.batch.size // world.size)) * world.size
     batch = dataclasses.replace(config.batch, size=size, accumulate=None, micro_batch=None, drop_last=False)
     config = dataclasses.replace(config, batch=batch, data=dataclasses.replace(config.data, augment=()))
-    job = assemble(config, world, only_evaluates=True, weights=loaded.part("model"))
+    job = assemble(config, world, evaluated=loaded)
     try:
         source: Data | None = getattr(job.data, split)
         if source is None:
