@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..data.share import Micro
 from ..errors import RequestError
-from ..steps.evaluation import concatenated
 from ..world.world import World
 
 
@@ -75,7 +74,7 @@ class Rank:
 
     def gather(self, value: Tensor) -> Tensor:
         """Return all ranks' tensors, (n, …) each, one after the other in their order (*collective*); n may differ."""
-        return concatenated(self.world, value if self._counts else value[:0])
+        return torch.cat(self.world.ragged(value if self._counts else value[:0]))
 
     def print(self, *words: Any, **how: Any) -> None:
         """Print on rank 0 alone, as Python's own `print` does."""

@@ -23,7 +23,7 @@ from ..models.modes import evaluating
 from ..record.result import RunResult, Scores
 from ..runs.folders import unwritable
 from ..steps import report
-from ..steps.evaluation import concatenated, evaluate
+from ..steps.evaluation import evaluate
 from ..steps.job import Job, assemble
 from ..steps.prepared import Source
 from ..steps.progress import Progress
@@ -217,7 +217,7 @@ def evaluate_checkpoint(
         scores = scored(job, source, predictions=own)
         assert scores is not None, "nobody stops it"
         none = torch.empty(0, 4, dtype=torch.float64, device=world.device)
-        rows = concatenated(world, torch.cat(own or [none])).cpu().numpy()
+        rows = torch.cat(world.ragged(torch.cat(own or [none]))).cpu().numpy()
         assert np.array_equal(rows[:, 0], np.arange(len(source))), "not each sample once, in index order"
         told = {
             "checkpoint": shown(loaded.origin),

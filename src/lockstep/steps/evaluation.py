@@ -72,11 +72,3 @@ def evaluate(
     top1, top5, loss, evaluated = world.sum(totals).tolist()
     assert evaluated == samples, f"evaluated {evaluated:.0f} of {samples} samples"
     return Scores(top1=top1 / samples, top5=top5 / samples, loss=loss / samples, samples=samples)
-
-
-def concatenated(world: World, rows: Tensor) -> Tensor:
-    """Return all ranks' rows, (n, …) of each, one after the other in their order (*collective*); n may differ."""
-    sizes: list[int] = world.gather(len(rows))
-    padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    return torch.cat([part[:size] for part, size in zip(world.stack(padded), sizes, strict=True)])
