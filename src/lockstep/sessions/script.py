@@ -13,7 +13,7 @@ import multiprocessing
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +80,7 @@ def take() -> Started | None:
     return _started
 
 
-def own_process(config: RunConfig, env: Mapping[str, str] | None = None) -> Started:
+def own_process(config: RunConfig) -> Started:
     """Join the world as a rank, until this process ends; after `take` (*collective*)."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RequestError(
@@ -88,7 +88,7 @@ def own_process(config: RunConfig, env: Mapping[str, str] | None = None) -> Star
             'put what the script does under `if __name__ == "__main__":`.'
         )
     assert _own is not None, "take() comes first"
-    return _own.join(config, env)
+    return _own.join(config)
 
 
 def closed() -> None:
@@ -230,9 +230,9 @@ class _OwnProcess:
         self._hook, sys.excepthook = sys.excepthook, self._fail
         self._leave_by: Callable[..., NoReturn] = sys.exit
 
-    def join(self, config: RunConfig, env: Mapping[str, str] | None) -> Started:
+    def join(self, config: RunConfig) -> Started:
         """Join the world, which is left when the process ends."""
-        self._started = Started(*self._kept.enter_context(table.joined(config, env)))
+        self._started = Started(*self._kept.enter_context(table.joined(config)))
         self._started.world.pulse.enter(SETUP)  # until the script's loop has begun
         atexit.register(self._end)
         sys.exit = self._note  # Python tells nobody what a process is about to end with

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint import resume
 from ..checks import pages
-from ..checks.ledger import Ledger
+from ..checks.ledger import CLAIM, Ledger
 from ..checks.replicas import ReplicaCheck
 from ..config.schema import RunConfig
 from ..errors import ProofError, RequestError, counted
@@ -68,7 +68,7 @@ class Proofs:
             lost = f"; {ledger.waiting} pages could not be written ({ledger.trouble})" if ledger.waiting else ""
             ours = Check(
                 name="ledger",
-                claim="Each epoch and each evaluation held each sample exactly once",
+                claim=CLAIM,
                 outcome=Check.FAILS if self._short else Check.HOLDS if judged else Check.OPEN,
                 times=judged,
                 tolerance="exactly",
