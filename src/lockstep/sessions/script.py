@@ -71,23 +71,17 @@ _own: _OwnProcess | None = None
 
 def take() -> Started | None:
     """Return what `lockstep run` has started; None where it has not, and `own_process` comes next."""
-    global _taken, _own
+    global _taken
     if _taken:
         raise RequestError("lockstep.session() was called twice: a process has one session; keep it and pass it on.")
     _taken = True
-    if _started is None:
-        _own = _OwnProcess()
     return _started
 
 
 def own_process(config: RunConfig) -> Started:
     """Join the world as a rank, until this process ends; after `take` (*collective*)."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RequestError(
-            "A process that the script has started, such as a data worker, imports the script and would run it anew; "
-            'put what the script does under `if __name__ == "__main__":`.'
-        )
-    assert _own is not None, "take() comes first"
+    global _own
+    _own = _OwnProcess()
     return _own.join(config)
 
 
@@ -232,6 +226,11 @@ class _OwnProcess:
 
     def join(self, config: RunConfig) -> Started:
         """Join the world, which is left when the process ends."""
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise RequestError(
+                "A process that the script has started, such as a data worker, imports the script and would run it "
+                'anew; put what the script does under `if __name__ == "__main__":`.'
+            )
         self._started = Started(*self._kept.enter_context(table.joined(config)))
         self._started.world.pulse.enter(SETUP)  # until the script's loop has begun
         atexit.register(self._end)
