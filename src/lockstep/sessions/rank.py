@@ -16,8 +16,7 @@ from ..world.world import World
 class Rank:
     """One rank: `world` says which there are, `device` where this one is. Every rank calls what is *collective*."""
 
-    _micro: Micro | None = None
-    """The share under way; None outside of a loader's loop."""
+    _micro: Micro | None = None  # the share under way; None outside of a loader's loop
 
     def __init__(self, world: World) -> None:
         self.world, self.device = world, world.device

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from ..data.source import Source as Data
 
 SCORES = "scores.json"
-_PROBED = 8
-"""Samples by which a loss of the user's is judged."""
+_PROBED = 8  # samples by which a loss of the user's is judged
 _WANTED = 'it is called as loss(scores, labels, reduction="sum") and returns the sum over the samples, one number'
 Shares = Iterable[tuple[Tensor, Tensor]]
 

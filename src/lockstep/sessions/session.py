@@ -48,8 +48,7 @@ _TAKEN = (
     *("samples_per_s", "step_s", "data_wait_s", "eta_s", *SAMPLED),
 )
 """What records have of their own."""
-_EVALUATED = 4
-"""Loaders that are kept ready for further evaluations: a loop may make its loader anew each time."""
+_EVALUATED = 4  # loaders that are kept ready for further evaluations: a loop may make its loader anew each time
 
 
 class Session(Rank):

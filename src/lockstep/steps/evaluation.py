@@ -20,8 +20,7 @@ from ..world.world import World
 if TYPE_CHECKING:
     from ..data.source import Indices, Source
 
-_BATCHES = 4
-"""After so many the ranks ask one another whether to stop."""
+_BATCHES = 4  # after so many the ranks ask one another whether to stop
 
 
 def evaluate(

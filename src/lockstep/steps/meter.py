@@ -63,8 +63,7 @@ class Meter:
         self.pending = Pending()
         self.train_s = self.wait_s = 0.0
         self.images = 0
-        self.step_s = 0.0
-        """Mean seconds of a step in the last interval; 0 before the first."""
+        self.step_s = 0.0  # mean seconds of a step in the last interval; 0 before the first
         self._world, self._recorder, self._log_every, self._sums = world, recorder, log_every, sums
         self._interval = 1
         self._since_s = self._sampled_s = 0.0

@@ -25,8 +25,7 @@ from ..strategies.base import Strategy
 from ..training.optim import Average
 from ..world.world import World
 
-_OWN = "own"
-"""The group of the tensors in the states of schedules and of the user's own objects."""
+_OWN = "own"  # the group of the tensors in the states of schedules and of the user's own objects
 
 
 class Source(Protocol):
