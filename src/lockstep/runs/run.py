@@ -65,10 +65,9 @@ def opened(
     asked = config
     config, before = _after(config, world)
     state = resume.load(config, world, keys=keys)  # what cannot be continued is refused before a folder is made
-    with (
-        _claimed(config, world, before) as folder,
-        output.kept(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main),
-    ):
+    with contextlib.ExitStack() as stack:
+        folder = _claimed(stack, config, world, before)
+        stack.enter_context(output.kept(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main))
         config = replace(config, record=replace(config.record, output=folder))
         world.pulse.folder = folder
         state = state or resume.load(config, world, keys=keys)  # of the folder that --resume auto has found
@@ -152,22 +151,17 @@ def _last(folder: Path) -> str:
     return Path(os.path.realpath(found)).name if found else ""
 
 
-@contextlib.contextmanager
-def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[Path]:
-    """Hold the run's folder while the block runs; one that was made for a run that is refused goes (*collective*).
-
-    `before` is the folder of an earlier start of the same run, if there was one.
-    """
-    with contextlib.ExitStack() as stack:
-        claim = folders.held(config, before=before)
-        held = world.together(lambda: stack.enter_context(claim) if world.is_main else None)
-        # By its whole name: a data set of the user's may change the working folder.
-        path = Path(world.gather(str(held or ""))[0])
-        if held is not None and before is None:
+def _claimed(stack: contextlib.ExitStack, config: RunConfig, world: World, before: Path | None) -> Path:
+    """Hold the run's folder, which is returned, until `stack` is left (*collective*); `before` is as in `held`."""
+    claim = folders.held(config, before=before)
+    held = world.together(lambda: stack.enter_context(claim) if world.is_main else None)
+    # By its whole name: a data set of the user's may change the working folder.
+    path = Path(world.gather(str(held or ""))[0])
+    if held is not None:
+        if before is None:
             world.notes.write(_CAME_UPON, _last(path))
-        if held is not None:
-            world.notes.write(FOLDER, str(path))
-        yield path
+        world.notes.write(FOLDER, str(path))
+    return path
 
 
 def _lasting(config: RunConfig, folder: Path) -> RunConfig:
