@@ -40,6 +40,7 @@ class Opened:
     config: RunConfig
     recorder: Recorder
     state: State | None
+    again: str = ""  # how it can be continued once it was stopped, where that is not by a flag
 
 
 @contextlib.contextmanager
@@ -50,11 +51,12 @@ def opened(
     keys: Collection[str] = IDENTITY,
     console: Recorder | None = None,
     only: Collection[str] | None = None,
+    again: str = "",
 ) -> Iterator[Opened]:
     """Hold the run's folder while the block runs, and record what it raises (*collective*).
 
     `keys` are the options that a continued run has to share with the one before, and `console` replaces what a run
-    shows to a person; the options in `only` are recorded, by default all.
+    shows to a person; the options in `only` are recorded, by default all. `again` is as in `Opened`.
     """
     world.pulse.enter(SETUP)  # what rank 0 does with files, the others wait for
     if found := world.unlike({f"--{key}": value for key, value in flatten_common(config).items()}):
@@ -80,7 +82,7 @@ def opened(
             step = state.meta["step"] if state else 0
             recorder = Recorders(partial(_opened, _lasting(asked, folder), folder, world, keys, step, only, shown))
         try:
-            yield Opened(config, recorder, state)
+            yield Opened(config, recorder, state, again)
         except Exception as error:
             failure = failures.account(error, world.rank, config)
             cause = failures.cause_in(folder / "failures", since_s=begun_s) if failure.is_echo else ""

@@ -59,11 +59,10 @@ class Session:
         world: World,
         run: contextlib.AbstractContextManager[Opened],
         *,
-        again: str = "",
         prepared: Prepared | None = None,
         precision: Precision | None = None,
     ) -> None:
-        """Join in (*collective*); `run` is held until the session is closed, and `again` is as in `Saver`.
+        """Join in (*collective*); `run` is held until the session is closed.
 
         `prepared` and its `precision` are a job's, whose gradients a strategy exchanges.
         """
@@ -72,7 +71,7 @@ class Session:
         self._held = contextlib.ExitStack()
         ours = self._held.enter_context(run)
         self.prepared = prepared or Prepared(ours.config, world)
-        self.loop = Loop(ours, self.prepared, self.precision, again=again)
+        self.loop = Loop(ours, self.prepared, self.precision)
         self._held.callback(self.loop.close)
         self._batch = GlobalBatch(world, self.precision)
         self._loaders: list[SharedLoader] = []
