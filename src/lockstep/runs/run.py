@@ -118,13 +118,13 @@ def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
     None and the config as it is where there was no earlier one, or it was lost before it had a folder. Raises
     `RequestError` where what was noted of it is no folder that this command would have taken.
     """
-    told = world.gather(world.notes.read(FOLDER) if world.is_main else "")[0]
+    told = world.from_main(lambda: world.notes.read(FOLDER))
     if not told:
         return config, None
     # Rank 0's alone: nodes may be in different working folders.
-    folder = Path(world.gather(world.together(lambda: str(taken_up(config, Path(told)) if world.is_main else "")))[0])
+    folder = Path(world.from_main(lambda: str(taken_up(config, Path(told)))))
     # Where it was lost before its first checkpoint, this one begins as it did.
-    again = world.gather(_last(folder) != world.notes.read(_CAME_UPON) if world.is_main else None)[0]
+    again = world.from_main(lambda: _last(folder) != world.notes.read(_CAME_UPON))
     saving = replace(config.checkpoint, resume="auto") if again else config.checkpoint
     return replace(config, checkpoint=saving, record=replace(config.record, output=folder)), folder
 
@@ -155,11 +155,9 @@ def _last(folder: Path) -> str:
 
 def _claimed(stack: contextlib.ExitStack, config: RunConfig, world: World, before: Path | None) -> Path:
     """Hold the run's folder, which is returned, until `stack` is left (*collective*); `before` is as in `held`."""
-    claim = folders.held(config, before=before)
-    held = world.together(lambda: stack.enter_context(claim) if world.is_main else None)
     # By its whole name: a data set of the user's may change the working folder.
-    path = Path(world.gather(str(held or ""))[0])
-    if held is not None:
+    path = Path(world.from_main(lambda: str(stack.enter_context(folders.held(config, before=before)))))
+    if world.is_main:
         if before is None:
             world.notes.write(_CAME_UPON, _last(path))
         world.notes.write(FOLDER, str(path))

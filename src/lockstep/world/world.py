@@ -209,6 +209,11 @@ class World:
                 raise RequestError(sentence) from refused
         return result
 
+    def from_main(self, attempt: Callable[[], T]) -> T:
+        """Return what `attempt` returns on rank 0, JSON-able; raises as `together` does (*collective*)."""
+        found: T = self.gather(self.together(lambda: attempt() if self.is_main else None))[0]
+        return found
+
     def close(self) -> None:
         """Leave the process group. The world is of no use afterwards."""
         if self.memory is not None:
