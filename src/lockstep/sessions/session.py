@@ -157,8 +157,8 @@ class Session:
         return part
 
     def _shared(self, loader: DataLoader[Any], *, evaluates: bool = False) -> SharedLoader:
-        config, state = self.loop.config, self.loop.state
-        kept = None if state is None else accumulation(state.meta, config)
+        config = self.loop.config
+        kept = accumulation(self.loop.state, config)
         return SharedLoader(
             *(loader, self.world),
             seed=config.seed,

@@ -141,8 +141,8 @@ def assemble(
             f"Rank {found[0]} has {found[1]}, and ranks share out a batch evenly, in one arithmetic: give every rank "
             "as many devices, by --devices or --gpus, and name one --precision."
         )
-    accumulation = None if continued is None else resume.accumulation(continued.meta, config)
-    plan = _plan(asked, accumulation, world.size, len(strategy.devices) if evaluated is None else 1)
+    devices = len(strategy.devices) if evaluated is None else 1
+    plan = _plan(asked, resume.accumulation(continued, config), world.size, devices)
     data = data or sets.build(
         config.data, seed=config.seed, world=world, dtype=precision.dtype, channels_last=precision.channels_last
     )
