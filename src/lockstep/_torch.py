@@ -46,8 +46,7 @@ foreach_copy_, foreach_div_, foreach_lerp_, foreach_mul_, foreach_norm = (
 """One operation on a list of tensors, in a few kernels, as torch's optimizers use it; else there is one a tensor."""
 
 _COMPILER = "torch._dynamo"
-_KEPT = "__dynamo_disable"
-"""Where `torch._compile._disable_dynamo` keeps what it calls in place of a function."""
+_KEPT = "__dynamo_disable"  # where `torch._compile._disable_dynamo` keeps what it calls in place of a function
 
 
 def spare_compiler() -> None:

@@ -62,7 +62,7 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     that were not trained on once, and `Stopped` after Ctrl-C or SIGTERM, once saved.
     """
     loaded = state or resume.load(config, world)
-    job = assemble(config, world, accumulation=None if loaded is None else resume.accumulation(loaded.meta, config))
+    job = assemble(config, world, continued=loaded)
     try:
         run, parts = nullcontext(Opened(config, recorder, loaded)), job.prepared()
         with Session(config, world, run, prepared=parts, precision=job.precision) as session:

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 from . import user_code
 from .checkpoint.state import load_model
 from .config import registry
-from .config.options import IDENTITY
 from .config.schema import RunConfig
 from .data import users
 from .data.share import moved
@@ -54,7 +53,7 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
             f"--strategy {config.parallel.strategy} drives several devices from one process, and a step of your own "
             f"runs on one; take {registry.per_device()}, or leave it out."
         )
-    run = opened(config, world, keys=IDENTITY, console=Terminal.detect())
+    run = opened(config, world, console=Terminal.detect())
     with Session(config, world, run) as session:
         task = Steps(config, session)
         learn(task, session, config)
@@ -101,7 +100,7 @@ class Steps:
 
     def begin(self) -> None:
         """Begin the session's run (*collective*)."""
-        self._session.begin(self._config.epochs, {"lines": self._lines}, self._come_to)
+        self._session.loop.begin(self._config.epochs, {"lines": self._lines}, self._come_to)
 
     def loss(self, batch: Any) -> tuple[Tensor, float | Tensor | None, None]:
         """Return what the step returns of the loss, and the number of things that it is a sum over, if that is told."""

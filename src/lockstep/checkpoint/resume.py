@@ -121,11 +121,11 @@ def _check_same_run(meta: dict[str, Any], config: RunConfig, path: Path, keys: C
         )
 
 
-def accumulation(meta: dict[str, Any], config: RunConfig) -> int | None:
-    """Return the number of global micro-batches to go on with; None to solve it anew.
+def accumulation(state: State | None, config: RunConfig) -> int | None:
+    """Return the number of global micro-batches with which a run goes on from `state`; None to solve it anew.
 
     Without batch statistics it is no part of the model, and follows --micro-batch and the number of ranks.
     """
-    if meta["batchnorm"] == "none" and config.batch.micro_batch is not None:
+    if state is None or (state.meta["batchnorm"] == "none" and config.batch.micro_batch is not None):
         return None
-    return int(meta["accumulation"])
+    return int(state.meta["accumulation"])

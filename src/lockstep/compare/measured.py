@@ -225,7 +225,7 @@ class _Probe(Watcher):
         }
         if not self._is_profiled:  # then the other ranks are missing
             loop.confirm()
-            found["proof"] = loop.checks()
+            found["proof"] = loop.proofs.checks()
         return found
 
 

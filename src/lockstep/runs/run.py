@@ -40,6 +40,7 @@ class Opened:
     config: RunConfig
     recorder: Recorder
     state: State | None
+    again: str = ""  # how it can be continued once it was stopped, where that is not by a flag
 
 
 @contextlib.contextmanager
@@ -50,11 +51,12 @@ def opened(
     keys: Collection[str] = IDENTITY,
     console: Recorder | None = None,
     only: Collection[str] | None = None,
+    again: str = "",
 ) -> Iterator[Opened]:
     """Hold the run's folder while the block runs, and record what it raises (*collective*).
 
     `keys` are the options that a continued run has to share with the one before, and `console` replaces what a run
-    shows to a person; the options in `only` are recorded, by default all.
+    shows to a person; the options in `only` are recorded, by default all. `again` is as in `Opened`.
     """
     world.pulse.enter(SETUP)  # what rank 0 does with files, the others wait for
     if found := world.unlike({f"--{key}": value for key, value in flatten_common(config).items()}):
@@ -65,10 +67,9 @@ def opened(
     asked = config
     config, before = _after(config, world)
     state = resume.load(config, world, keys=keys)  # what cannot be continued is refused before a folder is made
-    with (
-        _claimed(config, world, before) as folder,
-        output.kept(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main),
-    ):
+    with contextlib.ExitStack() as stack:
+        folder = _claimed(stack, config, world, before)
+        stack.enter_context(output.kept(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main))
         config = replace(config, record=replace(config.record, output=folder))
         world.pulse.folder = folder
         state = state or resume.load(config, world, keys=keys)  # of the folder that --resume auto has found
@@ -81,7 +82,7 @@ def opened(
             step = state.meta["step"] if state else 0
             recorder = Recorders(partial(_opened, _lasting(asked, folder), folder, world, keys, step, only, shown))
         try:
-            yield Opened(config, recorder, state)
+            yield Opened(config, recorder, state, again)
         except Exception as error:
             failure = failures.account(error, world.rank, config)
             cause = failures.cause_in(folder / "failures", since_s=begun_s) if failure.is_echo else ""
@@ -117,13 +118,13 @@ def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
     None and the config as it is where there was no earlier one, or it was lost before it had a folder. Raises
     `RequestError` where what was noted of it is no folder that this command would have taken.
     """
-    told = world.gather(world.notes.read(FOLDER) if world.is_main else "")[0]
+    told = world.from_main(lambda: world.notes.read(FOLDER))
     if not told:
         return config, None
     # Rank 0's alone: nodes may be in different working folders.
-    folder = Path(world.gather(world.together(lambda: str(taken_up(config, Path(told)) if world.is_main else "")))[0])
+    folder = Path(world.from_main(lambda: str(taken_up(config, Path(told)))))
     # Where it was lost before its first checkpoint, this one begins as it did.
-    again = world.gather(_last(folder) != world.notes.read(_CAME_UPON) if world.is_main else None)[0]
+    again = world.from_main(lambda: _last(folder) != world.notes.read(_CAME_UPON))
     saving = replace(config.checkpoint, resume="auto") if again else config.checkpoint
     return replace(config, checkpoint=saving, record=replace(config.record, output=folder)), folder
 
@@ -152,22 +153,15 @@ def _last(folder: Path) -> str:
     return Path(os.path.realpath(found)).name if found else ""
 
 
-@contextlib.contextmanager
-def _claimed(config: RunConfig, world: World, before: Path | None) -> Iterator[Path]:
-    """Hold the run's folder while the block runs; one that was made for a run that is refused goes (*collective*).
-
-    `before` is the folder of an earlier start of the same run, if there was one.
-    """
-    with contextlib.ExitStack() as stack:
-        claim = folders.held(config, before=before)
-        held = world.together(lambda: stack.enter_context(claim) if world.is_main else None)
-        # By its whole name: a data set of the user's may change the working folder.
-        path = Path(world.gather(str(held or ""))[0])
-        if held is not None and before is None:
+def _claimed(stack: contextlib.ExitStack, config: RunConfig, world: World, before: Path | None) -> Path:
+    """Hold the run's folder, which is returned, until `stack` is left (*collective*); `before` is as in `held`."""
+    # By its whole name: a data set of the user's may change the working folder.
+    path = Path(world.from_main(lambda: str(stack.enter_context(folders.held(config, before=before)))))
+    if world.is_main:
+        if before is None:
             world.notes.write(_CAME_UPON, _last(path))
-        if held is not None:
-            world.notes.write(FOLDER, str(path))
-        yield path
+        world.notes.write(FOLDER, str(path))
+    return path
 
 
 def _lasting(config: RunConfig, folder: Path) -> RunConfig:

@@ -54,7 +54,7 @@ def session(**options: Any) -> Session:
         Opened(config, Notices() if world.is_main else Nothing(), None)
     )
     if has_folder:
-        run = opened(config, world, keys=("seed",), console=Notices(), only=_RECORDED)
-    made = Session(config, world, run, again=again)
+        run = opened(config, world, keys=("seed",), console=Notices(), only=_RECORDED, again=again)
+    made = Session(config, world, run)
     started.closing.append(made.close)
     return made

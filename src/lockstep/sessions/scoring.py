@@ -23,7 +23,7 @@ from ..models.modes import evaluating
 from ..record.result import RunResult, Scores
 from ..runs.folders import unwritable
 from ..steps import report
-from ..steps.evaluation import concatenated, evaluate
+from ..steps.evaluation import evaluate
 from ..steps.job import Job, assemble
 from ..steps.prepared import Source
 from ..steps.progress import Progress
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from ..data.source import Source as Data
 
 SCORES = "scores.json"
-_PROBED = 8
-"""Samples by which a loss of the user's is judged."""
+_PROBED = 8  # samples by which a loss of the user's is judged
 _WANTED = 'it is called as loss(scores, labels, reduction="sum") and returns the sum over the samples, one number'
 Shares = Iterable[tuple[Tensor, Tensor]]
 
@@ -49,12 +48,12 @@ class Classifier:
         self.source: Source = job
         self.optimizer, self.lr, self.average = job.optimizer, job.lr, job.average
         self.result: RunResult | None = None  # once the run has ended
-        self._job, self._session, self._loop, self._step = job, session, session.loop, step
+        self._job, self._loop, self._step = job, session.loop, step
 
     def begin(self) -> None:
         """Begin the session's run, judge the user's loss, and rehearse a step (*collective*)."""
         job = self._job
-        self._session.begin(job.config.epochs, report.of_job(job), self._come_to)
+        self._loop.begin(job.config.epochs, report.of_job(job), self._come_to)
         if ":" in job.config.optim.loss:
             job.world.together(self._check_loss)
         job.strategy.settle(job.model, self._rehearse)
@@ -148,7 +147,7 @@ class Classifier:
             stopped="" if loop.is_done else progress.stalled(job.config.patience),
             steps=progress.step,
             epoch_s=tuple(progress.epoch_s),
-            proof=loop.checks(),
+            proof=loop.proofs.checks(),
             output=shown(job.config.record.output),
         )
         return self.result.as_json()
@@ -204,7 +203,7 @@ def evaluate_checkpoint(
     size = (config.batch.eval_batch or -(-config.batch.size // world.size)) * world.size
     batch = dataclasses.replace(config.batch, size=size, accumulate=None, micro_batch=None, drop_last=False)
     config = dataclasses.replace(config, batch=batch, data=dataclasses.replace(config.data, augment=()))
-    job = assemble(config, world, only_evaluates=True, weights=loaded.part("model"))
+    job = assemble(config, world, evaluated=loaded)
     try:
         source: Data | None = getattr(job.data, split)
         if source is None:
@@ -217,7 +216,7 @@ def evaluate_checkpoint(
         scores = scored(job, source, predictions=own)
         assert scores is not None, "nobody stops it"
         none = torch.empty(0, 4, dtype=torch.float64, device=world.device)
-        rows = concatenated(world, torch.cat(own or [none])).cpu().numpy()
+        rows = torch.cat(world.ragged(torch.cat(own or [none]))).cpu().numpy()
         assert np.array_equal(rows[:, 0], np.arange(len(source))), "not each sample once, in index order"
         told = {
             "checkpoint": shown(loaded.origin),

@@ -13,7 +13,7 @@ import multiprocessing
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,24 +71,18 @@ _own: _OwnProcess | None = None
 
 def take() -> Started | None:
     """Return what `lockstep run` has started; None where it has not, and `own_process` comes next."""
-    global _taken, _own
+    global _taken
     if _taken:
         raise RequestError("lockstep.session() was called twice: a process has one session; keep it and pass it on.")
     _taken = True
-    if _started is None:
-        _own = _OwnProcess()
     return _started
 
 
-def own_process(config: RunConfig, env: Mapping[str, str] | None = None) -> Started:
+def own_process(config: RunConfig) -> Started:
     """Join the world as a rank, until this process ends; after `take` (*collective*)."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RequestError(
-            "A process that the script has started, such as a data worker, imports the script and would run it anew; "
-            'put what the script does under `if __name__ == "__main__":`.'
-        )
-    assert _own is not None, "take() comes first"
-    return _own.join(config, env)
+    global _own
+    _own = _OwnProcess()
+    return _own.join(config)
 
 
 def closed() -> None:
@@ -230,9 +224,14 @@ class _OwnProcess:
         self._hook, sys.excepthook = sys.excepthook, self._fail
         self._leave_by: Callable[..., NoReturn] = sys.exit
 
-    def join(self, config: RunConfig, env: Mapping[str, str] | None) -> Started:
+    def join(self, config: RunConfig) -> Started:
         """Join the world, which is left when the process ends."""
-        self._started = Started(*self._kept.enter_context(table.joined(config, env)))
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise RequestError(
+                "A process that the script has started, such as a data worker, imports the script and would run it "
+                'anew; put what the script does under `if __name__ == "__main__":`.'
+            )
+        self._started = Started(*self._kept.enter_context(table.joined(config)))
         self._started.world.pulse.enter(SETUP)  # until the script's loop has begun
         atexit.register(self._end)
         sys.exit = self._note  # Python tells nobody what a process is about to end with

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -41,19 +41,17 @@ from ..training.gradients import GlobalBatch, check_loss
 from ..training.precision import Precision
 from ..world.world import World
 from . import parts, script
-from .rank import Rank
 
 _TAKEN = (
     *("event", "time", "step", "epoch", "loss", "lr", "samples", "grad_norm", "top1"),
     *("samples_per_s", "step_s", "data_wait_s", "eta_s", *SAMPLED),
 )
 """What records have of their own."""
-_EVALUATED = 4
-"""Loaders that are kept ready for further evaluations: a loop may make its loader anew each time."""
+_EVALUATED = 4  # loaders that are kept ready for further evaluations: a loop may make its loader anew each time
 
 
-class Session(Rank):
-    """One rank of a job, and what its loop needs."""
+class Session:
+    """One rank of a job, and what its loop needs: `world` says which ranks there are, `device` where this one is."""
 
     def __init__(
         self,
@@ -61,30 +59,54 @@ class Session(Rank):
         world: World,
         run: contextlib.AbstractContextManager[Opened],
         *,
-        again: str = "",
         prepared: Prepared | None = None,
         precision: Precision | None = None,
     ) -> None:
-        """Join in (*collective*); `run` is held until the session is closed, and `again` is as in `Saver`.
+        """Join in (*collective*); `run` is held until the session is closed.
 
         `prepared` and its `precision` are a job's, whose gradients a strategy exchanges.
         """
-        super().__init__(world)
+        self.world, self.device = world, world.device
         self.precision = precision or Precision.of(config.precision, world.device)
         self._held = contextlib.ExitStack()
         ours = self._held.enter_context(run)
         self.prepared = prepared or Prepared(ours.config, world)
-        self.loop = Loop(ours, self.prepared, self.precision, again=again)
+        self.loop = Loop(ours, self.prepared, self.precision)
         self._held.callback(self.loop.close)
         self._batch = GlobalBatch(world, self.precision)
         self._loaders: list[SharedLoader] = []
         self._evaluated: dict[DataLoader[Any], SharedLoader] = {}
+        self._micro: Micro | None = None  # the share under way; None outside of a loader's loop
         self._is_apart = False  # a share is under way of a loader by which no steps are counted
         self._in_epochs = self._has_stepped = self._has_gradients = self._has_compared = self._is_closed = False
         self._lr = 0.0
         self._norm: Tensor | None = None
         if prepared is None:
             seed_weights(config.seed)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, from 0."""
+        return self.world.rank
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0: the one that prints and writes. Never guard a collective with it."""
+        return self.world.is_main
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the global batch is whole with the share under way, so that optimizers and schedules act."""
+        return self._micro is None or self._micro.last
+
+    @property
+    def samples(self) -> int:
+        """Samples of this rank's share under way; 0 where it is empty, and a sample that does not count stands in."""
+        return 0 if self._micro is None else self._micro.size
+
+    @property
+    def _counts(self) -> bool:
+        return self._micro is None or self._micro.size > 0
 
     @property
     def step(self) -> int:
@@ -135,8 +157,8 @@ class Session(Rank):
         return part
 
     def _shared(self, loader: DataLoader[Any], *, evaluates: bool = False) -> SharedLoader:
-        config, state = self.loop.config, self.loop.state
-        kept = None if state is None else accumulation(state.meta, config)
+        config = self.loop.config
+        kept = accumulation(self.loop.state, config)
         return SharedLoader(
             *(loader, self.world),
             seed=config.seed,
@@ -155,18 +177,14 @@ class Session(Rank):
             raise RequestError(
                 "session.epochs was called again after its last epoch; a session has one loop over epochs."
             )
-        self.begin(count)
+        if not self.loop.has_begun:
+            self.loop.begin(count)
         self._in_epochs = True
         while self.loop.goes_on(count):
             yield self.loop.progress.epochs
             self.loop.end_epoch()
         self._in_epochs = False
         self.loop.finish()
-
-    def begin(self, *how: Any) -> None:
-        """Do what `Loop.begin` does, unless that was done (*collective*)."""
-        if not self.loop.has_begun:
-            self.loop.begin(*how)
 
     def batches(self, source: Source) -> Generator[Any, None, None]:
         """Yield this rank's shares of an epoch's batches; count a step after each whole batch of the first source."""
@@ -268,7 +286,7 @@ class Session(Rank):
                 "steps are counted by the first one's batches; give it this one first, or go over both together."
             )
         if not self.loop.has_begun:  # in a loop that does not go over `epochs`
-            self.begin(None)
+            self.loop.begin(None)
             if micro is not None:
                 self.loop.note_samples(micro.indices)
         self._has_gradients = True
@@ -366,6 +384,41 @@ class Session(Rank):
             raise ProofError(f"An evaluation took {found:,} samples, and the data set has {shared.samples:,}.")
         if loop.has_begun:
             loop.start_clock()
+
+    def sum(self, value: Any) -> Any:
+        """Return the sum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
+        if not self._counts:
+            value = torch.zeros_like(value) if isinstance(value, Tensor) else value * 0
+        return self._reduced(value, self.world.sum)
+
+    def max(self, value: Any) -> Any:
+        """Return the maximum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
+        return self._reduced(value, self.world.max)
+
+    def _reduced(self, value: Any, reduce: Callable[[Tensor], Tensor]) -> Any:
+        if isinstance(value, Tensor):
+            return reduce(value.detach())
+        found = reduce(torch.tensor(value, dtype=torch.float64, device=self.device)).item()
+        return int(found) if isinstance(value, int) else found
+
+    def mean(self, value: Any, *, weight: float | Tensor | None = None) -> Any:
+        """Return the mean of ranks' means (*collective*), each over its share's samples or over `weight` things."""
+        count = 1 if self._micro is None else self._micro.size
+        own = count if weight is None or not count else float(weight)
+        total = self.sum(own)
+        if not total > 0:
+            raise RequestError(f"session.mean was given weights that sum to {total:g} over the ranks.")
+        part = value * own if own else torch.zeros_like(value) if isinstance(value, Tensor) else 0.0
+        return self.sum(part) / total
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Return all ranks' tensors, (n, …) each, one after the other in their order (*collective*); n may differ."""
+        return torch.cat(self.world.ragged(value if self._counts else value[:0]))
+
+    def print(self, *words: Any, **how: Any) -> None:
+        """Print on rank 0 alone, as Python's own `print` does."""
+        if self.is_main:
+            print(*words, **how)
 
     def log(self, **values: Any) -> None:
         """Record values by name, in steps.jsonl and TensorBoard.

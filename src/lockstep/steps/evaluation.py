@@ -20,8 +20,7 @@ from ..world.world import World
 if TYPE_CHECKING:
     from ..data.source import Indices, Source
 
-_BATCHES = 4
-"""After so many the ranks ask one another whether to stop."""
+_BATCHES = 4  # after so many the ranks ask one another whether to stop
 
 
 def evaluate(
@@ -72,11 +71,3 @@ def evaluate(
     top1, top5, loss, evaluated = world.sum(totals).tolist()
     assert evaluated == samples, f"evaluated {evaluated:.0f} of {samples} samples"
     return Scores(top1=top1 / samples, top5=top5 / samples, loss=loss / samples, samples=samples)
-
-
-def concatenated(world: World, rows: Tensor) -> Tensor:
-    """Return all ranks' rows, (n, …) of each, one after the other in their order (*collective*); n may differ."""
-    sizes: list[int] = world.gather(len(rows))
-    padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    return torch.cat([part[:size] for part, size in zip(world.stack(padded), sizes, strict=True)])

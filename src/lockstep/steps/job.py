@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._torch import BatchNorm
 from ..batching import BatchPlan
 from ..checkpoint import resume
-from ..checkpoint.state import check_fits
+from ..checkpoint.state import State, check_fits
 from ..config import registry
 from ..config.schema import BatchConfig, RunConfig
 from ..data import sets
@@ -123,15 +123,14 @@ def assemble(
     config: RunConfig,
     world: World,
     *,
-    accumulation: int | None = None,
-    only_evaluates: bool = False,
+    continued: State | None = None,
+    evaluated: State | None = None,
     data: Splits | None = None,
-    weights: dict[str, Tensor] | None = None,
 ) -> Job:
     """Return the job that `config` asks for (*collective*). Raises `RequestError` for what cannot be honoured.
 
-    `accumulation` is that of a run that is continued, and stays, unless --micro-batch forbids shares so large. `data`
-    are another job's, where it has them already; the model is only built where the `weights` that it will get fit.
+    The accumulation of a run that is `continued` stays, unless --micro-batch forbids shares so large. A model that is
+    `evaluated` alone is only built where the weights fit. `data` are another job's, where it has them already.
     """
     world.pulse.enter(SETUP)
     asked = config.batch
@@ -142,7 +141,8 @@ def assemble(
             f"Rank {found[0]} has {found[1]}, and ranks share out a batch evenly, in one arithmetic: give every rank "
             "as many devices, by --devices or --gpus, and name one --precision."
         )
-    plan = _plan(asked, accumulation, world.size, 1 if only_evaluates else len(strategy.devices))
+    devices = len(strategy.devices) if evaluated is None else 1
+    plan = _plan(asked, resume.accumulation(continued, config), world.size, devices)
     data = data or sets.build(
         config.data, seed=config.seed, world=world, dtype=precision.dtype, channels_last=precision.channels_last
     )
@@ -153,7 +153,7 @@ def assemble(
             f"--drop-last leaves no step: the training set has {len(train)} samples and the global batch is "
             f"{asked.size}; use --batch {len(train)} or less."
         )
-    model = _model(config, data, classes, weights)
+    model = _model(config, data, classes, evaluated)
     loss_fn = losses.build(config.optim)
     batchnorm = _batchnorm(config, strategy, model)
     if batchnorm == "sync":
@@ -162,9 +162,8 @@ def assemble(
         model = sync_batchnorm.fold(model)
     model = precision.place(model, world.device)
     # Where it goes on from a checkpoint, that has all; what it began with may be gone.
-    is_new = not only_evaluates and all(world.gather(resume.source(config) is None))
-    taken = load_weights(config.model, model, world) if is_new else None
-    empty = not only_evaluates and plan.leaves_ranks_empty(len(train), drop_last=asked.drop_last)
+    taken = load_weights(config.model, model, world) if continued is None and evaluated is None else None
+    empty = evaluated is None and plan.leaves_ranks_empty(len(train), drop_last=asked.drop_last)
     with precision.autocast():
         trial.check(config.model.name, model, classes=train.classes, shape=train.shape, dtype=train.dtype, empty=empty)
     if config.precision.compile:
@@ -193,12 +192,12 @@ def _plan(asked: BatchConfig, accumulation: int | None, ranks: int, devices: int
     return BatchPlan.solve(asked.size, ranks, **sizes, devices=devices)
 
 
-def _model(config: RunConfig, data: Splits, classes: int, weights: dict[str, Tensor] | None) -> nn.Module:
+def _model(config: RunConfig, data: Splits, classes: int, evaluated: State | None) -> nn.Module:
     """Return the model, its weights drawn, with what is frozen."""
     name, shape = config.model.name, data.train.shape
-    if weights is not None and ":" not in name:
+    if evaluated is not None and ":" not in name:
         with torch.device("meta"):  # no memory: a foreign run may name a model of any size
-            check_fits(models_table.build_for(name, classes=classes, shape=shape), weights)
+            check_fits(models_table.build_for(name, classes=classes, shape=shape), evaluated.part("model"))
     seed_weights(config.seed)  # every rank draws the same ones
     model = models_table.build_for(name, classes=classes, shape=shape)
     trial.check_parts(name, model)

@@ -35,8 +35,8 @@ from .saving import Saver
 class Loop:
     """The course of one run: how far it has come, and what is written down of it."""
 
-    def __init__(self, run: Opened, prepared: Prepared, precision: Precision, *, again: str = "") -> None:
-        """Where the run has a folder, it is saved there; `again` is as in `Saver`."""
+    def __init__(self, run: Opened, prepared: Prepared, precision: Precision) -> None:
+        """Where the run has a folder, it is saved there."""
         config, world = run.config, prepared.world
         self.config, self.recorder, self.state, self.folder = config, run.recorder, run.state, config.record.output
         self.prepared, self.precision, self.progress = prepared, precision, Progress()
@@ -51,7 +51,7 @@ class Loop:
         self.resumed_at = 0  # batches of the epoch under way, as long as a resumed run has not made its first
         self._world, self._listener = world, world.pulse.listener
         self._is_endless = self._listener is not None and self._listener.is_endless
-        self._saver = None if self.folder is None else Saver(self.folder, run, world, again)
+        self._saver = None if self.folder is None else Saver(self.folder, run, world)
         self._saved_at = None if self._saver is None else self._saver.resumed_at
         self._heeding = contextlib.ExitStack()  # what asks to stop, from the loop's beginning to its end
         self._result: Callable[[], dict[str, Any]] | None = None
@@ -258,7 +258,7 @@ class Loop:
         why, again = ("", "") if self._saver is None else self._saver.finish(progress.step)
         fields = self.summary() if self._result is None else self._result()
         self._tell_proof()
-        self.recorder.record("finish", **fields | {"proof": self.checks()})
+        self.recorder.record("finish", **fields | {"proof": self.proofs.checks()})
         if why:
             raise RunError(f"The weights of the last step, {progress.step}, are not on the disk: {why}; {again}.")
         self._heeding.close()
@@ -288,11 +288,7 @@ class Loop:
     def _tell_proof(self) -> None:
         if not self._is_proof_told:
             self._is_proof_told = True
-            self.recorder.record("proof", checks=self.checks())
-
-    def checks(self) -> dict[str, dict[str, Any]]:
-        """Return what was proved so far, as summary.json has it under "proof"."""
-        return self.proofs.checks()
+            self.recorder.record("proof", checks=self.proofs.checks())
 
     def _captured(self, score: float | None) -> State:
         """Return all that an exact continuation needs (*collective*)."""

@@ -32,10 +32,12 @@ COVERS = {
     "host_cpu_percent": "all processes of rank 0's host",
 }
 """Of whom, and since when, the numbers of `step` and `log` events are."""
+_Row = dict[str, Any]
 _INTERVAL_S = 2.0
 """With slow steps an interval ends after about this time: a person who asked to stop waits no longer than that."""
 _SAMPLE_EVERY_S = 1.0
 _NORM = "grad_norm"
+_EXTRAS = 4  # numbers that `flush` exchanges between the losses and the values
 
 
 @dataclass
@@ -61,8 +63,7 @@ class Meter:
         self.pending = Pending()
         self.train_s = self.wait_s = 0.0
         self.images = 0
-        self.step_s = 0.0
-        """Mean seconds of a step in the last interval; 0 before the first."""
+        self.step_s = 0.0  # mean seconds of a step in the last interval; 0 before the first
         self._world, self._recorder, self._log_every, self._sums = world, recorder, log_every, sums
         self._interval = 1
         self._since_s = self._sampled_s = 0.0
@@ -112,52 +113,44 @@ class Meter:
         told = torch.cat([own, extras, *([torch.stack(values)] if values else [])])
         by_rank: list[list[float]] = self._world.stack(told).tolist()
         summed = [sum(column, 0.0) for column in zip(*by_rank, strict=True)]
-        hits, seen, stopping, _ = summed[steps : steps + 4]
+        hits, seen, stopping, _ = summed[steps : steps + _EXTRAS]
         self._interval = int(by_rank[0][steps + 3])
         self.clock.flush()
         self.train_s += elapsed_s
         self.wait_s += pending.wait_s
         self.step_s = elapsed_s / steps
-        top1 = hits / seen if seen else None
-        names = [name for _, name, _ in pending.values]  # the norm is that of all ranks
-        numbers = [by_rank[0][at] if name == _NORM else summed[at] for at, name in enumerate(names, start=steps + 4)]
-        self._record(pending, summed[:steps], numbers, elapsed_s, total_steps, top1)
+        rows, last = self._rows(pending, summed, by_rank[0])
+        samples = sum(row["samples"] for row in rows)
+        self.images += samples
+        self._recorder.record("steps", rows=rows)
+        self._recorder.record(
+            "log",
+            **{key: rows[-1][key] for key in ("step", "epoch", "loss", "lr")},
+            top1=hits / seen if seen else None,
+            samples_per_s=samples / elapsed_s,
+            step_s=self.step_s,
+            data_wait_s=pending.wait_s / steps,
+            eta_s=self.step_s * (total_steps - rows[-1]["step"]),
+            **self._sampled(),
+            **last,
+        )
         for number, (step, *_) in enumerate(pending.rows if not math.isfinite(sum(summed)) else ()):
             if bad := [rank for rank, told in enumerate(by_rank) if not math.isfinite(told[number])]:
                 return bool(stopping), (step, bad)
         return bool(stopping), None
 
-    def _record(
-        self,
-        pending: Pending,
-        losses: list[float],
-        values: list[float],
-        elapsed_s: float,
-        total_steps: int,
-        top1: float | None,
-    ) -> None:
-        rows: list[dict[str, Any]] = [
+    def _rows(self, pending: Pending, summed: list[float], first: list[float]) -> tuple[list[_Row], dict[str, float]]:
+        """Return a row for each step, and the last values by name, from all ranks' sums and the first one's parts."""
+        rows: list[_Row] = [
             {"step": step, "epoch": epoch, "loss": loss / (samples if self._sums else 1), "lr": lr, "samples": samples}
-            for (step, epoch, lr, samples), loss in zip(pending.rows, losses, strict=True)
+            for (step, epoch, lr, samples), loss in zip(pending.rows, summed, strict=False)
         ]
         last: dict[str, float] = {}
-        for (number, name, _), value in zip(pending.values, values, strict=True):
+        for at, (number, name, _) in enumerate(pending.values, start=len(rows) + _EXTRAS):
             if number < len(rows):  # what was noted after the last whole step is of no step
+                value = first[at] if name == _NORM else summed[at]  # the norm is that of all ranks
                 rows[number][name] = last[name] = rows[number].get(name, 0.0) + value
-        self._recorder.record("steps", rows=rows)
-        samples = sum(row["samples"] for row in rows)
-        self.images += samples
-        self._recorder.record(
-            "log",
-            **{key: rows[-1][key] for key in ("step", "epoch", "loss", "lr")},
-            top1=top1,
-            samples_per_s=samples / elapsed_s,
-            step_s=self.step_s,
-            data_wait_s=pending.wait_s / len(rows),
-            eta_s=self.step_s * (total_steps - rows[-1]["step"]),
-            **self._sampled(),
-            **last,
-        )
+        return rows, last
 
     def _sampled(self) -> dict[str, float | int]:
         """Return rank 0's telemetry, at most once a second: a sample costs as much as some tiny steps."""

@@ -25,8 +25,7 @@ from ..strategies.base import Strategy
 from ..training.optim import Average
 from ..world.world import World
 
-_OWN = "own"
-"""The group of the tensors in the states of schedules and of the user's own objects."""
+_OWN = "own"  # the group of the tensors in the states of schedules and of the user's own objects
 
 
 class Source(Protocol):
@@ -88,14 +87,17 @@ class Prepared:
         """Have what optimizers hold lie beside their parameters; refuse those of no prepared model."""
         known = {parameter for model in self.models.values() for parameter in model.parameters()}
         for number, optimizer in enumerate(self.optimizers, start=1):
-            strange = [each for group in optimizer.param_groups for each in group["params"] if each not in known]
+            groups = optimizer.param_groups
+            strange = [each for group in groups for each in group["params"] if each not in known]
             if strange:
                 raise RequestError(
                     f"Optimizer {number} of session.prepare has {len(strange)} parameters of no prepared model (the "
                     f"first: shape {tuple(strange[0].shape)}): give prepare the model that it was made from, and make "
                     "the optimizer after the last change of that model's layers."
                 )
-            self._made.append([_numbers(group) for group in optimizer.param_groups])
+            self._made.append(
+                [{key: value for key, value in group.items() if isinstance(value, int | float)} for group in groups]
+            )
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
 
@@ -219,10 +221,6 @@ class Prepared:
         return (
             f"Lower the learning rate (--lr), clip the gradients (--clip), warm up (--warmup) or compute in fp32{kept}."
         )
-
-
-def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if isinstance(value, int | float)}
 
 
 def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:

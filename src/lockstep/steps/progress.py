@@ -10,8 +10,7 @@ from typing import Any
 from ..errors import counted
 from ..record.result import Scores
 
-_NONE = -1.0
-"""In a checkpoint, the best score of a run that has none."""
+_NONE = -1.0  # in a checkpoint, the best score of a run that has none
 
 
 @dataclass

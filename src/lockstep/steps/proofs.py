@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint import resume
 from ..checks import pages
-from ..checks.ledger import Ledger
+from ..checks.ledger import CLAIM, Ledger
 from ..checks.replicas import ReplicaCheck
 from ..config.schema import RunConfig
 from ..errors import ProofError, RequestError, counted
@@ -31,8 +31,8 @@ class Proofs:
         if source is not None and samples is not None and steps is not None:
             path = None if config.record.output is None else config.record.output / pages.NAME
             # A run that has begun a ledger keeps it, whether or not that is asked for again: a gap would be no proof.
-            is_begun = world.together(lambda: _taken_up(path, config, step) if world.is_main and path else False)
-            if config.proof.ledger or world.gather(is_begun)[0]:
+            is_begun = world.from_main(lambda: path is not None and _taken_up(path, config, step))
+            if is_begun or config.proof.ledger:
                 known = {"accumulation": source.plan.accumulation, "devices": source.plan.devices}
                 self.ledger = Ledger(path, world, samples=samples, steps_per_epoch=steps, **known)
         elif config.proof.ledger:
@@ -68,7 +68,7 @@ class Proofs:
             lost = f"; {ledger.waiting} pages could not be written ({ledger.trouble})" if ledger.waiting else ""
             ours = Check(
                 name="ledger",
-                claim="Each epoch and each evaluation held each sample exactly once",
+                claim=CLAIM,
                 outcome=Check.FAILS if self._short else Check.HOLDS if judged else Check.OPEN,
                 times=judged,
                 tolerance="exactly",

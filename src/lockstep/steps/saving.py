@@ -18,9 +18,9 @@ from ..world.world import World
 class Saver:
     """Saves a run's state to its folder on rank 0; other ranks take part in the collectives alone."""
 
-    def __init__(self, folder: Path, run: Opened, world: World, again: str) -> None:
-        """`again` says how a run that was stopped can be continued, where that is not by a flag (*collective*)."""
-        self._again = again or f"continue with the same command and --resume {shown(folder)}"
+    def __init__(self, folder: Path, run: Opened, world: World) -> None:
+        """Open the folder's checkpoints (*collective*)."""
+        self._again = run.again or f"continue with the same command and --resume {shown(folder)}"
         self._run, self._world = run, world
         self._on_disk: int | None = None
         self._checkpoints = world.together(lambda: self._open(folder / "checkpoints") if world.is_main else None)

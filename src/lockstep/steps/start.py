@@ -107,7 +107,7 @@ def reached(model: nn.Module, config: RunConfig) -> list[str]:
     named = dict(model.named_parameters(remove_duplicate=False))
     found = {f"frozen by {each}": matching("--freeze", each, named) for each in config.model.freeze}
     found |= {f"learning rate × {by:g} by {each}": those for each, by, those in scaled(model, config.optim)}
-    sizes = {what: (len({*held}), sum(each.numel() for each in {*held})) for what, held in found.items()}
     return [
-        f"{what}: {counted(count, 'tensor')} with {counted(size, 'weight')}" for what, (count, size) in sizes.items()
+        f"{what}: {counted(len({*held}), 'tensor')} with {counted(sum(each.numel() for each in {*held}), 'weight')}"
+        for what, held in found.items()
     ]

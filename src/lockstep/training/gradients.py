@@ -43,15 +43,13 @@ class GlobalBatch:
     """
 
     def __init__(self, world: World, precision: Precision) -> None:
-        self.parameters: list[nn.Parameter] = []
-        """Those of all models, in order."""
+        self.parameters: list[nn.Parameter] = []  # those of all models, in order
         self._world, self._precision = world, precision
         self._is_alone = world.group is None and precision.scaler is None
         self._models: list[list[nn.Parameter]] = []
         self._buckets: dict[tuple[Any, ...], list[_Bucket]] = {}  # of each, by which of its parameters train
         self._parts: list[_Part] = []  # by the number of the backward: a loop may drop gradients between two of them
-        self.number = 0
-        """Of the next backward of the micro-batch under way."""
+        self.number = 0  # of the next backward of the micro-batch under way
         self._has_apart = False  # gradients of earlier micro-batches
         self._loss: Tensor | None = None
         self._samples = 0

@@ -21,8 +21,7 @@ from ..checkpoint.state import matching
 from ..config.schema import OptimConfig, RunConfig
 from ..errors import RequestError
 
-_SCALE = "lr_scale"
-"""A parameter group's own factor on the learning rate, among its settings."""
+_SCALE = "lr_scale"  # a parameter group's own factor on the learning rate, among its settings
 Schedule = Callable[[int], float]
 """The learning rate, or the factor on its peak, at an optimizer step, counted from 0."""
 

@@ -29,12 +29,9 @@ class Generators(NamedTuple):
 
     cpu: Tensor
     gpus: list[Tensor]
-    python: tuple[Any, ...]
-    """(version, 625 numbers of 32 bits, a Gaussian drawn in advance or None)"""
-    numpy: Any
-    """(kind, 624 numbers of 32 bits, position, whether a Gaussian was drawn in advance, that)"""
-    memory: bytes = b""
-    """NumPy's as it lies in memory: to look there takes 1 µs, to ask for its state 45."""
+    python: tuple[Any, ...]  # (version, 625 numbers of 32 bits, a Gaussian drawn in advance or None)
+    numpy: Any  # (kind, 624 numbers of 32 bits, position, whether a Gaussian was drawn in advance, that)
+    memory: bytes = b""  # NumPy's as it lies in memory: to look there takes 1 µs, to ask for its state 45
 
     @classmethod
     def now(cls, devices: Devices, since: Generators | None = None) -> Generators:

@@ -141,9 +141,8 @@ def join(
     try:
         if rank == 0 and not why:
             fd = os.memfd_create(name)
-            os.posix_fallocate(
-                fd, 0, _total_bytes(topology.size)
-            )  # an error now; to write to what is not there would kill
+            # An error now: to write to what is not there would kill.
+            os.posix_fallocate(fd, 0, _total_bytes(topology.size))
     except OSError as error:
         why = f"no memory to share can be had ({error.strerror})"
     whys, processes, fds, names = zip(*gather([why, os.getpid(), fd, name]), strict=True)

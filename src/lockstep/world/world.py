@@ -147,6 +147,13 @@ class World:
                 dist.all_gather_into_tensor(found, tensor.view(-1), group=self.group)
         return found.view(self.size, *tensor.shape)
 
+    def ragged(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's `tensor`, (n, …) of each, in rank order (*collective*); n may differ."""
+        lengths: list[int] = self.stack(torch.tensor(len(tensor))).tolist()
+        padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
+        padded[: len(tensor)] = tensor
+        return [each[:length] for each, length in zip(self.stack(padded), lengths, strict=True)]
+
     def numbers(self, *parts: np.ndarray) -> np.ndarray:
         """Return every rank's `parts` as a row of float64: (ranks, Σn_i) (*collective*)."""
         found: np.ndarray = self.stack(torch.from_numpy(np.concatenate(parts, dtype=np.float64))).numpy()
@@ -158,11 +165,7 @@ class World:
             return [item]
         # JSON, not all_gather_object: that one unpickles whatever a peer sends.
         text = torch.frombuffer(bytearray(json.dumps(item).encode()), dtype=torch.uint8)
-        lengths: list[int] = self.stack(torch.tensor(len(text))).tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(text)] = text
-        texts = self.stack(padded).numpy()
-        return [json.loads(each[:length].tobytes()) for each, length in zip(texts, lengths, strict=True)]
+        return [json.loads(each.numpy().tobytes()) for each in self.ragged(text)]
 
     def unlike(self, facts: dict[str, Any]) -> tuple[int, str] | None:
         """Return the first rank that has other `facts` than rank 0 (*collective*).
@@ -205,6 +208,11 @@ class World:
             if sentence is not None:
                 raise RequestError(sentence) from refused
         return result
+
+    def from_main(self, attempt: Callable[[], T]) -> T:
+        """Return what `attempt` returns on rank 0, JSON-able; raises as `together` does (*collective*)."""
+        found: T = self.gather(self.together(lambda: attempt() if self.is_main else None))[0]
+        return found
 
     def close(self) -> None:
         """Leave the process group. The world is of no use afterwards."""
