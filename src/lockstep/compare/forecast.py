@@ -30,8 +30,6 @@ from .tables import Column
 from .timeline import FREE, GRADIENT, Link, Network, Point, Profile
 from .trials import Trial
 
-CONFIDENCE = 0.9
-"""That an error bar holds the time."""
 PASSES, _MOST_MEASURED, _LIMIT_S = 2, 5, 600.0
 _APART = 1.5
 """Times as long as in another process, from which on a step's time is doubted."""
@@ -258,7 +256,7 @@ def fitted(cluster: Cluster, share: Share, step_s: Sequence[float], *, has_trees
 
 def forecast(shares: Sequence[Share], job: Job, cluster: Cluster, devices: Sequence[int]) -> list[Forecast]:
     """Return a row for each number of devices."""
-    error = numbers.of_next([share.process_s for share in shares], CONFIDENCE)
+    error = numbers.of_next([share.process_s for share in shares])
     return [_row(shares, job, cluster, each, error) for each in devices]
 
 
