@@ -104,8 +104,8 @@ def of_series(found: Sequence[Series], *, tolerance: float | None = None, target
 
 
 def _measured(series: Series, working: Sequence[Series], tolerance: float | None) -> dict[str, Any]:
-    told, record, batch, step_s = series.told, series.record, series.batch, series.told["step_s"]
-    base = rounds.base_of(working)
+    told, record, batch = series.trial.told, series.record, series.batch
+    base, step_s = rounds.base_of(working), told["step_s"]
     alone = next((each for each in working if each.cell.is_alone_of(series.cell)), None)
     rate = numbers.of_groups([[each * batch for each in race] for race in series.races])
     middle_s = batch / rate.middle
@@ -129,7 +129,7 @@ def _measured(series: Series, working: Sequence[Series], tolerance: float | None
         "parts_s": _parts_of(told),
         "teraflops": flops / middle_s / 1e12 if flops else None,
         "matrix_share": flops / middle_s / matrix_rate if flops and matrix_rate else None,
-        "to_first_step_s": series.trial.to_first_step_s if series.trial else None,
+        "to_first_step_s": series.trial.to_first_step_s,
         "proved": records.proved(told.get("proof")),
     }
 
