@@ -125,15 +125,12 @@ def _check_devices(config: RunConfig) -> None:
         raise RequestError(f"{strategy} is one device, and {devices} were asked for.")
 
 
-def usual(
-    cpus: int, gpus: int, *, has_bf16: bool, is_script: bool, given: Mapping[str, str] | None = None
-) -> dict[str, list[str]]:
+def usual(cpus: int, gpus: int, *, has_bf16: bool, is_script: bool, given: Mapping[str, str]) -> dict[str, list[str]]:
     """Return what is varied by default on this machine.
 
     `given` has the job's own flags, by option: that strategy and these devices are compared with one device, and a
     precision that was asked for is the only one.
     """
-    given = given or {}
     devices = given.get("devices", str(gpus or min(max(2, cpus), 4)))
     ways = [name for name, kind in KINDS.items() if name != "single" and not kind.has_two_levels]
     ways = [given["strategy"]] if "strategy" in given else ways

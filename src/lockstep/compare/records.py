@@ -194,11 +194,12 @@ def below(folder: Path) -> list[Run]:
         return [_listed(folder, folder.parent)]
     depths = ("*", "*/*", "*/seed-*/run", "*/*/seed-*/run")
     paths = {path.parent for depth in depths for path in folder.glob(f"{depth}/manifest.json")}
-    is_race = {
-        path: path.parent.name.startswith("race-") and (path.parents[1] / "plan.json").exists() for path in paths
-    }
-    found = [_listed(path, folder) for path in sorted(paths) if not is_race[path]]
+    found = [_listed(path, folder) for path in sorted(paths) if not _is_raced(path)]
     return sorted(found, key=lambda run: str(run.manifest.get("date", "")))
+
+
+def _is_raced(run: Path) -> bool:
+    return run.parent.name.startswith("race-") and (run.parents[1] / "plan.json").exists()
 
 
 def _listed(folder: Path, above: Path) -> Run:
