@@ -30,7 +30,7 @@ from .tables import Column
 from .timeline import FREE, GRADIENT, Link, Network, Point, Profile
 from .trials import Trial
 
-PASSES, _MOST_MEASURED, _LIMIT_S = 2, 5, 600.0
+_PASSES, _MOST_MEASURED, _LIMIT_S = 2, 5, 600.0
 _APART = 1.5
 """Times as long as in another process, from which on a step's time is doubted."""
 _FACTORS = (1e-4, 1e4)
@@ -132,13 +132,11 @@ def chosen(devices: Sequence[int], batch: int | None, *, is_weak: bool) -> list[
     """
     if is_weak:
         return [1, 2] if max(devices) > 1 else [1]
-    several = sorted(each for each in devices if each > 1)
+    several = [each for each in devices if each > 1]
     by_share = {ranks if batch is None else math.ceil(batch / ranks): ranks for ranks in reversed(several)}
     several = sorted(by_share.values())
-    kept = _MOST_MEASURED - 1
-    if len(several) > kept:
-        several = [several[round(number * (len(several) - 1) / (kept - 1))] for number in range(kept)]
-    return [1, *several]
+    kept = min(_MOST_MEASURED - 1, len(several))
+    return [1, *(several[round(at)] for at in np.linspace(0, len(several) - 1, kept))]
 
 
 def measure(
@@ -151,10 +149,10 @@ def measure(
     """
     found: dict[int, list[Trial]] = {each: [] for each in ranks}
     record = Record()
-    for number, each in ((number, each) for number in range(1, PASSES + 1) for each in ranks):
+    for number, each in itertools.product(range(1, _PASSES + 1), ranks):
         path = folder / f"share-{each}-{number}"
         if trials.done(path) is None:
-            tell(f"measuring a rank's share of {each} ({number} of {PASSES})")
+            tell(f"measuring a rank's share of {each} ({number} of {_PASSES})")
         words = ("compare", "share", str(each), *command(each, path / trials.RUN))
         trial = trials.once(f"share of {each}", path, words, limit_s=_LIMIT_S)
         if trial.failed:
@@ -295,15 +293,12 @@ def _at(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, flo
     one, *several = shares
     if devices == 1 or not several:
         return one.profile, one.memory_bytes
-    several = sorted(several, key=lambda each: each.profile.batch)
-    above = next((each for each in several if each.profile.batch >= batch), several[-1])
-    below = next((each for each in reversed(several) if each.profile.batch <= batch), several[0])
-    if above.profile.batch == below.profile.batch:
-        return replace(above.profile, batch=batch), above.memory_bytes
-    part = (batch - below.profile.batch) / (above.profile.batch - below.profile.batch)
-    step_s = below.profile.step_s + part * (above.profile.step_s - below.profile.step_s)
-    memory = below.memory_bytes + part * (above.memory_bytes - below.memory_bytes)
-    return above.profile.scaled(step_s / above.profile.step_s, batch), memory
+    by_size = {each.profile.batch: each for each in reversed(several)}
+    sizes = sorted(by_size)
+    known = [(by_size[size].profile.step_s, by_size[size].memory_bytes) for size in sizes]
+    step_s, memory_bytes = (float(np.interp(batch, sizes, values)) for values in zip(*known, strict=True))
+    above = by_size[min((size for size in sizes if size >= batch), default=sizes[-1])]
+    return above.profile.scaled(step_s / above.profile.step_s, batch), memory_bytes
 
 
 def sentences(rows: Sequence[Forecast], unit: str) -> list[str]:
