@@ -14,8 +14,7 @@ from .numbers import Interval
 from .tables import brief
 
 _WIDTH, _HEIGHT, _LEFT, _ROW = 720, 260, 64, 44
-_POINTS, _FEW = 400, 12
-"""Points of a line that are drawn at most, and up to how many each has a dot and a number below."""
+_POINTS, _FEW = 400, 12  # points of a line that are drawn at most, and up to how many each has a dot and a number below
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c7a00", "#666666")
 """Okabe and Ito's, which people with any colour vision tell apart; the seventh is darkened for white paper."""
 STYLE = (

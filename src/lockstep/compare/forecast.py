@@ -31,10 +31,8 @@ from .timeline import FREE, GRADIENT, Link, Network, Point, Profile
 from .trials import Trial
 
 _PASSES, _MOST_MEASURED, _LIMIT_S = 2, 5, 600.0
-_APART = 1.5
-"""Times as long as in another process, from which on a step's time is doubted."""
-_FACTORS = (1e-4, 1e4)
-"""By which a link may be another than the one that it is fitted from."""
+_APART = 1.5  # times as long as in another process, from which on a step's time is doubted
+_FACTORS = (1e-4, 1e4)  # by which a link may be another than the one that it is fitted from
 LOSSES = ("smaller shares", "the slowest rank", "the network's rate", "the network's latency")
 """What keeps N devices from being N times as fast."""
 JSON, MARKDOWN, SVG = "forecast.json", "forecast.md", "scaling.svg"
@@ -45,10 +43,8 @@ class Share(NamedTuple):
 
     ranks: int
     profile: Profile
-    process_s: tuple[float, ...]
-    """A mean step, of each process."""
-    memory_bytes: float
-    """The most that a rank held: on the GPU where it has one, else of its process."""
+    process_s: tuple[float, ...]  # a mean step, of each process
+    memory_bytes: float  # the most that a rank held: on the GPU where it has one, else of its process
 
 
 class Job(NamedTuple):
@@ -84,19 +80,14 @@ class Forecast(NamedTuple):
     devices: int
     share: int
     step_s: Interval
-    speed_up: Interval
-    """Of samples a second, over one device."""
+    speed_up: Interval  # of samples a second, over one device
     samples_per_s: float
     epoch_s: float | None
-    cost: float | None
-    """Of the whole run, in the price's unit."""
-    memory_bytes: float
-    """Of a device."""
+    cost: float | None  # of the whole run, in the price's unit
+    memory_bytes: float  # of a device
     bytes_a_step: int
-    losses_s: dict[str, float]
-    """Of a step, by `LOSSES`: with an N-th of one device's step they sum to it."""
-    dp_speed_up: float | None
-    """Under dp instead; None where that cannot be."""
+    losses_s: dict[str, float]  # of a step, by `LOSSES`: with an N-th of one device's step they sum to it
+    dp_speed_up: float | None  # under dp instead; None where that cannot be
 
     @property
     def efficiency(self) -> float:

@@ -13,8 +13,7 @@ from ..config.schema import RunConfig
 from ..errors import RequestError, counted, unknown
 from ..launchers import table
 
-MOST = 64
-"""Variants that are run without --yes."""
+MOST = 64  # variants that are run without --yes
 _DECIDED = ("output", "resume", "eval-every", "quiet")
 _SWITCHES = {"true": "--{}", "false": "--no-{}"}
 _NUMBER = re.compile(r"[\d.e+-]+")

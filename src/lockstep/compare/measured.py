@@ -32,14 +32,11 @@ if TYPE_CHECKING:
     from ..steps.loop import Loop
     from ..world.world import World
 
-FILE = "measured.json"
-"""In the run's folder."""
+FILE = "measured.json"  # in the run's folder
 WARM_UP, _WARM_S = 3, 1.0
 """Steps, in the second of which operations are counted, then seconds at full speed: new memory comes slowly."""
-_TIMED_S, _FEWEST, _MOST = 1.5, 4, 500
-"""How long steps are timed by default, and at least and at most how many."""
-_UNSYNCHRONISED = 0.5
-"""Steps that exchange nothing, as a share of those that are timed."""
+_TIMED_S, _FEWEST, _MOST = 1.5, 4, 500  # how long steps are timed by default, and at least and at most how many
+_UNSYNCHRONISED = 0.5  # steps that exchange nothing, as a share of those that are timed
 _MATRIX, _MATRIX_S = {"cpu": 1024, "cuda": 8192}, 0.2
 Job = Callable[[RunConfig, "World"], Any]
 

@@ -19,8 +19,7 @@ from ..files import parse_json, read, understanding
 from . import numbers
 from .timeline import Link
 
-_REACHED = (0.5, 0.7, 0.9)
-"""The part of the rate: pessimistic, typical, optimistic."""
+_REACHED = (0.5, 0.7, 0.9)  # the part of the rate: pessimistic, typical, optimistic
 
 
 class Links(NamedTuple):

@@ -22,8 +22,7 @@ from .grid import Words
 from .trials import reason
 
 _LOOK_S = 0.2
-_TURN, _LEAST_TURN_S = 50.0, 60.0
-"""Times what a turn should take, after which a variant hangs; and seconds, at least."""
+_TURN, _LEAST_TURN_S = 50.0, 60.0  # times what a turn should take, after which a variant hangs; and seconds, at least
 
 
 class Entrant(NamedTuple):
@@ -33,8 +32,7 @@ class Entrant(NamedTuple):
     command: Callable[[str], Words]
     log: Path
     steps: int
-    turn_s: float
-    """What a turn should take."""
+    turn_s: float  # what a turn should take
 
 
 def run(entrants: Sequence[Entrant], turns: int, limit_s: float) -> tuple[dict[str, list[float]], dict[str, str]]:

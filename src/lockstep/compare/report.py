@@ -39,8 +39,7 @@ class Report:
     made: str
     rows: Sequence[Row]
     answer: Sequence[str]
-    is_past: bool = False
-    """Whether it is on runs that have ended, which were not measured side by side."""
+    is_past: bool = False  # whether it is on runs that have ended, which were not measured side by side
 
     @property
     def whole(self) -> list[Row]:

@@ -29,14 +29,10 @@ from .numbers import Interval
 from .records import Record
 from .trials import Trial
 
-_FEWEST = 4
-"""Races before an interval may be called narrow."""
-_TURN_S, _TURNS = 0.1, (12, 400)
-"""What a turn should take, and how many there are in a race, at least and at most."""
-_LEAST_LIMIT_S, _START_S = 60.0, 300.0
-"""At least, for a trial, and for variants to come to their first turn."""
-_MEMORY = 0.7
-"""Of what is free, that variants may hold at the same time."""
+_FEWEST = 4  # races before an interval may be called narrow
+_TURN_S, _TURNS = 0.1, (12, 400)  # what a turn should take, and how many there are in a race, at least and at most
+_LEAST_LIMIT_S, _START_S = 60.0, 300.0  # at least, for a trial, and for variants to come to their first turn
+_MEMORY = 0.7  # of what is free, that variants may hold at the same time
 _TRIAL = "trial"
 _UNTRIED = Trial(told={}, seconds=0.0)
 Commands = Callable[[Cell, Path], Words]
@@ -51,8 +47,7 @@ class Series:
     folder: Path = Path()
     trial: Trial = _UNTRIED
     races: list[list[float]] = field(default_factory=list)
-    trouble: str = ""
-    """Why it failed in a race."""
+    trouble: str = ""  # why it failed in a race
     trainings: dict[int, Trial] = field(default_factory=dict)
 
     @property
@@ -116,10 +111,8 @@ class Plan:
     """When races end: the budget (trials included) is used, or ratios are known."""
 
     budget_s: float
-    width: float
-    """Half an interval, relative to its ratio, that is narrow enough."""
-    steps: int | None = None
-    """Timed steps of a trial; None for as many as fill its time."""
+    width: float  # half an interval, relative to its ratio, that is narrow enough
+    steps: int | None = None  # timed steps of a trial; None for as many as fill its time
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,8 @@ from .rounds import Series
 
 PARTS = ("data", "compute", "communication", "optimizer", "rest")
 """Of a step: waiting for data, forward and backward, exchanges that nothing hides, the optimizer, and what is left."""
-_COMPARED = 5
-"""First steps whose losses are compared: rounding that grows from step to step is no other model."""
-_FEWEST = 20
-"""Steps of which a 95th percentile is told."""
+_COMPARED = 5  # first steps whose losses are compared: rounding that grows from step to step is no other model
+_FEWEST = 20  # steps of which a 95th percentile is told
 _EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
 _PART_OF = {"data": "data", "forward": "compute", "backward": "compute", "step": "optimizer"}
 _PART_OF |= dict.fromkeys(_EXCHANGES, "communication")
@@ -48,13 +46,11 @@ class Row:
     samples_per_s: Interval | None = None
     ratio: Interval | None = None
     """Of samples/s, to the first row that is one device, else to the first that is its model; 1 of that one itself."""
-    speed_up: Interval | None = None
-    """Of samples/s, to the row that is the same on one device."""
+    speed_up: Interval | None = None  # of samples/s, to the row that is the same on one device
     step_p50_s: float | None = None
     step_p95_s: float | None = None
     epoch_s: float | None = None
-    parts_s: dict[str, float] = field(default_factory=dict)
-    """Of a mean step, by `PARTS`: they sum to it."""
+    parts_s: dict[str, float] = field(default_factory=dict)  # of a mean step, by `PARTS`: they sum to it
     teraflops: float | None = None
     matrix_share: float | None = None
     bytes_a_step: float | None = None
@@ -68,15 +64,13 @@ class Row:
     seeds: int | None = None
     trained_s: Spread | None = None
     trained_epoch_s: Spread | None = None
-    reached: int | None = None
-    """Seeds for which an evaluation reached the accuracy that was asked for."""
+    reached: int | None = None  # seeds for which an evaluation reached the accuracy that was asked for
     to_accuracy_steps: Spread | None = None
     to_accuracy_s: Spread | None = None
     loss_gap: float | None = None
     """The largest relative difference of the first steps' losses to those of the row that `ratio` is to."""
     proved: str = ""
-    another: str = ""
-    """Why it is another model, where that is judged."""
+    another: str = ""  # why it is another model, where that is judged
     same_model: bool | None = None
     """Whether losses agree within the tolerance, and batch statistics are of as many samples; None where precision or
     model vary."""
