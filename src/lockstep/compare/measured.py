@@ -155,7 +155,9 @@ class _Probe(Watcher):
         while (more := self._number_in(_WARM_S) - (self.made - WARM_UP)) > 0:
             yield from _pass(more)
         found["warm_up"], steps = self.made, self._steps or max(_FEWEST, self._number_in(_TIMED_S))
-        begun = self._begin(loop)
+        self._world.barrier()
+        begun = self._used(loop)
+        self.clock.restart()
         yield from _pass(steps)
         found |= self._timed(loop, begun, counts)
         if self._is_profiled:
@@ -167,7 +169,8 @@ class _Probe(Watcher):
             found["profile"] = self.clock.profile()
         elif self._world.size > 1:
             self.exchanges = False
-            self._begin(loop)
+            self._world.barrier()
+            self.clock.restart()
             yield from _pass(max(1, round(steps * _UNSYNCHRONISED)))
             found["unsynchronised_step_s"] = step_s = self.clock.step_s
             found["unsynchronised_phase_s"] = {name: each / len(step_s) for name, each in self.clock.phase_s.items()}
@@ -179,13 +182,6 @@ class _Probe(Watcher):
         """Return how many steps fill these seconds, on all ranks alike (*collective*)."""
         return int(self._world.gather(min(_MOST, round(seconds / self.clock.step_s[-1])))[0])
 
-    def _begin(self, loop: Loop) -> tuple[float, float]:
-        """Begin to time steps; return `_used` until now (*collective*)."""
-        self._world.barrier()
-        used = self._used(loop)
-        self.clock.restart()
-        return used
-
     def _used(self, loop: Loop) -> tuple[float, float]:
         """Return processor seconds of this process and its workers, and joules."""
         cpu_s = time.process_time()
@@ -195,7 +191,7 @@ class _Probe(Watcher):
         return cpu_s, _joules(loop.meter.telemetry.handles, has_processors=self._world.topology.local_rank == 0)
 
     def _timed(self, loop: Loop, begun: tuple[float, float], counts: dict[str, int]) -> dict[str, Any]:
-        """Return the costs since `_begin`, over all ranks (*collective*)."""
+        """Return the costs of the timed steps, before which `_used` was `begun`, over all ranks (*collective*)."""
         import torch
 
         world, telemetry, step_s = self._world, loop.meter.telemetry, self.clock.step_s
