@@ -1,9 +1,8 @@
-"""Forecast step times on N devices from one rank's share and a described cluster.
+"""Forecast step times on N devices from one rank's share and a described cluster (docs/forecast.md).
 
-For each number of devices in a selection the first rank's share of the job is run here alone, twice, in processes of
-its own (`measured.measure_share`); shares between these are interpolated. `timeline` says what N such ranks come to.
-The error bar holds a step's time with 90 %: how much a process's steps differ from the next one's (a prediction
-interval of all processes that were run), and how good the links are, taken together as independent errors are.
+Shares are measured alone, each in two processes of its own (`measured.measure_share`), and interpolated; `timeline`
+says what N such ranks come to. The error bar holds a step's time with 90 %: how much a process's steps differ from the
+next one's, and how good the links are, taken together as independent errors are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The course of a comparison: trials, races, whole trainings.
+"""The course of a comparison: trials, races, whole trainings (docs/compare.md).
 
-First a trial of each: whether it runs, where its time goes, what it holds. Then races: all of them live and run by
-turns (see `race`). Each race starts them anew, since what differs from start to start, such as where memory lies, is
-part of what an interval has to hold. Last, if they are asked for, whole trainings, each alone on the machine: seed by
-seed, A B C, then C B A, so that a machine that becomes slower with time slows all variants alike.
+Each race starts the variants anew, since what differs from start to start, such as where memory lies, is part of what
+an interval has to hold. Trainings go seed by seed, A B C, then C B A, so that a machine that becomes slower with time
+slows all variants alike.
 """
 
 from __future__ import annotations
