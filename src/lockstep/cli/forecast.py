@@ -16,7 +16,7 @@ from ..files import shown
 from ..launchers import table as launchers
 from ..runs import folders
 from ..screen import Screen
-from . import output, words
+from . import output
 from .variants import Job, crowded, kept_in, machine, made, telling, whole_number
 
 _USAGE = """\
@@ -40,7 +40,10 @@ device is a whole machine like this one.
 
 Exit code: 0 done, 1 the job cannot be measured, 2 it cannot be tried.
 """
-OWN: dict[str, type] = dict.fromkeys(("--devices", "--network", "--within", "--per-node", "--scaling", "--price"), str)
+OWN: dict[str, type] = {
+    **dict.fromkeys(("--devices", "--network", "--within", "--per-node", "--scaling"), str),
+    "--price": float,
+}
 _MOST_DEVICES = 100_000
 
 
@@ -65,13 +68,7 @@ def main(given: list[str]) -> int:
     # Of a run that is the network: how many ranks it had, and how long its steps took.
     ranks, step_s = _recorded(Path(network), job) if Path(network).is_dir() else (0, [])
     between = within if ranks else networks.links("--network", network)
-    cluster = Cluster(
-        between=between,
-        within=within,
-        per_node=_per_node(asked.get("--per-node"), is_cpu=base.parallel.accelerator == "cpu"),
-        price=words.tolerance("--price", asked["--price"]) if "--price" in asked else None,
-        is_weak=job.is_weak,
-    )
+    per_node = _per_node(asked.get("--per-node"), is_cpu=base.parallel.accelerator == "cpu")
     folder = job.folder("forecast", {"scaling": "weak" if job.is_weak else "strong"})
     screen = Screen(stderr=True)
     crowded(screen)
@@ -90,11 +87,10 @@ def main(given: list[str]) -> int:
             tell("measuring what gloo itself takes for a message")
             gloo = forecast.gloo(folder)
             between = gloo if ranks else Links(*(a.behind(b) for a, b in zip(between, gloo, strict=True)))
-            cluster = cluster._replace(between=between)
+    cluster = Cluster(between, within, per_node, asked.get("--price"), job.is_weak)
     if ranks:
         share = next(each for each in shares if each.ranks == ranks)
-        between = forecast.fitted(cluster, share, step_s, has_trees=facts.on_gpu)
-        cluster = cluster._replace(between=between)
+        cluster = cluster._replace(between=forecast.fitted(cluster, share, step_s, has_trees=facts.on_gpu))
     found = forecast.forecast(shares, facts, cluster, devices)
     told = forecast.sentences(found, "GPU" if facts.on_gpu else "machine")
     if doubt := forecast.doubt(shares):
