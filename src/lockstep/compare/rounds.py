@@ -225,12 +225,8 @@ def _race(groups: Sequence[Sequence[Series]], command: Commands, folder: Path, t
 
 
 def _entrant(series: Series, command: Commands, folder: Path) -> race.Entrant:
-    name = _safe(series.cell.name)
-
-    def raced(address: str) -> Words:
-        return trials.command("compare", "raced", address, *command(series.cell, folder / name))
-
-    return race.Entrant(series.cell.name, raced, folder / f"{name}.log", series.turn_steps, series.turn_s)
+    name, turn = _safe(series.cell.name), (series.turn_steps, series.turn_s)
+    return race.Entrant(series.cell.name, command(series.cell, folder / name), folder / f"{name}.log", *turn)
 
 
 def _fit(living: Sequence[Series]) -> bool:
