@@ -209,17 +209,12 @@ def accuracy_curve(row: Row) -> list[tuple[float, float]]:
 
 def of_runs(runs: Sequence[Run]) -> list[Row]:
     """Return a row a run; speeds measured once have no interval."""
-    found = [_of_run(run, runs[0]) for run in runs]
-    rated = [row for row in found if row.samples_per_s is not None]
-    base = next((row for row in rated if row.devices == 1), rated[0] if rated else None)
-    rate = base.samples_per_s if base else None
-    return [
-        replace(row, ratio=row.samples_per_s and rate and _once(row.samples_per_s.middle / rate.middle))
-        for row in found
-    ]
+    rates = [(run.samples_per_s, run.record.devices) for run in runs if run.samples_per_s]
+    base = next((rate for rate, devices in rates if devices == 1), rates[0][0] if rates else None)
+    return [_of_run(run, runs[0], base) for run in runs]
 
 
-def _of_run(run: Run, first: Run) -> Row:
+def _of_run(run: Run, first: Run, base: float | None) -> Row:
     summary, record, rate = run.summary, run.record, run.samples_per_s
     memory, epochs, top1 = summary.get("peak_memory_bytes") or {}, summary.get("epoch_s") or [], summary.get("top1")
     differ = records.differing([first, run])[1]
@@ -232,6 +227,7 @@ def _of_run(run: Run, first: Run) -> Row:
         ranks=int(record.plan.get("ranks") or 1),
         batch=record.plan.get("global_size"),
         samples_per_s=_once(rate) if rate else None,
+        ratio=_once(rate / base) if rate and base else None,
         step_p50_s=summary.get("step_p50_s"),
         step_p95_s=summary.get("step_p95_s"),
         epoch_s=statistics.fmean(map(float, epochs)) if epochs else None,
