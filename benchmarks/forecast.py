@@ -141,7 +141,7 @@ def _of(nodes: Sequence[Host], name: str, words: Sequence[str], folder: Path) ->
     """
     world = len(nodes)
     told, own = [], []
-    examined: dict[str, list[networks.Exchanges]] = {link: [] for link in _LINKS}
+    examined: dict[str, list[Link]] = {link: [] for link in _LINKS}
     real_s: dict[str, list[float]] = {link: [] for link in _LINKS}
     for number in range(RUNS):
         shares = _shares(nodes, words, folder / f"share-{number}")
@@ -211,7 +211,7 @@ def _together(nodes: Sequence[Host], folder: Path, watched: Sequence[str], words
     return found
 
 
-def _examined(nodes: Sequence[Host], folder: Path) -> networks.Exchanges:
+def _examined(nodes: Sequence[Host], folder: Path) -> Link:
     """Return what `lockstep doctor` finds between the nodes."""
     meets = f"tcp://{nodes[0].address}:{next(_PORTS)}"
     how = ("doctor", "--json", "--accelerator", "cpu", "--init-method", meets, "--world-size", len(nodes))

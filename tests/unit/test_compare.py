@@ -381,6 +381,13 @@ def test_an_interval_that_nobody_knows_leaves_bars_to_be_seen() -> None:
     assert float(re.findall(r'width="([\d.]+)"', drawn)[0]) == 360, "half of the width"
 
 
+def test_lines_are_read_against_round_numbers() -> None:
+    points = [(step, 0.317 + step / 1000) for step in range(1000)]
+    drawn = charts.lines("Losses", [charts.Line("a", points)], "step", "")
+    shown = re.findall(r">([^<]*)</text>", drawn)
+    assert shown[1:] == ["0.4", "0.6", "0.8", "1", "1.2", "0", "200", "400", "600", "800", "step", ""]
+
+
 def _run(folder: Path, *, config: str = "", summary: str = "{}", **manifest: str) -> Path:
     folder.mkdir(parents=True)
     for name, text in {"config.toml": config, "summary.json": summary, "manifest.json": json.dumps(manifest)}.items():

@@ -101,8 +101,7 @@ def main(given: list[str]) -> int:
     folder = job.folder("comparison", {"cells": listed, "steps": steps})
     screen = Screen(stderr=True)
     _announce(screen, cells, plan, aim)
-    if disturbed := crowded():
-        screen.say((f"warning: {disturbed}", "yellow"))
+    disturbed = crowded(screen)
     with telling(screen) as tell, kept_in(folder):
         found = rounds.run(cells, job.command, folder, plan, tell)
         if lasts := rounds.length(found, aim):

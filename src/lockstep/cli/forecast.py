@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 from .. import hardware
 from ..compare import forecast, networks, records, tables
@@ -17,7 +16,7 @@ from ..files import shown
 from ..launchers import table as launchers
 from ..runs import folders
 from ..screen import Screen
-from . import output, words
+from . import output
 from .variants import Job, crowded, kept_in, machine, made, telling, whole_number
 
 _USAGE = """\
@@ -41,7 +40,10 @@ device is a whole machine like this one.
 
 Exit code: 0 done, 1 the job cannot be measured, 2 it cannot be tried.
 """
-OWN: dict[str, type] = dict.fromkeys(("--devices", "--network", "--within", "--per-node", "--scaling", "--price"), str)
+OWN: dict[str, type] = {
+    **dict.fromkeys(("--devices", "--network", "--within", "--per-node", "--scaling"), str),
+    "--price": float,
+}
 _MOST_DEVICES = 100_000
 
 
@@ -63,19 +65,13 @@ def main(given: list[str]) -> int:
     if job.is_weak and job.is_script:
         raise RequestError("--scaling weak: a script's loader says how large the global batch is; enlarge it there.")
     within = networks.links("--within", asked.get("--within", "PCIe4"))
-    run = _recorded(Path(network), job) if Path(network).is_dir() else None
-    between = within if run else networks.links("--network", network)
-    cluster = Cluster(
-        between=between,
-        within=within,
-        per_node=_per_node(asked.get("--per-node"), is_cpu=base.parallel.accelerator == "cpu"),
-        price=words.tolerance("--price", asked["--price"]) if "--price" in asked else None,
-        is_weak=job.is_weak,
-    )
+    # Of a run that is the network: how many ranks it had, and how long its steps took.
+    ranks, step_s = _recorded(Path(network), job) if Path(network).is_dir() else (0, [])
+    between = within if ranks else networks.links("--network", network)
+    per_node = _per_node(asked.get("--per-node"), is_cpu=base.parallel.accelerator == "cpu")
     folder = job.folder("forecast", {"scaling": "weak" if job.is_weak else "strong"})
     screen = Screen(stderr=True)
-    if disturbed := crowded():
-        screen.say((f"warning: {disturbed}", "yellow"))
+    crowded(screen)
     batch = None if job.is_script else base.batch.size
 
     def command(ranks: int, path: Path) -> Words:
@@ -84,18 +80,17 @@ def main(given: list[str]) -> int:
         return job.command(Cell(name="", flags=("--devices", "1", *strategy, *grown)), path)
 
     with telling(screen) as tell, kept_in(folder):
-        measured = {*forecast.chosen(devices, batch, is_weak=job.is_weak), *([run.ranks] if run else [])}
+        measured = {ranks, *forecast.chosen(devices, batch, is_weak=job.is_weak)} - {0}
         shares, facts = forecast.measure(sorted(measured), command, folder, tell)
         facts = facts if job.is_script else facts._replace(epochs=base.epochs)  # measured without an end
         if not facts.on_gpu and not network.endswith(".json"):
             tell("measuring what gloo itself takes for a message")
             gloo = forecast.gloo(folder)
-            between = gloo if run else Links(*(a.behind(b) for a, b in zip(between, gloo, strict=True)))
-            cluster = cluster._replace(between=between)
-    if run:
-        share = next(each for each in shares if each.ranks == run.ranks)
-        between = forecast.fitted(cluster, share, run.step_s, has_trees=facts.on_gpu)
-        cluster = cluster._replace(between=between)
+            between = gloo if ranks else Links(*(a.behind(b) for a, b in zip(between, gloo, strict=True)))
+    cluster = Cluster(between, within, per_node, asked.get("--price"), job.is_weak)
+    if ranks:
+        share = next(each for each in shares if each.ranks == ranks)
+        cluster = cluster._replace(between=forecast.fitted(cluster, share, step_s, has_trees=facts.on_gpu))
     found = forecast.forecast(shares, facts, cluster, devices)
     told = forecast.sentences(found, "GPU" if facts.on_gpu else "machine")
     if doubt := forecast.doubt(shares):
@@ -115,15 +110,8 @@ def main(given: list[str]) -> int:
     return 0
 
 
-class _Run(NamedTuple):
-    """A run on several devices, whose steps tell how fast their links are."""
-
-    ranks: int
-    step_s: list[float]
-
-
-def _recorded(folder: Path, job: Job) -> _Run:
-    """Return a run of the same job; raises `RequestError` for another job."""
+def _recorded(folder: Path, job: Job) -> tuple[int, list[float]]:
+    """Return the ranks of a run of this job, and its logged step times; raises `RequestError` for another job."""
     run, base = records.load(folder), job.config()
     ranks, step_s = int(run.record.plan.get("ranks", 1)), run.record.step_s[1:]
     if not job.is_script:
@@ -134,7 +122,7 @@ def _recorded(folder: Path, job: Job) -> _Run:
             f"{shown(folder)} tells nothing of links: it had {counted(ranks, 'rank')}, and logged "
             f"{counted(len(step_s), 'interval')} of its steps after the first; give a run of several, with --log-every."
         )
-    return _Run(ranks, step_s)
+    return ranks, step_s
 
 
 def _devices(text: str) -> list[int]:

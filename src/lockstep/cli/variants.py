@@ -116,15 +116,17 @@ def kept_in(folder: Path) -> Iterator[None]:
         raise folders.unwritable(folder, error) from error
 
 
-def crowded() -> str:
-    """Say how much of the processors other programs use now, and what that does; "" where it is little."""
+def crowded(screen: Screen) -> str:
+    """Warn of other programs that use the processors now; return the warning, "" where they use little."""
     share = psutil.cpu_percent(_LOOK_S) / 100
     if share < _BUSY:
         return ""
-    return (
+    told = (
         f"Other programs use {share:.0%} of the processors: intervals are wider, and a process whose threads wait for "
         "one another loses more time than several of one thread each. Measure again when they have ended."
     )
+    screen.say((f"warning: {told}", "yellow"))
+    return told
 
 
 def whole_number(name: str, text: str | None) -> int | None:

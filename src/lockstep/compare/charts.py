@@ -14,8 +14,7 @@ from .numbers import Interval
 from .tables import brief
 
 _WIDTH, _HEIGHT, _LEFT, _ROW = 720, 260, 64, 44
-_POINTS, _FEW = 400, 12
-"""Points of a line that are drawn at most, and up to how many each has a dot and a number below."""
+_POINTS, _FEW = 400, 12  # points of a line that are drawn at most, and up to how many each has a dot and a number below
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c7a00", "#666666")
 """Okabe and Ito's, which people with any colour vision tell apart; the seventh is darkened for white paper."""
 STYLE = (
@@ -90,12 +89,13 @@ def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal:
     def path(points: Sequence[tuple[float, float]]) -> str:
         return "M" + "L".join("{:.1f} {:.1f}".format(*at(*point)) for point in points)
 
-    for tick in (y_low + y_span * part / 4 for part in range(5)):
+    for tick, shown in _ticks(y_low, y_span):
         y = at(x_low, tick)[1]
         drawn.append(f'<path class="grid" d="M{_LEFT} {y:.1f}h{wide}"/>')
-        drawn.append(_text(_LEFT - 6, y + 4, brief(tick), "end"))
-    for tick in sorted(xs) if len(xs) <= _FEW else (x_low + x_span * part / 4 for part in range(5)):
-        drawn.append(_text(at(tick, y_low)[0], bottom + 18, brief(tick), "middle" if tick < max(xs) else "end"))
+        drawn.append(_text(_LEFT - 6, y + 4, shown, "end"))
+    x_ticks = [(each, brief(each)) for each in sorted(xs)] if len(xs) <= _FEW else _ticks(x_low, x_span)
+    for tick, shown in x_ticks:
+        drawn.append(_text(at(tick, y_low)[0], bottom + 18, shown, "middle" if tick < max(xs) else "end"))
     drawn += [_text(_WIDTH - 20, bottom + 36, x_unit, "end"), _text(4, bottom + 36, y_unit)]
     if ideal:
         drawn.append(f'<path class="ideal" d="{path([(x, x) for x in sorted(xs)])}"/>')
@@ -107,6 +107,14 @@ def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal:
         drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in dots]
     told = "; ".join(f"{name} ends at {brief(points[-1][1])}" for name, points in finite)
     return _svg(title, told, bottom + 44, drawn)
+
+
+def _ticks(low: float, span: float) -> list[tuple[float, str]]:
+    """Return two to six round values, and their texts: 1, 2, 2.5 or 5 × a power of ten apart."""
+    power = 10.0 ** math.floor(math.log10(span / 5))
+    step = next(power * each for each in (1, 2, 2.5, 5, 10) if span / (power * each) < 5.01)
+    numbers = range(math.ceil(low / step - 1e-9), math.floor((low + span) / step + 1e-9) + 1)
+    return [(number * step, f"{number * step:,.10g}") for number in numbers]
 
 
 def _svg(title: str, told: str, height: float, drawn: Sequence[str]) -> str:

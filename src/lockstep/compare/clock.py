@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_FLOAT64_BYTES = 8
-"""Of a number that SyncBatchNorm exchanges."""
+_FLOAT64_BYTES = 8  # of a number that SyncBatchNorm exchanges
 
 
 class Clock:

@@ -1,9 +1,8 @@
-"""Forecast step times on N devices from one rank's share and a described cluster.
+"""Forecast step times on N devices from one rank's share and a described cluster (docs/forecast.md).
 
-For each number of devices in a selection the first rank's share of the job is run here alone, twice, in processes of
-its own (`measured.measure_share`); shares between these are interpolated. `timeline` says what N such ranks come to.
-The error bar holds a step's time with 90 %: how much a process's steps differ from the next one's (a prediction
-interval of all processes that were run), and how good the links are, taken together as independent errors are.
+Shares are measured alone, each in two processes of its own (`measured.measure_share`), and interpolated; `timeline`
+says what N such ranks come to. The error bar holds a step's time with 90 %: how much a process's steps differ from the
+next one's, and how good the links are, taken together as independent errors are.
 """
 
 from __future__ import annotations
@@ -30,13 +29,9 @@ from .tables import Column
 from .timeline import FREE, GRADIENT, Link, Network, Point, Profile
 from .trials import Trial
 
-CONFIDENCE = 0.9
-"""That an error bar holds the time."""
-PASSES, _MOST_MEASURED, _LIMIT_S = 2, 5, 600.0
-_APART = 1.5
-"""Times as long as in another process, from which on a step's time is doubted."""
-_FACTORS = (1e-4, 1e4)
-"""By which a link may be another than the one that it is fitted from."""
+_PASSES, _MOST_MEASURED, _LIMIT_S = 2, 5, 600.0
+_APART = 1.5  # times as long as in another process, from which on a step's time is doubted
+_FACTORS = (1e-4, 1e4)  # by which a link may be another than the one that it is fitted from
 LOSSES = ("smaller shares", "the slowest rank", "the network's rate", "the network's latency")
 """What keeps N devices from being N times as fast."""
 JSON, MARKDOWN, SVG = "forecast.json", "forecast.md", "scaling.svg"
@@ -47,10 +42,8 @@ class Share(NamedTuple):
 
     ranks: int
     profile: Profile
-    process_s: tuple[float, ...]
-    """A mean step, of each process."""
-    memory_bytes: float
-    """The most that a rank held: on the GPU where it has one, else of its process."""
+    process_s: tuple[float, ...]  # a mean step, of each process
+    memory_bytes: float  # the most that a rank held: on the GPU where it has one, else of its process
 
 
 class Job(NamedTuple):
@@ -86,19 +79,14 @@ class Forecast(NamedTuple):
     devices: int
     share: int
     step_s: Interval
-    speed_up: Interval
-    """Of samples a second, over one device."""
+    speed_up: Interval  # of samples a second, over one device
     samples_per_s: float
     epoch_s: float | None
-    cost: float | None
-    """Of the whole run, in the price's unit."""
-    memory_bytes: float
-    """Of a device."""
+    cost: float | None  # of the whole run, in the price's unit
+    memory_bytes: float  # of a device
     bytes_a_step: int
-    losses_s: dict[str, float]
-    """Of a step, by `LOSSES`: with an N-th of one device's step they sum to it."""
-    dp_speed_up: float | None
-    """Under dp instead; None where that cannot be."""
+    losses_s: dict[str, float]  # of a step, by `LOSSES`: with an N-th of one device's step they sum to it
+    dp_speed_up: float | None  # under dp instead; None where that cannot be
 
     @property
     def efficiency(self) -> float:
@@ -134,13 +122,11 @@ def chosen(devices: Sequence[int], batch: int | None, *, is_weak: bool) -> list[
     """
     if is_weak:
         return [1, 2] if max(devices) > 1 else [1]
-    several = sorted(each for each in devices if each > 1)
+    several = [each for each in devices if each > 1]
     by_share = {ranks if batch is None else math.ceil(batch / ranks): ranks for ranks in reversed(several)}
     several = sorted(by_share.values())
-    kept = _MOST_MEASURED - 1
-    if len(several) > kept:
-        several = [several[round(number * (len(several) - 1) / (kept - 1))] for number in range(kept)]
-    return [1, *several]
+    kept = min(_MOST_MEASURED - 1, len(several))
+    return [1, *(several[round(at)] for at in np.linspace(0, len(several) - 1, kept))]
 
 
 def measure(
@@ -153,10 +139,10 @@ def measure(
     """
     found: dict[int, list[Trial]] = {each: [] for each in ranks}
     record = Record()
-    for number, each in ((number, each) for number in range(1, PASSES + 1) for each in ranks):
+    for number, each in itertools.product(range(1, _PASSES + 1), ranks):
         path = folder / f"share-{each}-{number}"
         if trials.done(path) is None:
-            tell(f"measuring a rank's share of {each} ({number} of {PASSES})")
+            tell(f"measuring a rank's share of {each} ({number} of {_PASSES})")
         words = ("compare", "share", str(each), *command(each, path / trials.RUN))
         trial = trials.once(f"share of {each}", path, words, limit_s=_LIMIT_S)
         if trial.failed:
@@ -258,7 +244,7 @@ def fitted(cluster: Cluster, share: Share, step_s: Sequence[float], *, has_trees
 
 def forecast(shares: Sequence[Share], job: Job, cluster: Cluster, devices: Sequence[int]) -> list[Forecast]:
     """Return a row for each number of devices."""
-    error = numbers.of_next([share.process_s for share in shares], CONFIDENCE)
+    error = numbers.of_next([share.process_s for share in shares])
     return [_row(shares, job, cluster, each, error) for each in devices]
 
 
@@ -297,15 +283,12 @@ def _at(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, flo
     one, *several = shares
     if devices == 1 or not several:
         return one.profile, one.memory_bytes
-    several = sorted(several, key=lambda each: each.profile.batch)
-    above = next((each for each in several if each.profile.batch >= batch), several[-1])
-    below = next((each for each in reversed(several) if each.profile.batch <= batch), several[0])
-    if above.profile.batch == below.profile.batch:
-        return replace(above.profile, batch=batch), above.memory_bytes
-    part = (batch - below.profile.batch) / (above.profile.batch - below.profile.batch)
-    step_s = below.profile.step_s + part * (above.profile.step_s - below.profile.step_s)
-    memory = below.memory_bytes + part * (above.memory_bytes - below.memory_bytes)
-    return above.profile.scaled(step_s / above.profile.step_s, batch), memory
+    by_size = {each.profile.batch: each for each in reversed(several)}
+    sizes = sorted(by_size)
+    known = [(by_size[size].profile.step_s, by_size[size].memory_bytes) for size in sizes]
+    step_s, memory_bytes = (float(np.interp(batch, sizes, values)) for values in zip(*known, strict=True))
+    above = by_size[min((size for size in sizes if size >= batch), default=sizes[-1])]
+    return above.profile.scaled(step_s / above.profile.step_s, batch), memory_bytes
 
 
 def sentences(rows: Sequence[Forecast], unit: str) -> list[str]:

@@ -13,8 +13,7 @@ from ..config.schema import RunConfig
 from ..errors import RequestError, counted, unknown
 from ..launchers import table
 
-MOST = 64
-"""Variants that are run without --yes."""
+MOST = 64  # variants that are run without --yes
 _DECIDED = ("output", "resume", "eval-every", "quiet")
 _SWITCHES = {"true": "--{}", "false": "--no-{}"}
 _NUMBER = re.compile(r"[\d.e+-]+")
@@ -125,15 +124,12 @@ def _check_devices(config: RunConfig) -> None:
         raise RequestError(f"{strategy} is one device, and {devices} were asked for.")
 
 
-def usual(
-    cpus: int, gpus: int, *, has_bf16: bool, is_script: bool, given: Mapping[str, str] | None = None
-) -> dict[str, list[str]]:
+def usual(cpus: int, gpus: int, *, has_bf16: bool, is_script: bool, given: Mapping[str, str]) -> dict[str, list[str]]:
     """Return what is varied by default on this machine.
 
     `given` has the job's own flags, by option: that strategy and these devices are compared with one device, and a
     precision that was asked for is the only one.
     """
-    given = given or {}
     devices = given.get("devices", str(gpus or min(max(2, cpus), 4)))
     ways = [name for name, kind in KINDS.items() if name != "single" and not kind.has_two_levels]
     ways = [given["strategy"]] if "strategy" in given else ways

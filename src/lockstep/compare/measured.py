@@ -13,8 +13,10 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,16 +34,14 @@ if TYPE_CHECKING:
     from ..steps.loop import Loop
     from ..world.world import World
 
-FILE = "measured.json"
-"""In the run's folder."""
+FILE = "measured.json"  # in the run's folder
 WARM_UP, _WARM_S = 3, 1.0
 """Steps, in the second of which operations are counted, then seconds at full speed: new memory comes slowly."""
-_TIMED_S, _FEWEST, _MOST = 1.5, 4, 500
-"""How long steps are timed by default, and at least and at most how many."""
-_UNSYNCHRONISED = 0.5
-"""Steps that exchange nothing, as a share of those that are timed."""
+_TIMED_S, _FEWEST, _MOST = 1.5, 4, 500  # how long steps are timed by default, and at least and at most how many
+_UNSYNCHRONISED = 0.5  # steps that exchange nothing, as a share of those that are timed
 _MATRIX, _MATRIX_S = {"cpu": 1024, "cuda": 8192}, 0.2
 Job = Callable[[RunConfig, "World"], Any]
+Course = Callable[["Watcher"], Generator[None, Any, None]]
 
 
 def measure(job: Job, steps: int, config: RunConfig, world: World, *, is_profiled: bool = False) -> None:
@@ -50,7 +50,7 @@ def measure(job: Job, steps: int, config: RunConfig, world: World, *, is_profile
     So many `steps` are timed; 0: as many as fill `_TIMED_S`. If `is_profiled`, as many follow in which the place of
     each exchange is noted, and none without exchange. Raises what the job does, and `RunError` where it ends early.
     """
-    _watch(job, config, world, _Probe(world, steps, is_profiled=is_profiled))
+    _watch(job, config, Watcher(world, partial(_probed, steps=steps, is_profiled=is_profiled)))
 
 
 def measure_share(job: Job, ranks: int, config: RunConfig, world: World) -> None:
@@ -68,7 +68,7 @@ def race(job: Job, address: str, config: RunConfig, world: World) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         try:
-            _watch(job, config, world, _Racer(world, connection))
+            _watch(job, config, Watcher(world, partial(_raced, connection=connection)))
         finally:
             _signal_workers(signal.SIGCONT)
 
@@ -78,29 +78,23 @@ class Watcher:
 
     exchanges = True
     is_endless = True
+    marks_phases = True
 
-    def __init__(self, world: World) -> None:
-        self.clock = Clock(on_gpu=world.device.type == "cuda")
-        self.made = 0
-        self._marks_phases = True
-        self._world = world
-        self._course = self.course()
+    def __init__(self, world: World, course: Course | None = None) -> None:
+        """Go on with the `course` of this watcher at the end of each step; without one, watch as long as it lasts."""
+        self.world, self.made, self.clock = world, 0, Clock(on_gpu=world.device.type == "cuda")
+        self._course = _pass(sys.maxsize) if course is None else course(self)
         next(self._course)
-
-    def course(self) -> Generator[None, Loop, None]:
-        """Watch: goes on at the end of each step."""
-        while True:
-            yield
 
     def ended_phase(self, phase: str) -> None:
         """Note that a phase is over."""
-        if self._marks_phases:
+        if self.marks_phases:
             self.clock.mark(phase)
 
     def ended_step(self, loop: Loop) -> None:
         """Note that a step is over (*collective*)."""
         self.made += 1
-        self.clock.end_step(self._world.pulse.phase)
+        self.clock.end_step(self.world.pulse.phase)
         self._course.send(loop)
 
     def resumed(self) -> None:
@@ -112,8 +106,9 @@ class _EnoughError(BaseException):
     """Ends the job once measured, through any `except Exception` of a script."""
 
 
-def _watch(job: Job, config: RunConfig, world: World, watcher: Watcher) -> None:
+def _watch(job: Job, config: RunConfig, watcher: Watcher) -> None:
     """Run the job until the watcher has seen enough."""
+    world = watcher.world
     world.pulse.listener = watcher
     try:
         with _schedules_without_end():
@@ -143,119 +138,108 @@ def _schedules_without_end() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(OneCycleLR, "get_lr", last_lr)
 
 
-class _Probe(Watcher):
-    def __init__(self, world: World, steps: int, *, is_profiled: bool) -> None:
-        super().__init__(world)
-        self._steps, self._is_profiled = steps, is_profiled
-
-    def course(self) -> Generator[None, Loop, None]:
-        """Measure."""
-        loop = yield
-        found: dict[str, Any] = {"first_step_time": time.time()}
-        with _counted() as counts:
-            yield
+def _probed(watcher: Watcher, steps: int, *, is_profiled: bool) -> Generator[None, Loop, None]:
+    """Time steps after a warm-up, and then those without exchange, or with its places; write what they cost."""
+    world, clock = watcher.world, watcher.clock
+    loop = yield
+    found: dict[str, Any] = {"first_step_time": time.time()}
+    with _counted() as counts:
         yield
-        while (more := self._number_in(_WARM_S) - (self.made - WARM_UP)) > 0:
-            yield from _pass(more)
-        found["warm_up"], steps = self.made, self._steps or max(_FEWEST, self._number_in(_TIMED_S))
-        begun = self._begin(loop)
+    yield
+    while (more := _number_in(watcher, _WARM_S) - (watcher.made - WARM_UP)) > 0:
+        yield from _pass(more)
+    found["warm_up"], steps = watcher.made, steps or max(_FEWEST, _number_in(watcher, _TIMED_S))
+    world.barrier()
+    begun = _used(world, loop)
+    clock.restart()
+    yield from _pass(steps)
+    found |= _timed(watcher, loop, begun, counts)
+    if is_profiled:  # as one rank of several, without the others
+        found["overlaps"] = loop.prepared.strategy is not None  # a loop of one's own exchanges after the backward
+        watcher.marks_phases = False
+        mark_exchanges(loop.prepared.models.values(), clock, on_gpu=world.device.type == "cuda")
+        clock.restart()
         yield from _pass(steps)
-        found |= self._timed(loop, begun, counts)
-        if self._is_profiled:
-            found["overlaps"] = loop.prepared.strategy is not None  # a loop of one's own exchanges after the backward
-            self._marks_phases = False
-            mark_exchanges(loop.prepared.models.values(), self.clock, on_gpu=self._world.device.type == "cuda")
-            self.clock.restart()
-            yield from _pass(steps)
-            found["profile"] = self.clock.profile()
-        elif self._world.size > 1:
-            self.exchanges = False
-            self._begin(loop)
+        found["profile"] = clock.profile()
+    else:
+        loop.confirm()
+        found["proof"] = loop.proofs.checks()
+        if world.size > 1:
+            watcher.exchanges = False
+            world.barrier()
+            clock.restart()
             yield from _pass(max(1, round(steps * _UNSYNCHRONISED)))
-            found["unsynchronised_step_s"] = step_s = self.clock.step_s
-            found["unsynchronised_phase_s"] = {name: each / len(step_s) for name, each in self.clock.phase_s.items()}
-        if self._world.is_main and loop.folder is not None:
-            write_json(loop.folder / FILE, found)
-        raise _EnoughError
-
-    def _number_in(self, seconds: float) -> int:
-        """Return how many steps fill these seconds, on all ranks alike (*collective*)."""
-        return int(self._world.gather(min(_MOST, round(seconds / self.clock.step_s[-1])))[0])
-
-    def _begin(self, loop: Loop) -> tuple[float, float]:
-        """Begin to time steps; return `_used` until now (*collective*)."""
-        self._world.barrier()
-        used = self._used(loop)
-        self.clock.restart()
-        return used
-
-    def _used(self, loop: Loop) -> tuple[float, float]:
-        """Return processor seconds of this process and its workers, and joules."""
-        cpu_s = time.process_time()
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                cpu_s += sum(child.cpu_times()[:2])
-        return cpu_s, _joules(loop.meter.telemetry.handles, has_processors=self._world.topology.local_rank == 0)
-
-    def _timed(self, loop: Loop, begun: tuple[float, float], counts: dict[str, int]) -> dict[str, Any]:
-        """Return the costs since `_begin`, over all ranks (*collective*)."""
-        import torch
-
-        world, telemetry, step_s = self._world, loop.meter.telemetry, self.clock.step_s
-        used = [now - before for now, before in zip(self._used(loop), begun, strict=True)]
-        gpus_busy = len(telemetry.handles) * telemetry.sample().get("device_percent", 0) / 100
-        peak = telemetry.peak_memory_bytes()
-        # Replicas in threads are not counted: the counter belongs to this one.
-        flops = counts["flops"] if len(loop.prepared.devices) == 1 else 0
-        rate = _matrix_rate(world.device, loop.precision.name)  # by all ranks at the same time
-        numbers = [*used, gpus_busy, peak["host"] or 0, peak["device"] or 0, flops, rate]
-        own = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-        cpu_s, joules, gpus_busy, host, device, flops, rate = world.sum(own).tolist()
-        found: dict[str, Any] = {
-            "ranks": world.size,
-            "step_s": step_s,
-            "phase_s": {phase: each / len(step_s) for phase, each in self.clock.phase_s.items()},
-            "busy_processors": cpu_s / sum(step_s),
-            "busy_gpus": gpus_busy or None,
-            "joules_a_step": joules / len(step_s) if joules > 0 else None,  # a counter that ran over tells nothing
-            "peak_memory_bytes": {"host": host, "device": device or None},
-            "flops_a_step": flops or None,
-            "matrix_flops_per_s": rate if math.isfinite(rate) else None,
-            "bytes_a_step": counts["bytes"] + _gradient_bytes(loop, world) if world.size > 1 else None,
-        }
-        if not self._is_profiled:  # then the other ranks are missing
-            loop.confirm()
-            found["proof"] = loop.proofs.checks()
-        return found
+            found["unsynchronised_step_s"] = step_s = clock.step_s
+            found["unsynchronised_phase_s"] = {name: each / len(step_s) for name, each in clock.phase_s.items()}
+    if world.is_main and loop.folder is not None:
+        write_json(loop.folder / FILE, found)
+    raise _EnoughError
 
 
-class _Racer(Watcher):
-    """Runs turns of steps; all ranks wait at the same step.
+def _number_in(watcher: Watcher, seconds: float) -> int:
+    """Return how many steps fill these seconds, on all ranks alike (*collective*)."""
+    return int(watcher.world.gather(min(_MOST, round(seconds / watcher.clock.step_s[-1])))[0])
+
+
+def _used(world: World, loop: Loop) -> tuple[float, float]:
+    """Return processor seconds of this process and its workers, and joules."""
+    cpu_s = time.process_time()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            cpu_s += sum(child.cpu_times()[:2])
+    return cpu_s, _joules(loop.meter.telemetry.handles, has_processors=world.topology.local_rank == 0)
+
+
+def _timed(watcher: Watcher, loop: Loop, begun: tuple[float, float], counts: dict[str, int]) -> dict[str, Any]:
+    """Return the costs of the timed steps, before which `_used` was `begun`, over all ranks (*collective*)."""
+    import torch
+
+    world, telemetry, step_s = watcher.world, loop.meter.telemetry, watcher.clock.step_s
+    used = [now - before for now, before in zip(_used(world, loop), begun, strict=True)]
+    gpus_busy = len(telemetry.handles) * telemetry.sample().get("device_percent", 0) / 100
+    peak = telemetry.peak_memory_bytes()
+    # Replicas in threads are not counted: the counter belongs to this one.
+    flops = counts["flops"] if len(loop.prepared.devices) == 1 else 0
+    rate = _matrix_rate(world.device, loop.precision.name)  # by all ranks at the same time
+    numbers = [*used, gpus_busy, peak["host"] or 0, peak["device"] or 0, flops, rate]
+    own = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+    cpu_s, joules, gpus_busy, host, device, flops, rate = world.sum(own).tolist()
+    return {
+        "ranks": world.size,
+        "step_s": step_s,
+        "phase_s": {phase: each / len(step_s) for phase, each in watcher.clock.phase_s.items()},
+        "busy_processors": cpu_s / sum(step_s),
+        "busy_gpus": gpus_busy or None,
+        "joules_a_step": joules / len(step_s) if joules > 0 else None,  # a counter that ran over tells nothing
+        "peak_memory_bytes": {"host": host, "device": device or None},
+        "flops_a_step": flops or None,
+        "matrix_flops_per_s": rate if math.isfinite(rate) else None,
+        "bytes_a_step": counts["bytes"] + _gradient_bytes(loop, world) if world.size > 1 else None,
+    }
+
+
+def _raced(watcher: Watcher, connection: socket.socket) -> Generator[None, Loop, None]:
+    """Run turns of steps; all ranks wait at the same step.
 
     Its data workers are stopped while it waits: they would fill their queue meanwhile, at the cost of others' turns.
     """
-
-    def __init__(self, world: World, connection: socket.socket) -> None:
-        super().__init__(world)
-        self._marks_phases = False
-        self._lines = connection.makefile("rw", encoding="ascii", newline="\n")
-
-    def course(self) -> Generator[None, Loop, None]:
-        """Run turns."""
-        yield from _pass(WARM_UP)
-        told, pulse = f"{self._world.rank} {self._world.size}", self._world.pulse
-        while True:
-            _signal_workers(signal.SIGSTOP)
-            with pulse.during(""):  # others' turns are no stall
-                self._lines.write(f"{told}\n")
-                self._lines.flush()
-                steps = int(self._lines.readline() or 0)
-            _signal_workers(signal.SIGCONT)
-            if not steps:
-                raise _EnoughError
-            self.clock.restart()
-            yield from _pass(1 + steps)
-            told = f"{sum(self.clock.step_s[1:])}"  # the first one finds another variant's data in the caches
+    watcher.marks_phases = False
+    lines = connection.makefile("rw", encoding="ascii", newline="\n")
+    yield from _pass(WARM_UP)
+    world, clock = watcher.world, watcher.clock
+    told = f"{world.rank} {world.size}"
+    while True:
+        _signal_workers(signal.SIGSTOP)
+        with world.pulse.during(""):  # others' turns are no stall
+            lines.write(f"{told}\n")
+            lines.flush()
+            steps = int(lines.readline() or 0)
+        _signal_workers(signal.SIGCONT)
+        if not steps:
+            raise _EnoughError
+        clock.restart()
+        yield from _pass(1 + steps)
+        told = f"{sum(clock.step_s[1:])}"  # the first one finds another variant's data in the caches
 
 
 def _pass(steps: int) -> Generator[None, Any, None]:

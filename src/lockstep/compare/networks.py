@@ -19,8 +19,7 @@ from ..files import parse_json, read, understanding
 from . import numbers
 from .timeline import Link
 
-_REACHED = (0.5, 0.7, 0.9)
-"""The part of the rate: pessimistic, typical, optimistic."""
+_REACHED = (0.5, 0.7, 0.9)  # the part of the rate: pessimistic, typical, optimistic
 
 
 class Links(NamedTuple):
@@ -85,19 +84,11 @@ def examined(paths: Sequence[Path]) -> Links:
     return measured(told)
 
 
-class Exchanges(NamedTuple):
-    """One measurement of a link by `lockstep doctor`."""
+def exchanges(told: dict[str, Any]) -> Link:
+    """Read a link from the output of `lockstep doctor --json`; one without points where it has no all-reduce.
 
-    messages_s: dict[float, float]
-    """{bytes: seconds of a message}, of all-reduces: in a ring of N, 2 (N - 1) of an N-th part, one after another."""
-    gather_s: float
-    """Seconds that a message of an all-gather takes longer: of the N - 1 of a ring."""
-    beside: float
-    """As `Link.beside`."""
-
-
-def exchanges(told: dict[str, Any]) -> Exchanges:
-    """Read a link from the output of `lockstep doctor --json`."""
+    A ring of N has made 2 (N - 1) messages of an N-th part, one after another; of an all-gather, N - 1 whole ones.
+    """
     ranks = int(told["ranks"])
     found, gather_s, beside = {}, 0.0, 0.0
     for finding in told["findings"] if ranks > 1 else ():
@@ -109,22 +100,23 @@ def exchanges(told: dict[str, Any]) -> Exchanges:
                 found[size_bytes / ranks] = seconds / (2 * (ranks - 1))
             elif len(found) > 1:  # it comes after them
                 gather_s = seconds / (ranks - 1) - Link(tuple(sorted(found.items()))).message_s(size_bytes)
-    return Exchanges(found, gather_s, beside)
+    return Link(tuple(sorted(found.items())), gather_s, beside)
 
 
-def measured(told: Sequence[Exchanges]) -> Links:
+def measured(told: Sequence[Link]) -> Links:
     """Return the link that was measured once or more.
 
     How much one time differs from the next is the link's uncertainty; of once, nothing is known of it. Raises
     `RequestError` where nothing was measured.
     """
-    sizes = sorted(set.intersection(*(set(each.messages_s) for each in told)))
+    times_s = [dict(each.points) for each in told]
+    sizes = sorted(set.intersection(*map(set, times_s)))
     if len(sizes) < 2:
         raise RequestError("What lockstep doctor has printed holds no all-reduce: give it --devices 2 or more.")
-    groups = [[each.messages_s[size_bytes] for each in told] for size_bytes in sizes]
+    groups = [[each[size_bytes] for each in times_s] for size_bytes in sizes]
     error = numbers.of_next(groups)
     # A longer message that came sooner is noise.
     points = tuple(zip(sizes, itertools.accumulate(map(statistics.fmean, groups), max), strict=True))
-    gather_s, beside = (statistics.fmean(each) for each in zip(*(each[1:] for each in told), strict=True))
+    gather_s, beside = statistics.fmean(each.gather_s for each in told), statistics.fmean(each.beside for each in told)
     middle = Link(points, gather_s, beside)
     return Links(middle.slower(1 + error), middle, middle.slower(1 / (1 + error)))

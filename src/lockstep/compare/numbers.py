@@ -65,11 +65,11 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
-def of_next(groups: Sequence[Sequence[float]], sure: float = 0.9) -> float:
+def of_next(groups: Sequence[Sequence[float]]) -> float:
     """Return how far, relative, one more value may be from its group's mean.
 
-    That is sure with the probability `sure`. Groups are taken to vary alike (a prediction interval with a pooled
-    variance); 0 where each has a single value.
+    That is sure to 90 %. Groups are taken to vary alike (a prediction interval with a pooled variance); 0 where each
+    has a single value.
     """
     several = [[math.log(value) for value in group] for group in groups if len(group) > 1]
     freedom = sum(len(group) - 1 for group in several)
@@ -77,7 +77,7 @@ def of_next(groups: Sequence[Sequence[float]], sure: float = 0.9) -> float:
         return 0.0
     variance = sum((len(group) - 1) * statistics.variance(group) for group in several) / freedom
     count = statistics.fmean(map(len, several))
-    return math.expm1(student((1 + sure) / 2, freedom) * math.sqrt(variance * (1 + 1 / count)))
+    return math.expm1(student(0.95, freedom) * math.sqrt(variance * (1 + 1 / count)))
 
 
 def student(part: float, freedom: int) -> float:

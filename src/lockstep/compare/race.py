@@ -19,22 +19,20 @@ from typing import NamedTuple
 from ..errors import LockstepError, RunError
 from ..verify.commands import Running
 from .grid import Words
-from .trials import reason
+from .trials import command, reason
 
 _LOOK_S = 0.2
-_TURN, _LEAST_TURN_S = 50.0, 60.0
-"""Times what a turn should take, after which a variant hangs; and seconds, at least."""
+_TURN, _LEAST_TURN_S = 50.0, 60.0  # times what a turn should take, after which a variant hangs; and seconds, at least
 
 
 class Entrant(NamedTuple):
-    """A variant in a race; the ranks of its command connect to an address."""
+    """A variant in a race."""
 
     name: str
-    command: Callable[[str], Words]
+    words: Words  # of its command, without lockstep compare raced ADDRESS, to which its ranks connect
     log: Path
     steps: int
-    turn_s: float
-    """What a turn should take."""
+    turn_s: float  # what a turn should take
 
 
 def run(entrants: Sequence[Entrant], turns: int, limit_s: float) -> tuple[dict[str, list[float]], dict[str, str]]:
@@ -66,7 +64,8 @@ class _Runner(contextlib.ExitStack):
         self._listener.bind(address)
         self._listener.listen()
         self._listener.settimeout(_LOOK_S)
-        self._running = self.enter_context(Running(self.name, entrant.command(address), entrant.log))
+        words = command("compare", "raced", address, *entrant.words)
+        self._running = self.enter_context(Running(self.name, words, entrant.log))
 
     def attempt(self, action: Callable[[], None]) -> bool:
         """Return whether the action succeeds; otherwise end the command, and keep why."""

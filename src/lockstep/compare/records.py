@@ -16,12 +16,10 @@ from ..record.checks import SUMMARY, Check, from_json
 from ..runs import folders
 
 FILE = "steps.jsonl"
-STEP, SECONDS, ACCURACY = range(3)
-"""Of an evaluation: its step, the seconds of training until then, and its accuracy."""
+STEP, SECONDS, ACCURACY = range(3)  # of an evaluation: its step, the seconds of training until then, and its accuracy
 JOB = ("model", "data", "step", "augment", "image-size", "samples", "holdout", "classes")
 """The options that make runs ways of one job."""
-_TOLD = 3
-"""Options in which jobs differ, that a refusal names."""
+_TOLD = 3  # options in which jobs differ, that a refusal names
 _BORING = ("output", "resume", "quiet", "log-every", "timeout", "stall-timeout", "init-method", "launcher", "data-dir")
 _STATES = {0: "done", 1: "failed", 2: "refused", 3: "proof failed", 75: "stopped"}
 
@@ -30,23 +28,16 @@ _STATES = {0: "done", 1: "failed", 2: "refused", 3: "proof failed", 75: "stopped
 class Record:
     """A run's steps.jsonl; of steps repeated after a resume, the last count."""
 
-    start: dict[str, Any] = field(default_factory=dict)
-    """The first start event."""
-    losses: dict[int, float] = field(default_factory=dict)
-    """By step; NaN for what was no finite number."""
+    start: dict[str, Any] = field(default_factory=dict)  # the first start event
+    losses: dict[int, float] = field(default_factory=dict)  # by step; NaN for what was no finite number
     busy: list[tuple[float, float]] = field(default_factory=list)
     """(seconds since the start, percent of a processor, or of the GPUs), of rank 0."""
-    step_s: list[float] = field(default_factory=list)
-    """The mean step of each interval that was logged."""
+    step_s: list[float] = field(default_factory=list)  # the mean step of each interval that was logged
     step: int = 0
-    train_s: float = 0.0
-    """Seconds of its steps."""
-    epoch_s: list[float] = field(default_factory=list)
-    """Of each whole epoch."""
-    evals: list[list[Any]] = field(default_factory=list)
-    """As `STEP`, `SECONDS` and `ACCURACY` say."""
-    reached: bool = False
-    """Whether the last evaluation reaches the accuracy up to which the record was read."""
+    train_s: float = 0.0  # seconds of its steps
+    epoch_s: list[float] = field(default_factory=list)  # of each whole epoch
+    evals: list[list[Any]] = field(default_factory=list)  # as `STEP`, `SECONDS` and `ACCURACY` say
+    reached: bool = False  # whether the last evaluation reaches the accuracy up to which the record was read
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -153,8 +144,7 @@ class Run:
     options: Mapping[str, Any] = field(default_factory=dict)
     manifest: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
-    trouble: str = ""
-    """Why they cannot be read."""
+    trouble: str = ""  # why they cannot be read
 
     @functools.cached_property
     def record(self) -> Record:
@@ -194,11 +184,12 @@ def below(folder: Path) -> list[Run]:
         return [_listed(folder, folder.parent)]
     depths = ("*", "*/*", "*/seed-*/run", "*/*/seed-*/run")
     paths = {path.parent for depth in depths for path in folder.glob(f"{depth}/manifest.json")}
-    is_race = {
-        path: path.parent.name.startswith("race-") and (path.parents[1] / "plan.json").exists() for path in paths
-    }
-    found = [_listed(path, folder) for path in sorted(paths) if not is_race[path]]
+    found = [_listed(path, folder) for path in sorted(paths) if not _is_raced(path)]
     return sorted(found, key=lambda run: str(run.manifest.get("date", "")))
+
+
+def _is_raced(run: Path) -> bool:
+    return run.parent.name.startswith("race-") and (run.parents[1] / "plan.json").exists()
 
 
 def _listed(folder: Path, above: Path) -> Run:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..files import legal, write_json, write_whole
+from ..files import write_json, write_whole
 from . import charts, tables
 from .charts import Bar, Line
 from .numbers import CONFIDENCE
@@ -39,8 +39,7 @@ class Report:
     made: str
     rows: Sequence[Row]
     answer: Sequence[str]
-    is_past: bool = False
-    """Whether it is on runs that have ended, which were not measured side by side."""
+    is_past: bool = False  # whether it is on runs that have ended, which were not measured side by side
 
     @property
     def whole(self) -> list[Row]:
@@ -129,23 +128,17 @@ def console(report: Report) -> list[tuple[list[str], list[list[str]]]]:
     return [([each.brief for each in columns], tables.cells(columns, report.whole)) for columns in kept if columns[1:]]
 
 
-def _as_json(row: Row) -> Any:
-    named = {each.name: getattr(row, each.name) for each in dataclasses.fields(row)}
-    del named["series"], named["record"]
-    return legal({name: each._asdict() if hasattr(each, "_asdict") else each for name, each in named.items()})
+def _as_json(row: Row) -> dict[str, Any]:
+    kept = {name: each for name, each in vars(row).items() if name not in ("series", "record")}
+    return {name: each._asdict() if hasattr(each, "_asdict") else each for name, each in kept.items()}
 
 
 def _html(report: Report, columns: Sequence[Column], drawn: Mapping[str, str]) -> str:
     from jinja2 import Environment
 
-    def key(column: Column, row: Row) -> float | None:
-        return None if isinstance(value := column.values(row)[0], str) else value
-
     template = Environment(autoescape=True).from_string((files(__package__) / "report.html.jinja").read_text("utf-8"))
-    table = [[(column.shown(row), key(column, row)) for column in columns] for row in report.whole]
-    heads = [column.head for column in columns]
     differ = [(row.name, " ".join(_differing(row, report.rows[0])), row.failed) for row in report.rows]
-    return template.render(report=report, heads=heads, table=table, differ=differ, charts=drawn, confidence=CONFIDENCE)
+    return template.render(report=report, columns=columns, differ=differ, charts=drawn, confidence=CONFIDENCE)
 
 
 def _differing(row: Row, first: Row) -> list[str]:

@@ -1,9 +1,8 @@
-"""The course of a comparison: trials, races, whole trainings.
+"""The course of a comparison: trials, races, whole trainings (docs/compare.md).
 
-First a trial of each: whether it runs, where its time goes, what it holds. Then races: all of them live and run by
-turns (see `race`). Each race starts them anew, since what differs from start to start, such as where memory lies, is
-part of what an interval has to hold. Last, if they are asked for, whole trainings, each alone on the machine: seed by
-seed, A B C, then C B A, so that a machine that becomes slower with time slows all variants alike.
+Each race starts the variants anew, since what differs from start to start, such as where memory lies, is part of what
+an interval has to hold. Trainings go seed by seed, A B C, then C B A, so that a machine that becomes slower with time
+slows all variants alike.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -30,15 +28,12 @@ from .numbers import Interval
 from .records import Record
 from .trials import Trial
 
-_FEWEST = 4
-"""Races before an interval may be called narrow."""
-_TURN_S, _TURNS = 0.1, (12, 400)
-"""What a turn should take, and how many there are in a race, at least and at most."""
-_LEAST_LIMIT_S, _START_S = 60.0, 300.0
-"""At least, for a trial, and for variants to come to their first turn."""
-_MEMORY = 0.7
-"""Of what is free, that variants may hold at the same time."""
+_FEWEST = 4  # races before an interval may be called narrow
+_TURN_S, _TURNS = 0.1, (12, 400)  # what a turn should take, and how many there are in a race, at least and at most
+_LEAST_LIMIT_S, _START_S = 60.0, 300.0  # at least, for a trial, and for variants to come to their first turn
+_MEMORY = 0.7  # of what is free, that variants may hold at the same time
 _TRIAL = "trial"
+_UNTRIED = Trial(told={}, seconds=0.0)
 Commands = Callable[[Cell, Path], Words]
 Tell = Callable[[str], None]
 
@@ -49,31 +44,25 @@ class Series:
 
     cell: Cell
     folder: Path = Path()
-    trial: Trial | None = None
+    trial: Trial = _UNTRIED
     races: list[list[float]] = field(default_factory=list)
-    trouble: str = ""
-    """Why it failed in a race."""
+    trouble: str = ""  # why it failed in a race
     trainings: dict[int, Trial] = field(default_factory=dict)
 
     @property
     def failed(self) -> str:
         """Why it is tried no more; "" while it is."""
-        return self.cell.why_not or ("" if self.trial is None else self.trial.failed) or self.trouble
-
-    @property
-    def told(self) -> dict[str, Any]:
-        """What its trial has measured."""
-        return {} if self.trial is None else self.trial.told
+        return self.cell.why_not or self.trial.failed or self.trouble
 
     @property
     def step_s(self) -> float:
         """Seconds of a mean step of its trial."""
-        return statistics.fmean(self.told["step_s"])
+        return statistics.fmean(self.trial.told["step_s"])
 
     @property
     def start_s(self) -> float:
         """Seconds from the start of its command to what may be timed."""
-        return ((self.trial and self.trial.to_first_step_s) or 0.0) + 3 * self.step_s
+        return (self.trial.to_first_step_s or 0.0) + 3 * self.step_s
 
     @property
     def turn_steps(self) -> int:
@@ -121,10 +110,8 @@ class Plan:
     """When races end: the budget (trials included) is used, or ratios are known."""
 
     budget_s: float
-    width: float
-    """Half an interval, relative to its ratio, that is narrow enough."""
-    steps: int | None = None
-    """Timed steps of a trial; None for as many as fill its time."""
+    width: float  # half an interval, relative to its ratio, that is narrow enough
+    steps: int | None = None  # timed steps of a trial; None for as many as fill its time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +139,7 @@ def run(cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, tell
     if not _fit(living):
         tell("memory does not hold all variants at once: they race one after the other, which widens the intervals")
         groups = [[each] for each in living]
-    spent_s = sum(each.trial.seconds for each in living if each.trial is not None)
+    spent_s = sum(each.trial.seconds for each in living)
     start_s, turn_s = sum(map(_start_s, groups)), sum(each.turn_s for each in living)
     least_s = start_s + _TURNS[0] * turn_s
     if spent_s + least_s > plan.budget_s:
@@ -190,7 +177,7 @@ def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) ->
         own_folder(each.folder)
         words = ("compare", "measured", str(plan.steps or 0), *command(each.cell, path / trials.RUN))
         each.trial = trials.once(name, path, words, limit_s=limit_s)
-        known = [before.trial.seconds for before in able[:number] if before.trial and not before.trial.failed]
+        known = [before.trial.seconds for before in able[:number] if not before.trial.failed]
         if known and (all_s := statistics.fmean(known) * (len(able) - number) + sum(known)) > plan.budget_s:
             raise RequestError(
                 f"--budget {plan.budget_s:.0f}s is too small: trying {number} of {counted(len(able), 'variant')} took "
@@ -238,17 +225,13 @@ def _race(groups: Sequence[Sequence[Series]], command: Commands, folder: Path, t
 
 
 def _entrant(series: Series, command: Commands, folder: Path) -> race.Entrant:
-    name = _safe(series.cell.name)
-
-    def raced(address: str) -> Words:
-        return trials.command("compare", "raced", address, *command(series.cell, folder / name))
-
-    return race.Entrant(series.cell.name, raced, folder / f"{name}.log", series.turn_steps, series.turn_s)
+    name, turn = _safe(series.cell.name), (series.turn_steps, series.turn_s)
+    return race.Entrant(series.cell.name, command(series.cell, folder / name), folder / f"{name}.log", *turn)
 
 
 def _fit(living: Sequence[Series]) -> bool:
     """Whether memory holds all variants at the same time."""
-    peaks = [(each.told["peak_memory_bytes"], each.record.devices) for each in living]
+    peaks = [(each.trial.told["peak_memory_bytes"], each.record.devices) for each in living]
     smallest = min((gpu.memory_bytes for gpu in hardware.gpus(visible_gpus())), default=0)
     if sum((peak["device"] or 0) / devices for peak, devices in peaks) > _MEMORY * smallest:
         return False
@@ -284,7 +267,8 @@ def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], 
                 continue
             if trials.done(folder) is None:
                 which = f"{each.cell.name}, seed {seed} ({number * len(able) + place} of {len(able) * len(aim.seeds)})"
-                tell(f"training {which}{_length(each)}")
+                seconds = _training_s(each)
+                tell(f"training {which}" + (f", about {duration(seconds)} and evaluations" if seconds else ""))
             run_folder = folder / trials.RUN
             each.trainings[seed] = trials.once(
                 each.cell.name,
@@ -305,12 +289,6 @@ def length(found: Sequence[Series], aim: Aim) -> str:
     about = f"about {duration(sum(seconds))} and evaluations" if all(seconds) else "no loop tells its steps"
     most = "at most " if aim.to_accuracy is not None and all(seconds) else ""
     return f"{counted(len(left), 'whole training')}: {most}{about}" if left else ""
-
-
-def _length(series: Series) -> str:
-    """Return a training's length in words; "" where unknown."""
-    seconds = _training_s(series)
-    return f", about {duration(seconds)} and evaluations" if seconds else ""
 
 
 def _training_s(series: Series) -> float:

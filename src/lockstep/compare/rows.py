@@ -18,10 +18,8 @@ from .rounds import Series
 
 PARTS = ("data", "compute", "communication", "optimizer", "rest")
 """Of a step: waiting for data, forward and backward, exchanges that nothing hides, the optimizer, and what is left."""
-_COMPARED = 5
-"""First steps whose losses are compared: rounding that grows from step to step is no other model."""
-_FEWEST = 20
-"""Steps of which a 95th percentile is told."""
+_COMPARED = 5  # first steps whose losses are compared: rounding that grows from step to step is no other model
+_FEWEST = 20  # steps of which a 95th percentile is told
 _EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
 _PART_OF = {"data": "data", "forward": "compute", "backward": "compute", "step": "optimizer"}
 _PART_OF |= dict.fromkeys(_EXCHANGES, "communication")
@@ -48,13 +46,11 @@ class Row:
     samples_per_s: Interval | None = None
     ratio: Interval | None = None
     """Of samples/s, to the first row that is one device, else to the first that is its model; 1 of that one itself."""
-    speed_up: Interval | None = None
-    """Of samples/s, to the row that is the same on one device."""
+    speed_up: Interval | None = None  # of samples/s, to the row that is the same on one device
     step_p50_s: float | None = None
     step_p95_s: float | None = None
     epoch_s: float | None = None
-    parts_s: dict[str, float] = field(default_factory=dict)
-    """Of a mean step, by `PARTS`: they sum to it."""
+    parts_s: dict[str, float] = field(default_factory=dict)  # of a mean step, by `PARTS`: they sum to it
     teraflops: float | None = None
     matrix_share: float | None = None
     bytes_a_step: float | None = None
@@ -68,15 +64,13 @@ class Row:
     seeds: int | None = None
     trained_s: Spread | None = None
     trained_epoch_s: Spread | None = None
-    reached: int | None = None
-    """Seeds for which an evaluation reached the accuracy that was asked for."""
+    reached: int | None = None  # seeds for which an evaluation reached the accuracy that was asked for
     to_accuracy_steps: Spread | None = None
     to_accuracy_s: Spread | None = None
     loss_gap: float | None = None
     """The largest relative difference of the first steps' losses to those of the row that `ratio` is to."""
     proved: str = ""
-    another: str = ""
-    """Why it is another model, where that is judged."""
+    another: str = ""  # why it is another model, where that is judged
     same_model: bool | None = None
     """Whether losses agree within the tolerance, and batch statistics are of as many samples; None where precision or
     model vary."""
@@ -104,8 +98,8 @@ def of_series(found: Sequence[Series], *, tolerance: float | None = None, target
 
 
 def _measured(series: Series, working: Sequence[Series], tolerance: float | None) -> dict[str, Any]:
-    told, record, batch, step_s = series.told, series.record, series.batch, series.told["step_s"]
-    base = rounds.base_of(working)
+    told, record, batch = series.trial.told, series.record, series.batch
+    base, step_s = rounds.base_of(working), told["step_s"]
     alone = next((each for each in working if each.cell.is_alone_of(series.cell)), None)
     rate = numbers.of_groups([[each * batch for each in race] for race in series.races])
     middle_s = batch / rate.middle
@@ -129,7 +123,7 @@ def _measured(series: Series, working: Sequence[Series], tolerance: float | None
         "parts_s": _parts_of(told),
         "teraflops": flops / middle_s / 1e12 if flops else None,
         "matrix_share": flops / middle_s / matrix_rate if flops and matrix_rate else None,
-        "to_first_step_s": series.trial.to_first_step_s if series.trial else None,
+        "to_first_step_s": series.trial.to_first_step_s,
         "proved": records.proved(told.get("proof")),
     }
 
@@ -215,17 +209,12 @@ def accuracy_curve(row: Row) -> list[tuple[float, float]]:
 
 def of_runs(runs: Sequence[Run]) -> list[Row]:
     """Return a row a run; speeds measured once have no interval."""
-    found = [_of_run(run, runs[0]) for run in runs]
-    rated = [row for row in found if row.samples_per_s is not None]
-    base = next((row for row in rated if row.devices == 1), rated[0] if rated else None)
-    rate = base.samples_per_s if base else None
-    return [
-        replace(row, ratio=row.samples_per_s and rate and _once(row.samples_per_s.middle / rate.middle))
-        for row in found
-    ]
+    rates = [(run.samples_per_s, run.record.devices) for run in runs if run.samples_per_s]
+    base = next((rate for rate, devices in rates if devices == 1), rates[0][0] if rates else None)
+    return [_of_run(run, runs[0], base) for run in runs]
 
 
-def _of_run(run: Run, first: Run) -> Row:
+def _of_run(run: Run, first: Run, base: float | None) -> Row:
     summary, record, rate = run.summary, run.record, run.samples_per_s
     memory, epochs, top1 = summary.get("peak_memory_bytes") or {}, summary.get("epoch_s") or [], summary.get("top1")
     differ = records.differing([first, run])[1]
@@ -238,6 +227,7 @@ def _of_run(run: Run, first: Run) -> Row:
         ranks=int(record.plan.get("ranks") or 1),
         batch=record.plan.get("global_size"),
         samples_per_s=_once(rate) if rate else None,
+        ratio=_once(rate / base) if rate and base else None,
         step_p50_s=summary.get("step_p50_s"),
         step_p95_s=summary.get("step_p95_s"),
         epoch_s=statistics.fmean(map(float, epochs)) if epochs else None,

@@ -18,13 +18,10 @@ class Column(NamedTuple):
     """
 
     head: str
-    key: str | Callable[[Any], Any]
-    """The row's attribute, or what returns the value."""
+    key: str | Callable[[Any], Any]  # the row's attribute, or what returns the value
     text: str | Callable[[Any], str] = "{}"
-    brief: str = ""
-    """Its head on a console; "" where it is not shown there."""
-    more: tuple[str, ...] = ()
-    """Heads of what CSV has beside: the deviation of a `Spread`, the ends of an `Interval`."""
+    brief: str = ""  # its head on a console; "" where it is not shown there
+    more: tuple[str, ...] = ()  # heads of what CSV has beside: the deviation of a `Spread`, the ends of an `Interval`
 
     def values(self, row: Any) -> list[Any]:
         """Return the value and those of `more`; None where unknown."""

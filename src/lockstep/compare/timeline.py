@@ -37,8 +37,7 @@ class Profile:
     points: tuple[Point, ...]
     seconds: np.ndarray
     """(steps, points + 1): of computation before each point, from the end of the step before; the last, after all."""
-    overlaps: bool
-    """Whether gradients are exchanged while the backward pass goes on, or after it."""
+    overlaps: bool  # whether gradients are exchanged while the backward pass goes on, or after it
 
     @property
     def step_s(self) -> float:
@@ -73,8 +72,7 @@ class Link:
     """A link: (bytes, seconds until a message arrives), interpolated by size."""
 
     points: tuple[tuple[float, float], ...]
-    gather_s: float = 0.0
-    """Seconds that a message of an all-gather takes longer than one of an all-reduce."""
+    gather_s: float = 0.0  # seconds that a message of an all-gather takes longer than one of an all-reduce
     beside: float = 0.0
     """Seconds that a second of a message and of computation at once cost beyond that one: 1 where both need the same
     processor all the time, 0 where neither hinders the other."""
@@ -127,8 +125,7 @@ class Network:
     between: Link
     within: Link
     per_node: int = 1
-    has_trees: bool = False
-    """Whether the library may add up along trees (NCCL), or along a ring alone (gloo)."""
+    has_trees: bool = False  # whether the library may add up along trees (NCCL), or along a ring alone (gloo)
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
         """Return the seconds to sum so many bytes over the ranks.
@@ -170,8 +167,7 @@ class Network:
         return max(link.message_s(size_bytes) - link.latency_s for link in links)
 
 
-FREE = Network(between=Link.of(math.inf, 0.0), within=Link.of(math.inf, 0.0))
-"""Exchanges that take no time."""
+FREE = Network(between=Link.of(math.inf, 0.0), within=Link.of(math.inf, 0.0))  # exchanges that take no time
 
 
 def step_s(profile: Profile, ranks: int, network: Network) -> float:

@@ -19,8 +19,7 @@ from . import measured
 from .grid import Words
 from .records import json_of
 
-RUN = "run"
-"""The run's folder, in that of its trial."""
+RUN = "run"  # the run's folder, in that of its trial
 _RESULT = "trial.json"
 
 
@@ -28,8 +27,7 @@ _RESULT = "trial.json"
 class Trial:
     """The result of one command, or why it failed."""
 
-    told: dict[str, Any]
-    """What `measured`, or the record of a whole training, tells; empty where it failed."""
+    told: dict[str, Any]  # what `measured`, or the record of a whole training, tells; empty where it failed
     seconds: float
     to_first_step_s: float | None = None
     failed: str = ""
