@@ -68,6 +68,25 @@ def test_an_agent_that_waits_for_a_lost_node_goes_on_with_its_own_heartbeats(mon
             agreeing.result()
 
 
+def test_a_node_that_left_before_it_heard_of_all_is_not_taken_for_one_that_comes() -> None:
+    """It gave up waiting, and waits to be taken in: this node's ranks would wait for those of its first coming."""
+    meeting = stores.serve("127.0.0.1", free_port())
+    agent = nodes._Agent(meeting, "job", b"", config(nodes="1:2", devices=1), 1)
+    came: list[int] = []
+
+    def agree() -> SimpleNamespace:
+        came.append(2 if came else 1)  # nodes that take part by the time that this one hears of it
+        agent._state.round, agent._state.nodes = len(came), ("10.0.0.1", "10.0.0.2")[: came[-1]]
+        store = PrefixStore(f"round{len(came)}", meeting.keys.store)
+        Keys(store, stores.PREFIX).write("node/1", "1")
+        return SimpleNamespace(store=store, rank=0, world_size=2)
+
+    agent._handler = SimpleNamespace(next_rendezvous=agree)
+    places, _, _ = agent._agree()
+    assert came == [1, 2]
+    assert (places[0].size, agent._first) == (2, (2, ("10.0.0.1", "10.0.0.2")))
+
+
 @pytest.mark.parametrize("insisted", [True, False])
 def test_a_second_signal_ends_this_node_and_a_failure_the_job(insisted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:

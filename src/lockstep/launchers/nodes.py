@@ -190,11 +190,14 @@ class _Agent:
             late: Exception = TimeoutError()
             try:
                 info = bounded.within(self._patience_s + _OTHERS_S, self._handler.next_rendezvous, "rendezvous")
+                # Now, since one that gives up waiting below, and comes again, would be taken for another one.
+                self._first, self._has_asked = (self._state.round, self._state.nodes), False
                 # A wait occupies its connection: on the agent's own it would silence this node's heartbeats.
                 shared = Keys(info.store, PREFIX, self._secret).clone(limit_s=_COUNTED_OUT_S)
                 nodes = [f"node/{node}" for node in range(info.world_size)]
                 shared.write(nodes[info.rank], f"{self._here}")
-                if sizes := shared.await_all(nodes, _WORD_OF_ALL_S):
+                sizes = shared.await_all(nodes, _WORD_OF_ALL_S)
+                if sizes and len(self._state.nodes) == info.world_size:
                     break
             except RuntimeError as error:  # torch has waited in vain for what each node says of itself
                 if isinstance(error, Unanswered):
@@ -203,7 +206,6 @@ class _Agent:
             if not left:
                 raise late
             say("A node was lost while the nodes agreed on who takes part; the others agree anew.")
-        self._first, self._has_asked = (self._state.round, self._state.nodes), False
         ranks = list(map(int, sizes))
         places = Topology.of_node(
             self._here, first=sum(ranks[: info.rank]), size=sum(ranks), node=info.rank, nodes=info.world_size
