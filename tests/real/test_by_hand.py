@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ..command import GATED, OPEN, Ended, Running, at, end, gate, gone, processes, sentence, until, weights
+from ..command import GATED, OPEN, Ended, Running, at, end, gate, gone, losses, processes, sentence, until, weights
 from .hosts import Host, hosts
 
 pytestmark = pytest.mark.long
@@ -147,3 +149,21 @@ def test_strangers_at_the_port_are_not_heard(tmp_path: Path, undisturbed: Path) 
         gate(tmp_path, OPEN)
         assert [each.err for each in all_end([first, second])] == ["", ""]
     assert weights(tmp_path / "run") == weights(undisturbed)
+
+
+def test_a_file_that_a_dead_run_left_does_no_harm_and_one_in_use_is_refused(tmp_path: Path, undisturbed: Path) -> None:
+    """Each rank runs where another one did before, and sees no other host's processes."""
+    meeting, dead = tmp_path / "meeting", tmp_path / "dead"
+    where = f"file://{meeting}"
+    with hosts(3) as (a, b, c):
+        killed = start_both((a, b), tmp_path, where, "--output", dead, *ENDLESS)
+        until(lambda: len(losses(dead)) > 1)
+        (told,) = sentences([start(c, tmp_path, where, 0)])
+        assert "rank 0 is claimed twice, or another run meets there" in told
+        for rank in killed:
+            assert rank.poll() is None
+            os.killpg(rank.pid, signal.SIGKILL)
+            end(rank)
+        all_end(start_both((b, a), tmp_path, where))
+    assert weights(tmp_path / "run") == weights(undisturbed)
+    assert not meeting.exists()
