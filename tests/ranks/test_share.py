@@ -11,6 +11,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -97,3 +98,27 @@ def test_ranks_agree_on_what_they_share(pool: RankPool) -> None:
         ("sampler", "leave it out"),
     ):
         assert all(words in told for told in pool.run(2, _summed, what)), what
+
+
+class _Shuffles(Sampler[int]):
+    """Draws from a generator of its own, which no seed reaches and which goes on whenever it is asked."""
+
+    def __init__(self) -> None:
+        self._drawn = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Any:
+        return iter(self._drawn.permutation(8).tolist())
+
+
+def _order(world: World) -> list[list[int]]:
+    """Return the samples of each batch, all ranks' shares put together."""
+    shared = SharedLoader(DataLoader(TensorDataset(torch.arange(8)), 4, sampler=_Shuffles()), world, seed=5)
+    batches = [world.gather(micro.batch[0].tolist()) for micro in shared.micros(0)]
+    return [[sample for share in batch for sample in share] for batch in batches]
+
+
+def test_a_sampler_with_a_generator_of_its_own_gives_any_number_of_ranks_one_order(pool: RankPool) -> None:
+    assert pool.run(2, _order) == 2 * pool.run(1, _order)
