@@ -314,6 +314,15 @@ def test_each_fault_is_found_and_named(copy: Path, capsys: Capture, spoil: Spoil
     assert "**fails**" in (copy / "proof.md").read_text()
 
 
+def test_under_fp16_an_overflow_is_no_fault(copy: Path) -> None:
+    for edit, outcome in (
+        (_set("step", 3, "grad_norm", "null"), Check.FAILS),
+        (_edit(STEPS, '"precision": "fp32"', '"precision": "fp16"'), Check.HOLDS),
+    ):
+        edit(copy)
+        assert _found(copy)["losses"].outcome == outcome
+
+
 def test_what_was_found_wrong_before_stays_wrong(copy: Path, capsys: Capture) -> None:
     checks.add(copy, [Check(name="copies", claim="Copies are alike", outcome=Check.FAILS, found="they are apart")])
     assert "copies fails: they are apart" in refusal(capsys, "verify", "run", copy, code=3)
