@@ -123,6 +123,14 @@ def test_a_script_whose_loss_depends_on_the_ranks_parts(tmp_path: Path) -> None:
     assert verdicts["single-accum-2"] == verdicts["ddp-2-by-torchrun"] == "holds"
 
 
+def test_all_variants_of_a_step_of_ones_own_are_one_model(tmp_path: Path) -> None:
+    ended = _ended(tmp_path, *STEP, command=("verify", "curve"))
+    assert ended.code == 0, ended
+    verdicts = _verdicts(tmp_path)
+    assert verdicts.pop("single") == "reference"
+    assert {*verdicts.values()} == {"holds"}
+
+
 def test_the_first_gradients_of_scripts_and_steps_are_compared(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(COUNTS)
     command = ("verify", "gradients")
