@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lockstep.cli.main import main
-from lockstep.cli.verify.curve import judge
+from lockstep.cli.verify.curve import checked, judge, parsed
 from lockstep.config.options import override
 from lockstep.config.registry import KINDS
 from lockstep.config.schema import RunConfig
@@ -173,6 +173,13 @@ def test_each_variant_has_the_flags_given_and_is_cut_as_the_reference_was() -> N
     assert _strategies(_others(_setup(step="mine:step"))) == {"single", "ddp"}
     assert "--find-unused" not in _others(_setup(find_unused=True))["dp-2"].commands[0]
     assert "--find-unused" in _others(_setup(find_unused=True))["ddp-2"].commands[0]
+
+
+def test_all_variants_share_the_flags_given_but_those_that_tell_them_apart() -> None:
+    shared = ("digits", "--accelerator", "cpu", "--label-smoothing", "0", "--loss", "mine:loss", "--micro_batch", "16")
+    varied = ("--strategy", "ddp", "--devices=2", "--output", "asked", "--max-steps", "6")
+    setup = checked(*parsed([*shared, *varied], (), prog="lockstep verify curve"), ())
+    assert setup.given == ("train", *shared, "--precision", "fp64")
 
 
 def test_accumulation_is_a_part_of_loops_with_several_optimizers() -> None:

@@ -185,7 +185,7 @@ def test_damaged_images_are_named_or_left_out_and_counted_where_asked(small: Pat
         made(small, skip_corrupt=True)
 
 
-def test_classes_that_are_missing_hidden_or_linked_and_images_of_any_mode(small: Path) -> None:
+def test_classes_that_are_empty_missing_hidden_or_linked_and_images_of_any_mode(small: Path) -> None:
     for number, mode in enumerate(("L", "CMYK", "RGBA", "P")):
         Image.new(mode, (30, 20), 1).save(small / "val" / "ants" / f"{number}.{'jpg' if number < 2 else 'png'}")
     assert fetch(made(small).test, range(8))[0].shape == (8, 3, 64, 64)
@@ -194,6 +194,11 @@ def test_classes_that_are_missing_hidden_or_linked_and_images_of_any_mode(small:
     (small / "train" / "bees").rename(small / "elsewhere")
     (small / "train" / "bees").symlink_to("../elsewhere")
     assert (made(small).train.classes, len(made(small).train)) == (2, 6)
+    for split in ("train", "val"):
+        (small / split / "wasps").mkdir()
+    (small / "train" / "wasps" / "readme.txt").write_text("soon")
+    with pytest.raises(RequestError, match="train/wasps holds no images"):
+        made(small)
     (small / "val" / "bees").rename(small / "val" / "beees")
     with pytest.raises(RequestError, match=r"train and val in .* differ: beees, bees \(2 in all\)"):
         made(small)

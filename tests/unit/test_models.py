@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import RequestError
 from lockstep.models import table, trial
-from lockstep.models.pyramidnet import PyramidNet, carry, pyramidnet
+from lockstep.models.pyramidnet import Block, PyramidNet, carry, pyramidnet
 from lockstep.models.weights import seed_weights
 
 # Parameters for 10 classes and 32×32 images of 3 channels, and a digest of the state's keys in their order, which
@@ -68,6 +68,16 @@ def test_the_seed_gives_the_bits_and_samples_of_each_shape_and_number_are_taken(
     model(torch.zeros(0, 1, 33, 33)).sum().backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
     assert all(torch.equal(held, model.get_buffer(key)) for key, held in kept.items())
+
+
+def test_a_block_is_the_sum_of_residual_and_shortcut() -> None:
+    torch.manual_seed(0)
+    for stride in (1, 2):
+        block = Block(3, 5, stride, real=3).eval()
+        x = torch.randn(2, 3, 6, 6)
+        expected = block.residual(x)
+        expected[:, :3] += x if stride == 1 else x.unfold(2, 2, 2).unfold(3, 2, 2).mean((4, 5))
+        torch.testing.assert_close(block(x), expected)
 
 
 def test_padding_leaves_the_mathematics_as_it_is() -> None:

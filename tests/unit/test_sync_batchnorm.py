@@ -117,6 +117,14 @@ def test_no_sample_is_to_one_rank_what_it_is_to_torch(options: dict[str, Any]) -
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
+def test_a_copy_computes_the_same_apart_from_the_original() -> None:
+    model = fold(nn.Sequential(nn.BatchNorm2d(21)))
+    copied, x = copy.deepcopy(model), _drawn(4, 21, 4, 4)
+    assert torch.equal(copied(x), model(x))
+    copied(x)
+    assert [int(each.get_buffer("0.num_batches_tracked")) for each in (copied, model)] == [2, 1]
+
+
 def test_replicas_in_threads_have_statistics_of_their_own() -> None:
     x = _drawn(6, 21, 4, 4).to(memory_format=torch.channels_last)
     found = []

@@ -208,6 +208,19 @@ def test_a_rank_whose_beats_no_longer_rise_is_silent(kind: str, tmp_path: Path) 
     assert min(silent_s[2], silent_s[3]) > 0.3
 
 
+def test_among_many_ranks_that_are_read_when_it_is_urgent_nobody_is_silent_before(tmp_path: Path) -> None:
+    store, own = Keys(FileStore(str(tmp_path / "store"), -1), "watch"), Beat(1, 0, "forward")
+    first, second = (Heartbeats(store.clone, rank=rank, size=64, server=0) for rank in range(2))
+    for _ in range(6):
+        for each in (first, second):
+            each.exchange(own, urgent=False)
+        time.sleep(0.1)
+        assert max(beat.silent_s for beat in second.seen(own).values()) < 0.3  # three beats are silence
+    second.exchange(own, urgent=True)
+    silent_s = {rank: beat.silent_s for rank, beat in second.seen(own).items()}
+    assert silent_s[0] < 0.3 < silent_s[2]
+
+
 def test_a_store_that_was_silent_for_a_while_is_connected_to_again() -> None:
     store, pauses_s = _store().store, [1.0, 1.0, 0.0]
 
