@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.options import read_toml
 from lockstep.monitor.signals import INSIST, STOPPING
 
 from ..command import (
@@ -64,6 +65,8 @@ def test_ranks_that_are_lost_come_back_to_the_very_same_bits(undisturbed: Path, 
     assert f"the run goes on from {older.with_name('step-00000048')}\n" in ended.out
     assert losses(run) == losses(undisturbed)
     assert weights(run) == weights(undisturbed)
+    config = read_toml(run / "config.toml")
+    assert (config.checkpoint.resume, config.record.output) == ("", None), "it repeats the run from its first step"
 
 
 @pytest.mark.parametrize(

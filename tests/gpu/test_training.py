@@ -146,7 +146,9 @@ def test_a_first_step_whose_fp16_gradients_overflow_changes_nothing(cuda: World,
 def test_images_are_the_same_bits_on_a_gpu(cuda: World, on_device: str, augment: list[str], dtype: torch.dtype) -> None:
     def images(world: World, mode: str) -> list[Fetched]:
         config = override(RunConfig(), data="digits", augment=augment, on_device=mode).data
+        before_bytes = torch.cuda.memory_allocated()
         data = sets.build(config, seed=3, world=world, dtype=dtype, channels_last=True)
+        assert (torch.cuda.memory_allocated() - before_bytes > len(data.train) * 64) == (mode == "on")  # 8 × 8 bytes
         shares = [np.array([5, 3, 1000, 3]), np.array([], np.int64), np.arange(200, 500)]
         return list(data.train.stream(shares, epoch=7))
 

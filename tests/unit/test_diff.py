@@ -157,6 +157,14 @@ def test_ulps_count_the_numbers_between() -> None:
         assert _one(least, -least).ulps == 2
 
 
+def test_the_whole_of_a_tensor_is_compared_by_its_largest_number() -> None:
+    a = torch.arange(50_000.0)
+    b = a.clone()
+    b[[3, 48_000]] += torch.tensor([0.5, 2.0])
+    found = _one(a.view(5, -1), b.view(5, -1))
+    assert (found.differing, found.absolute, found.relative) == (2, 2.0, 2.0 / 49_999)
+
+
 def test_what_is_no_number_differs_from_all_others_without_end() -> None:
     for numbers in permutations((0.0, 1.5, -1.5, math.inf, -math.inf, math.nan), 2):
         found = _one(*(torch.tensor([1.0, each]) for each in numbers))

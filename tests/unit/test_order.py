@@ -39,6 +39,12 @@ def test_all_24_orders_of_four_samples_are_equally_likely() -> None:
     assert sum((count - 300) ** 2 / 300 for count in counts.values()) < 23 + 4.5 * 46**0.5  # χ²
 
 
+def test_neighbours_in_the_order_are_unrelated() -> None:
+    steps = [np.diff(whole(101, seed=9, epoch=epoch)) % 101 for epoch in range(400)]
+    counts = np.bincount(np.concatenate(steps), minlength=101)[1:]
+    assert ((counts - 400) ** 2 / 400).sum() < 99 + 4.5 * 198**0.5  # χ²
+
+
 @pytest.mark.parametrize("samples", [10**9, 2**62])
 def test_a_huge_data_set_costs_no_memory(samples: int) -> None:
     tracemalloc.start()

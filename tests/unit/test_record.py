@@ -24,7 +24,7 @@ from lockstep.record.console import PLAIN_EVERY_S, Terminal
 from lockstep.record.jsonl import JsonLines, rewind
 from lockstep.record.manifest import Documents
 from lockstep.record.result import RunResult
-from lockstep.record.telemetry import StepClock
+from lockstep.record.telemetry import StepClock, Telemetry
 from lockstep.record.tensorboard import TensorBoard
 from lockstep.screen import Screen
 
@@ -239,3 +239,11 @@ def test_the_clock_times_steps_and_not_what_lies_between(monkeypatch: pytest.Mon
     clock.tick()
     assert clock.flush() == [1.0, 2.0, 3.0, 4.0]
     assert clock.percentiles(50, 100) == [2.5, 4.0]
+
+
+def test_telemetry_of_a_cpu_is_the_processs_own() -> None:
+    telemetry = Telemetry([torch.device("cpu")])
+    assert telemetry.sample()["host_memory_bytes"] > 10e6  # Python and torch
+    peak = telemetry.peak_memory_bytes()
+    assert (peak["host"] or 0) > 10e6
+    assert peak["device"] is None

@@ -187,6 +187,14 @@ def test_only_images_are_called_so_and_five_of_five_classes_are_no_success() -> 
     assert (told.count("images/s"), told.count("top-5 100.00%"), told.count("9 images")) == (2, 2, 1)
 
 
+def test_a_table_is_spoken_of_as_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    table = ("train", "--data", "tests.own_data:drawn", "--model", "mlp", "--accelerator", "cpu", "--workers", "0")
+    assert main([*table, "--precision", "fp32", "--epochs", "1", "--output", str(tmp_path / "run")]) == 0
+    told = capfd.readouterr().out
+    assert "samples/s" in told
+    assert not re.search("image|top-5|channels", told)
+
+
 def test_a_person_at_a_terminal_is_told_what_to_try_next() -> None:
     assert "lockstep verify run runs/a, lockstep eval runs/a, tensorboard --logdir runs\n" in _shown(True, classes=10)
     assert "tensorboard" not in _shown(False, classes=10)

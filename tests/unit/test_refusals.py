@@ -117,6 +117,8 @@ digits --accelerator cuda              | add --gpus-per-node
 RUN = """
                                        | lacks the script to run
 absent.py                              | absent.py cannot be read: No such file or directory
+.                                      | . cannot be read: Is a directory
+binary                                 | binary is no script that Python can read
 broken.py                              | broken.py is no script that Python can read | (broken.py, line 1)
 -m absent_module                       | -m absent_module: there is no such module
 --model mlp --devices 2 --lr 1 mine.py --batch 3 | takes no --model, --lr: the script decides
@@ -130,6 +132,7 @@ broken.py                              | broken.py is no script that Python can 
 CURVE = """
 --resume auto                          | no use for --resume auto
 --strategy single                      | --strategy single is what the others are compared with
+--strategy hybrid                      | needs several nodes | lockstep verify gradients measures it
 --devices 1                            | --devices 1 leaves nothing to compare
 --batch 1                              | batch 1 | 2 ranks
 --output proved                        | proved holds a run already
@@ -223,6 +226,7 @@ def refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         "file": "",
         "mine.py": "class Net: ...",
         "broken.py": "main(",
+        "binary": "\0",
         "lacking.py": "import math\nimport no_such_package",
         "broken.toml": "batch = = 3",
         "mistyped.toml": 'batch = "3"',

@@ -13,6 +13,7 @@ from torchvision.transforms.v2 import functional as reference
 
 from lockstep.config.schema import DataConfig
 from lockstep.data import digits, resident
+from lockstep.data.images import Transform
 from lockstep.data.sets import build
 from lockstep.data.source import Request, Source
 from lockstep.world.world import World
@@ -70,6 +71,16 @@ def test_images_are_normalised_and_crop_and_flip_are_torchvisions(name: str) -> 
             pytest.fail("an image is no crop of the padded original")
     # With 18 (digits) or 162 (CIFAR) possible outcomes, 200 draws show most of them.
     assert len(seen) > (15 if name == "digits" else 90)
+
+
+def test_every_crop_is_equally_likely_and_half_are_mirrored() -> None:
+    request = Request(config=DataConfig(), seed=1, world=World.alone(), dtype=torch.float32, channels_last=True)
+    draws = Transform(request, (1, 32, 32), ALL).draw(0, np.arange(40_000))
+    for drawn, least, most in zip(draws, (-4, -4, 0, 0, 0), (4, 4, 1, 31, 31), strict=True):
+        counts = torch.bincount(drawn - least)
+        assert len(counts) == most - least + 1
+        expected = 40_000 / len(counts)
+        assert (counts - expected).abs().max() < 5 * expected**0.5
 
 
 def test_cutout_zeroes_a_clipped_square_of_half_the_side_after_normalisation() -> None:

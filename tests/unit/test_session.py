@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
@@ -22,7 +23,7 @@ from lockstep.sessions import session as sessions
 from lockstep.sessions.session import Session
 from lockstep.world.world import World
 
-from ..command import refusal
+from ..command import events, refusal
 from ..loops import images, session
 
 Loop = tuple[Session, Any, torch.optim.Optimizer, Any]
@@ -255,6 +256,24 @@ def test_each_loss_is_recorded_by_its_own_weights_and_a_steps_is_that_of_all_its
             optimizer.step()
     assert [loss for loss, _ in found] == pytest.approx([0 + 1, 2 + 3])
     assert [samples for _, samples in found] == [40, 21]
+
+
+def test_values_of_ones_own_are_curves_and_lines(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ours, model, optimizer, loader = loop(output=str(run))
+    with ours:
+        for _ in ours.epochs(1):
+            for batch in loader:
+                ours.log(accuracy=ours.step / 4)
+                ours.backward(loss_of(model, batch))
+                optimizer.step()
+            ours.log(bleu=31.5)
+    assert [row["accuracy"] for row in events(run, "step")] == [0.0, 0.25, 0.5, 0.75]
+    assert [(row["step"], row["bleu"]) for row in events(run, "values")] == [(4, 31.5)]
+    curves = EventAccumulator(str(run)).Reload()
+    for tag, last in (("train/accuracy", (4, 0.75)), ("values/bleu", (4, 31.5))):
+        point = curves.Scalars(tag)[-1]
+        assert (point.step, point.value) == last
 
 
 def test_a_loader_that_is_prepared_second_begins_at_its_beginning_and_trains_nothing() -> None:

@@ -164,13 +164,15 @@ def test_what_is_drawn_depends_on_neither_workers_nor_ranks(dataset: Any, worker
     assert {row[2] for row in alone}.isdisjoint(row[2] for row in read(1, 4))
     evaluated = [_samples([each.shares() for each in _ranks(dataset, 6, ranks, evaluates=True)]) for ranks in (1, 3)]
     assert evaluated[0] == evaluated[1]
-    # What a collate function draws follows from its share.
+    # What a collate function draws follows from its share, and differs from rank to rank.
     drawn = [
         [micro.batch.item() % 1 for micro in _shared(dataset, 6, collate_fn=_drawing_collate, num_workers=n).micros(1)]
         for n in (0, min(workers, 1))
     ]
     assert drawn[0] == drawn[1]
     assert len({*drawn[0]}) == 4
+    pair = _ranks(dataset, 6, 2, collate_fn=_drawing_collate)
+    assert len({micro.batch.item() % 1 for each in pair for micro in each.micros(1)}) == 8
     assert Generators.now(()).as_json() == before  # the process's own go on as if nothing had been read
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import RequestError
 from lockstep.models import table
-from lockstep.nn.sync_batchnorm import SyncBatchNorm, convert, fold, has_batchnorm
+from lockstep.nn.sync_batchnorm import FoldedBatchNorm2d, SyncBatchNorm, convert, fold, has_batchnorm
 from lockstep.strategies.data_parallel import ThreadReplicas
 from lockstep.world.topology import Topology
 from lockstep.world.world import World
@@ -58,6 +58,14 @@ def test_every_kind_of_torchs_is_converted_and_others_are_refused() -> None:
     for layer in (WithActivation(3), nn.SyncBatchNorm(3, process_group=object())):
         with pytest.raises(RequestError, match=rf"Layer '0' is a {type(layer).__name__}.*--batchnorm local"):
             convert(nn.Sequential(layer), PAIR)
+
+
+def test_only_layers_that_are_slow_on_a_cpu_are_folded() -> None:
+    class Own(nn.BatchNorm2d):
+        """Whatever it does, it stays."""
+
+    model = fold(nn.Sequential(nn.BatchNorm2d(21), nn.BatchNorm2d(32), nn.BatchNorm1d(21), Own(21)))
+    assert [type(each) for each in model.children()] == [FoldedBatchNorm2d, nn.BatchNorm2d, nn.BatchNorm1d, Own]
 
 
 SHAPES = [(6, 3, 4, 4), (4, 21, 8, 8), (3, 5, 3, 3), (2, 32, 5, 7), (5, 7, 1, 1)]

@@ -44,7 +44,7 @@ def axes(vary: Sequence[str]) -> dict[str, list[str]]:
 
     Raises `RequestError` for unknown options, with the nearest names.
     """
-    known = {leaf.key for leaf in leaves()}
+    known = {leaf.key: leaf.kind for leaf in leaves()}
     found: dict[str, list[str]] = {}
     for word in vary:
         key, _, text = word.partition("=")
@@ -57,6 +57,8 @@ def axes(vary: Sequence[str]) -> dict[str, list[str]]:
             raise unknown("option of --vary", key, known, hint)
         if key in _DECIDED:
             raise RequestError(f"--vary {key}: the comparison itself decides on that; leave it out.")
+        if known[key] is bool and not {*values} <= _SWITCHES.keys():
+            raise RequestError(f"--vary {word}: give true, false or both.")
         found[key] = list(dict.fromkeys([*found.get(key, []), *values]))
     return found
 

@@ -125,7 +125,7 @@ def of_job(job: Job) -> dict[str, Any]:
         "lines": [*lines, *(taken.lines() if taken else ()), *start.reached(job.model, job.config)],
         "chosen": {
             "strategy": job.strategy.name,
-            "channels-last": job.precision.channels_last,
+            "channels-last": job.precision.channels_last and len(data.train.shape) == 3,  # of images alone
             "batchnorm-kernels": "folded" if is_folded(job.model) else "torch's",
         },
         "eval_every": job.config.eval_every,
