@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -113,6 +114,22 @@ def test_a_rank_of_which_nothing_is_heard_any_more_is_the_one_that_was_lost() ->
         told[1].close()
         told[0].give_way()
         assert told[0].lost().startswith("Rank 1 (node b) was stopped, died or was cut off ")
+
+
+def test_ranks_that_wait_for_each_other_are_told_long_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_CROSSED_S", 0.5)
+    pulses = [Pulse(), Pulse()]
+    with _watched(_store(), *pulses, stalls_s=(3600.0, 3600.0)) as told:
+        for pulse in pulses:
+            pulse.enter("all-reduce")
+        time.sleep(1.5)
+        assert len(told) == 2, "one that takes long is no hang"
+        pulses[1].step = 4
+        pulses[1].enter("all-gather")
+        until(lambda: len(told) == 4, 20)
+    sentence = told[2].sentence
+    assert re.match(r"Rank 0 waits in all-reduce at .* \(step 0\) and rank 1 in all-gather", sentence), sentence
+    assert "each for the other: every rank has to call the same collectives" in sentence
 
 
 def test_who_reports_nothing_is_not_judged() -> None:

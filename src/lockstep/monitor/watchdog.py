@@ -5,7 +5,8 @@
 
 A rank that has entered no new phase for --stall-timeout leaves such a sentence in the store, with which all end. All
 ranks enter the same phases in the same order: the one that hangs has entered the fewest. A process that has died, was
-stopped or is cut off is known by heartbeats that no longer rise. Nobody is judged while all live and one prepares,
+stopped or is cut off is known by heartbeats that no longer rise. Ranks that wait in collectives which are not the same
+wait for each other, which is told after half a minute. Nobody is judged while all live and one prepares,
 compiles or is debugged, nor is a rank alone that computes. The rank that serves the store ends last.
 """
 
@@ -31,6 +32,8 @@ MISSED_BEATS = 3
 _COMPILATION, _DEBUGGER = "compilation", "the debugger"
 _MAY_LAST = (SETUP, _COMPILATION, _DEBUGGER)
 _COLLECTIVE = "a collective"  # of the user's, which no phase tells
+_COLLECTIVES = ("all-reduce", "all-gather", "barrier", _COLLECTIVE)
+_CROSSED_S = 30.0  # for which all ranks wait, in different collectives: longer than any takes, of 32 MB at most
 _WAITS_ALONE = ("data", "save")  # for data workers, or for a disk
 _COMPILERS = {"torch._dynamo.convert_frame", "torch._inductor.compile_fx"}
 """Modules with a frame on the stack while torch compiles, and none while it runs what it has compiled."""
@@ -67,6 +70,7 @@ class Watch:
         self._pulse, self._rank, self._nodes, self._server = pulse, rank, tuple(nodes), server
         self._stall_s, self._beat_s, self._ends, self._is_served = stall_timeout_s, beat_s, ends, is_served
         self._late_s = MISSED_BEATS * beat_s
+        self._crossed_s = min(stall_timeout_s, max(_CROSSED_S, 2 * self._late_s))
         self._idle_s = self._stalled_s = 0.0
         self._closed = threading.Event()
         self._speaks = threading.Lock()  # taken once, by who says why this process ends
@@ -122,7 +126,7 @@ class Watch:
             self._idle_s, self._stalled_s = self._idle_s + passed_s, self._stalled_s + passed_s
             if count != self._pulse.count:
                 count, self._idle_s, self._stalled_s = self._pulse.count, 0.0, 0.0
-            may_be_stuck = self._idle_s > self._stall_s / 4
+            may_be_stuck = self._idle_s > (self._crossed_s if self._pulse.phase in _COLLECTIVES else self._stall_s) / 4
             heard = ""
             if now_s - sent_s >= 0.9 * self._beat_s:
                 sent_s = now_s
@@ -139,7 +143,7 @@ class Watch:
         """Return the sentence where nothing has moved for too long."""
         if self._may_last(seen := self._heartbeats.seen(self._own())):
             self._stalled_s = 0.0
-        elif self._stalled_s > self._stall_s:
+        elif self._stalled_s > (self._crossed_s if _are_crossed(seen, self._crossed_s / 2) else self._stall_s):
             # A rank that was stopped before the others began to wait has been silent for longer than this.
             return self._heartbeats.agree(explain(seen, self._nodes, max(self._stall_s / 2, self._late_s)))
         return ""
@@ -176,6 +180,13 @@ def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> st
     A rank whose last beat is older than `silence_s` does not live or cannot be reached.
     """
     silent = {rank: beat for rank, beat in seen.items() if beat.silent_s > silence_s}
+    if not silent and _are_crossed(seen, 0.0):
+        (first, one), *others = sorted(seen.items())
+        rank, other = next(each for each in others if _call(each[1]) != _call(one))
+        return (
+            f"Rank {first} waits in {_whereabouts(one)} and rank {rank} in {_whereabouts(other)}, each for the other: "
+            "every rank has to call the same collectives, in the same order and as often"
+        )
     # One that waits in a collective of the user's has come further than one in the user's own code.
     entered = {rank: (beat.count, beat.phase == _COLLECTIVE) for rank, beat in seen.items()}
     behind = silent or {rank: beat for rank, beat in seen.items() if entered[rank] == min(entered.values())}
@@ -195,6 +206,17 @@ def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> st
         phase = "all-reduce" if computes else first.phase or _COLLECTIVE
         waits = f"; {ranks_in_short(waiting)} {verb} in {phase} at step {first.step}{waits}"
     return f"{ranks_in_short(behind).capitalize()}{at} {how} {idle_s:.0f} s ago{where}{waits}"
+
+
+def _are_crossed(seen: dict[int, Beat], least_s: float) -> bool:
+    """Whether all ranks have waited for `least_s`, in collectives that are not the same, so that none will end."""
+    wait = all(beat.phase in _COLLECTIVES and beat.idle_s > least_s for beat in seen.values())
+    return wait and len(set(map(_call, seen.values()))) > 1
+
+
+def _call(beat: Beat) -> tuple[str, int, str]:
+    # A collective of the user's own may have other lines on other ranks, where one sends and another receives.
+    return beat.phase, beat.step, "" if beat.phase == _COLLECTIVE else beat.place
 
 
 def _whereabouts(beat: Beat) -> str:
