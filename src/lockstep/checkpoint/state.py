@@ -88,9 +88,9 @@ def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def few(names: list[str]) -> str:
-    """Return the first three names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def few(names: list[str], most: int = 3) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
