@@ -42,7 +42,7 @@ def test_the_sentence_names_who_is_waited_for() -> None:
     assert said.startswith("Ranks 0, 2 (nodes a, c) stopped 60 s ago in saving at write.py:9 (step 3)")
     assert "rank 1 waits in barrier at step 3" in said
     said = told("aa", (7, 3, "all-reduce", "a.py:1", 60.0), (7, 4, "all-gather", "b.py:2", 60.0))
-    assert "in all-reduce at a.py:1 (step 3) and all-gather at b.py:2 (step 4)" in said  # each waits for the other
+    assert "in all-reduce at a.py:1 (step 3) and rank 1 in all-gather at b.py:2 (step 4), each for the other" in said
 
 
 def _store() -> Keys:
