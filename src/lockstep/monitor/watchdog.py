@@ -6,8 +6,8 @@
 A rank that has entered no new phase for --stall-timeout leaves such a sentence in the store, with which all end. All
 ranks enter the same phases in the same order: the one that hangs has entered the fewest. A process that has died, was
 stopped or is cut off is known by heartbeats that no longer rise. Ranks that wait in collectives which are not the same
-wait for each other, which is told after half a minute. Nobody is judged while all live and one prepares,
-compiles or is debugged, nor is a rank alone that computes. The rank that serves the store ends last.
+wait for each other, which is told after half a minute. Nobody is judged while all live and one prepares, compiles or is
+debugged, nor is a rank alone that computes. The rank that serves the store ends last.
 """
 
 from __future__ import annotations
@@ -181,10 +181,10 @@ def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> st
     """
     silent = {rank: beat for rank, beat in seen.items() if beat.silent_s > silence_s}
     if not silent and _are_crossed(seen, 0.0):
-        (first, one), *others = sorted(seen.items())
+        (lowest, one), *others = sorted(seen.items())
         rank, other = next(each for each in others if _call(each[1]) != _call(one))
         return (
-            f"Rank {first} waits in {_whereabouts(one)} and rank {rank} in {_whereabouts(other)}, each for the other: "
+            f"Rank {lowest} waits in {_whereabouts(one)} and rank {rank} in {_whereabouts(other)}, each for the other: "
             "every rank has to call the same collectives, in the same order and as often"
         )
     # One that waits in a collective of the user's has come further than one in the user's own code.
