@@ -56,7 +56,7 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
             _leave(failure, place.error_file)
 
         try:
-            _check_node(parallel, place, env)
+            _check_node(parallel, place)
             meeting = _door(parallel, place, env).open(index, parallel.timeout)
             with rank.met(config, env, meeting, place.topology, knows_node=place.knows_node, tell=tell) as seat:
                 yield seat
@@ -143,7 +143,7 @@ def _door_of(place: Place, env: Mapping[str, str]) -> Door:
     return Door(host=topology.address, port=topology.port, secret=secret, job=place.job, served=place.served)
 
 
-def _check_node(asked: ParallelConfig, place: Place, env: Mapping[str, str]) -> None:
+def _check_node(asked: ParallelConfig, place: Place) -> None:
     rank.check_agrees(asked, place.topology, place.names)
     here, gpus = place.topology.local_size, place.gpus
     if asked.accelerator == "cuda" and gpus is not None and gpus < here:
