@@ -238,7 +238,8 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     if optim.metric and not optim.step:
         yield "--metric belongs to --step, whose batches it is given; add that."
     if optim.step and (optim.ema or has_own_loss or optim.label_smoothing or config.data.augment):
-        yield "--ema, --loss, --label-smoothing and --augment have no effect with --step, a loss of its own; drop them."
+        flags = "--ema, --loss, --label-smoothing and --augment"
+        yield f"{flags} have no effect with --step, which computes its loss of the data set's own samples; drop them."
     if not all(map(_scales_lr, optim.lr_scale)):
         yield f"--lr-scale {' '.join(optim.lr_scale)}: give PATTERN=FACTOR with a factor above 0, such as fc.*=10."
     if optim.nesterov and not optim.momentum:
