@@ -270,6 +270,18 @@ def test_a_number_out_of_its_range(refuses: Refuses) -> None:
         refuses(f"train digits {fit} --{flag} {value}", [f"--{flag} {value[:1]}"])
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("diff {} b", "eval {}", "verify run {}", "train digits --resume {}"),
+        *("train --data imagefolder --data-dir {}", "train digits --accelerator cpu --output {}"),
+    ],
+)
+def test_a_path_that_the_system_does_not_look_up(command: str, refuses: Refuses) -> None:
+    """As one in another user's folder, which root may look into."""
+    refuses(command.format("x" * 256), ["File name too long"])
+
+
 def test_a_value_from_python_of_another_type() -> None:
     for key, value, kind in (
         ("batch", "3", "a whole number"),
