@@ -59,6 +59,7 @@ TRAIN = """
 --momentum 0                           | --momentum is 0 | --no-nesterov
 --warmup 21                            | --warmup 21 | --epochs 20 | --warmup 20 or less
 --lr-rule linear                       | --lr-rule linear | --base-batch
+--collate mine:pad                     | --collate belongs to --step
 --schedule multistep --milestones 3 2  | --milestones | 3 2
 --accumulate 2 --micro-batch 3         | --accumulate 2 and --micro-batch 3 | give one
 --batch 2 --devices 3                  | batch 2 | 3 ranks
