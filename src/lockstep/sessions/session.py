@@ -424,7 +424,7 @@ class Session:
         """Record values by name, in steps.jsonl and TensorBoard.
 
         Within a training loop they are means over this rank's share, weighed and added up over the ranks for the step
-        under way; nothing is waited for. Elsewhere they are recorded as they are on rank 0.
+        under way: every rank gives the same names. Nothing is waited for. Elsewhere rank 0's are recorded as they are.
         """
         if taken := [name for name in values if name in _TAKEN]:
             raise RequestError(
