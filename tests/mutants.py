@@ -489,8 +489,8 @@ a session takes a mean of the ranks' means: sessions/session.py
 + factor = 1 / self.world.size
 = ranks/test_session.py::test_a_loop_learns_the_same_on_any_number_of_ranks[language_model-1]
 a session divides by its own tokens: training/gradients.py
-- total = self._world.sum(torch.as_tensor(own, dtype=torch.float64, device=self._world.device))
-+ total = self._world.size * torch.as_tensor(own, dtype=torch.float64, device=self._world.device)
+- total = self._world.sum(on_device(own, self._world.device))
++ total = self._world.size * on_device(own, self._world.device)
 = ranks/test_session.py::test_a_loop_that_is_continued_ends_with_the_same_bits[1-1]
 a session that is continued begins its epoch anew: sessions/session.py
 - first=progress.within if counts

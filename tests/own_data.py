@@ -75,13 +75,13 @@ def split_at_random() -> tuple[TensorDataset, TensorDataset]:
     return first, second
 
 
-def differing() -> Splits:
+def differing() -> tuple[Dataset[Pair], ...]:
     """Return data that tests may make different on one rank."""
     if WAY == "gone":
         raise OSError("no such file")
     train = {"other samples": _Others, "own generator": _Unseeded}.get(WAY, _Drawn)()
     train.targets = [(index + (WAY == "relabelled")) % 4 for index in range(len(train))]
-    return train, _Drawn()
+    return (train, *[_Drawn()] * (1 + (WAY == "three sets")))
 
 
 class _Labelled(_Samples):

@@ -117,7 +117,7 @@ class Steps:
             self._show(f"stopped: {why}", {})
 
     def _come_to(self) -> dict[str, Any]:
-        """Return what the run has come to, with the scores of the last and the best weights on a test set."""
+        """Return what the run has come to, the last and the best weights' scores on a test set (*collective*)."""
         loop, found = self._session.loop, dict[str, float]()
         if self._tested is not None:
             found = self._scored(self._tested, "test")

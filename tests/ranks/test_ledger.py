@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -98,6 +99,13 @@ def test_a_flipped_bit_is_refused_wherever_it_is(tmp_path: Path) -> None:
             with pytest.raises(RequestError, match="is damaged"):
                 use()
         assert path.read_bytes() == broken
+
+
+def test_a_file_of_holes_is_not_read(tmp_path: Path) -> None:
+    write(path := tmp_path / NAME, written(steps()))
+    os.truncate(path, 1 << 30)
+    with pytest.raises(RequestError, match="it has 1,073,741,824 bytes, of which the disk holds"):
+        next(read(path))
 
 
 # ---- the judgement

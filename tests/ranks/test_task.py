@@ -122,6 +122,7 @@ def test_what_patterns_reached_and_each_epoch_is_shown_unless_asked_to_be_quiet(
         ({"step": "whole_step"}, r"a tensor of shape \(4, "),
         ({"ema": 0.9}, "--ema.* have no effect with --step"),
         ({"label_smoothing": 0.1}, "--label-smoothing.* have no effect with --step"),
+        ({"compile": True, "eval_batch": 4}, "--compile, --eval-batch: without effect with --step"),
         ({"strategy": "dp"}, "--strategy dp drives several devices"),
         ({"holdout": 0.001}, "holds out none of 40 samples"),
         ({"holdout": 0.999}, "holds out all of 40 samples"),

@@ -59,6 +59,7 @@ TRAIN = """
 --momentum 0                           | --momentum is 0 | --no-nesterov
 --warmup 21                            | --warmup 21 | --epochs 20 | --warmup 20 or less
 --lr-rule linear                       | --lr-rule linear | --base-batch
+--collate mine:pad                     | --collate belongs to --step
 --schedule multistep --milestones 3 2  | --milestones | 3 2
 --accumulate 2 --micro-batch 3         | --accumulate 2 and --micro-batch 3 | give one
 --batch 2 --devices 3                  | batch 2 | 3 ranks
@@ -268,6 +269,18 @@ def test_a_number_out_of_its_range(refuses: Refuses) -> None:
     for flag, value in (each.split() for each in BEYOND.split(",")):
         fit = "--data fake" if flag == "samples" else ""
         refuses(f"train digits {fit} --{flag} {value}", [f"--{flag} {value[:1]}"])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("diff {} b", "eval {}", "verify run {}", "train digits --resume {}"),
+        *("train --data imagefolder --data-dir {}", "train digits --accelerator cpu --output {}"),
+    ],
+)
+def test_a_path_that_the_system_does_not_look_up(command: str, refuses: Refuses) -> None:
+    """As one in another user's folder, which root may look into."""
+    refuses(command.format("x" * 256), ["File name too long"])
 
 
 def test_a_value_from_python_of_another_type() -> None:

@@ -144,6 +144,9 @@ def test_cifar_100s_fine_labels_are_read_and_nothing_in_a_pickle_runs(
     assert not Path("executed").exists()
     assert pickle.loads(whole, encoding="latin-1")["fine_labels"] == labels.tolist()
     assert Path("executed").exists(), "the payload would not have run anyway"
+    monkeypatch.setitem(sys.modules, "torchvision.datasets.utils", None)
+    with pytest.raises(RequestError, match=r"cannot be downloaded .*; fetch it by hand"):
+        cifar.read(kind._replace(url="http://127.0.0.1:9/x"), DataConfig(name="cifar100", dir=tmp_path / "absent"))
 
 
 # --- the user's own

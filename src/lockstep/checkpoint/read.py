@@ -56,7 +56,8 @@ def load(path: Path, *, fall_back: bool = False) -> State:
     rank. Raises `RequestError` where there is nothing, something else, a newer format, or a file that is not what was
     written; the newest whole checkpoint beside it is then offered, or with `fall_back` returned, with a `caution`.
     """
-    folder = find(path)
+    with files.understanding(path, "give one that this user can read"):
+        folder = find(path)
     if folder is None:
         why = "it holds no lockstep checkpoint" if path.exists() else "no such file or folder"
         why = "it is a file, and pickled ones such as .pth are never loaded" if path.is_file() else why

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RequestError, counted
-from ..files import foreign, write_whole
+from ..files import check_filled, foreign, understanding, write_whole
 
 NAME = "ledger.bin"
 TRAIN, EVAL = "train", "eval"
@@ -109,8 +109,9 @@ def read(path: Path) -> Iterator[Page]:
         file = open(path, "rb", opener=foreign)
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}; give a run that kept a ledger.") from error
-    with file:
-        size = os.fstat(file.fileno()).st_size
+    with file, understanding(path):
+        check_filled(found := os.fstat(file.fileno()))
+        size = found.st_size
         for number in itertools.count(1):
             if (start := file.tell()) >= size:
                 return

@@ -18,7 +18,7 @@ from ..compare.rounds import Aim
 from ..config.options import flatten
 from ..config.schema import RunConfig
 from ..errors import RequestError, RunError, counted
-from ..files import own_folder, shown
+from ..files import own_folder, shown, understanding
 from ..launchers import table as launchers
 from ..launchers.supervisor import end_with_parent
 from ..runs import folders
@@ -127,8 +127,9 @@ def report_of(given: Sequence[Path], folder: Path | None) -> Path:
         raise RequestError("There is no run to report on; give the folders of some that have ended.")
     runs = [records.load(each) for each in given]
     records.check_one_job(runs)
+    with understanding(Path("what these runs have recorded")):
+        table = rows.of_runs(runs)
     folder = folder or folders.fresh("compared")
-    table = rows.of_runs(runs)
     rates = {row.name: row.samples_per_s.middle for row in table if row.samples_per_s}
     fastest = f"{max(rates, key=lambda name: rates[name])} was the fastest" if rates else "No run has a speed"
     told = [f"{fastest}; each run was measured once."]

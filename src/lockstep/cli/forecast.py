@@ -12,7 +12,7 @@ from ..compare.grid import Cell, Words
 from ..compare.networks import Links
 from ..config.options import flatten
 from ..errors import RequestError, counted
-from ..files import shown
+from ..files import shown, understanding
 from ..launchers import table as launchers
 from ..runs import folders
 from ..screen import Screen
@@ -113,7 +113,8 @@ def main(given: list[str]) -> int:
 def _recorded(folder: Path, job: Job) -> tuple[int, list[float]]:
     """Return the ranks of a run of this job, and its logged step times; raises `RequestError` for another job."""
     run, base = records.load(folder), job.config()
-    ranks, step_s = int(run.record.plan.get("ranks", 1)), run.record.step_s[1:]
+    with understanding(folder):
+        ranks, step_s = int(run.record.plan.get("ranks", 1)), run.record.step_s[1:]
     if not job.is_script:
         options = flatten(base) | ({"batch": base.batch.size * ranks} if job.is_weak else {})
         records.check_one_job([records.Run(name="what is forecast", folder=folder, options=options), run], "batch")

@@ -10,7 +10,7 @@ import signal
 import sys
 from importlib import import_module
 
-from ..errors import LockstepError, RunError, Stopped, unknown
+from ..errors import LockstepError, RequestError, RunError, Stopped, unknown
 from ..monitor.signals import OUTSIDE, heeded
 from ..printable import one_line, visible
 from ..screen import Screen
@@ -57,6 +57,11 @@ def main(arguments: list[str] | None = None) -> int:
         return _say(Stopped(OUTSIDE))
     except BrokenPipeError:
         return 1  # the reader, such as `head`, has seen enough
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # Of a path that was given: it is in another user's folder, or its name is too long.
+        return _say(RequestError(f"{error.filename} cannot be used: {error.strerror}; give another path."))
     finally:
         output.let_go()
 

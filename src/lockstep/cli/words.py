@@ -30,12 +30,12 @@ def take(given: list[str], own: Mapping[str, type]) -> tuple[dict[str, Any], lis
             text = text if equals else next(words, "")
             if not text or (not equals and kind is not list and text.startswith("--")):
                 raise RequestError(f"{name} lacks its value.")
-            held = tolerance(name, text) if kind is float else text
+            held = _number(name, text) if kind is float else text
             values[name] = [*values.get(name, []), held] if kind is list else held
     return values, rest
 
 
-def tolerance(name: str, text: str) -> float:
+def _number(name: str, text: str) -> float:
     """Return the number that `text` is. Raises `RequestError` where it is none, negative or not finite."""
     try:
         number = float(text)

@@ -21,6 +21,11 @@ JOB = ("model", "data", "step", "augment", "image-size", "samples", "holdout", "
 """The options that make runs ways of one job."""
 _TOLD = 3  # options in which jobs differ, that a refusal names
 _BORING = ("output", "resume", "quiet", "log-every", "timeout", "stall-timeout", "init-method", "launcher", "data-dir")
+_NUMBERS: dict[str, Callable[[Any], float]] = {
+    **dict.fromkeys(("top1", "samples_per_s", "images_per_s", "step_p50_s", "step_p95_s"), float),
+    "exit": int,
+}
+"""Of a summary.json, what tables show, by what makes numbers of it."""
 _STATES = {0: "done", 1: "failed", 2: "refused", 3: "proof failed", 75: "stopped"}
 
 
@@ -72,7 +77,7 @@ def record(folder: Path, until: float | None = None) -> Record:
                 found.evals = [each for each in found.evals if each[STEP] <= first]
                 found.epoch_s, is_part = list(row.get("epoch_s", [])), bool(first % (row.get("steps_per_epoch") or 1))
             elif event == "step":
-                found.losses[row["step"]] = math.nan if row["loss"] is None else float(row["loss"])
+                found.losses[int(row["step"])] = math.nan if row["loss"] is None else float(row["loss"])
             elif event == "log":
                 found.step_s.append(float(row["step_s"]))
                 found.train_s += row["step_s"] * (row["step"] - found.step)
@@ -154,8 +159,8 @@ class Run:
     @property
     def samples_per_s(self) -> float | None:
         """Over all its steps; older runs have counted images."""
-        rate = self.summary.get("samples_per_s") or self.summary.get("images_per_s")
-        return None if rate is None else float(rate)
+        rate: float | None = self.summary.get("samples_per_s") or self.summary.get("images_per_s")
+        return rate
 
     @property
     def state(self) -> str:
@@ -214,6 +219,8 @@ def load(folder: Path) -> Run:
 
 def _read(folder: Path, name: str) -> Run:
     manifest, summary = (json_of(folder / file) for file in ("manifest.json", SUMMARY))
+    with understanding(folder / SUMMARY):
+        summary |= {key: kind(summary[key]) for key, kind in _NUMBERS.items() if summary.get(key) is not None}
     return Run(name=name, folder=folder, options=read_named(folder / "config.toml"), manifest=manifest, summary=summary)
 
 

@@ -59,7 +59,7 @@ class DataConfig:
     download: bool = True  # Download the data set, with its checksum, where --data-dir lacks it.
     workers: Annotated[_MaybeInt, _FromZero] = None
     """Processes for each rank that decode JPEGs (imagefolder and your own data sets); 0 decodes in the rank itself. By
-    default as many as it has processors, and 4 at most."""
+    default as many as it has processors, and 4 at most; with --step none."""
     augment: Annotated[tuple[str, ...], OneOf(("crop", "flip", "cutout"))] = ()  # Any of crop, flip, cutout.
     image_size: Annotated[int, Bounds(least=1, below=4097)] = 224  # Side in pixels of imagefolder's and fake's images.
     samples: Annotated[int, Bounds(least=4, below=2**63)] = 1024  # Training images of the fake data set.
@@ -237,9 +237,21 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield f"--label-smoothing belongs to cross_entropy, and --loss is {optim.loss}; smooth the labels there."
     if optim.metric and not optim.step:
         yield "--metric belongs to --step, whose batches it is given; add that."
+    if config.data.collate and not optim.step:
+        yield "--collate belongs to --step, whose batches it makes; add that."
     if optim.step and (optim.ema or has_own_loss or optim.label_smoothing or config.data.augment):
         flags = "--ema, --loss, --label-smoothing and --augment"
         yield f"{flags} have no effect with --step, which computes its loss of the data set's own samples; drop them."
+    idle = {
+        "--compile": config.precision.compile,
+        "--channels-last on": config.precision.channels_last == "on",
+        "--on-device on": config.data.on_device == "on",
+        "--eval-batch": batch.eval_batch is not None,
+        "--find-unused": parallel.find_unused,
+    }
+    if optim.step and any(idle.values()):
+        told = ", ".join(flag for flag, is_asked in idle.items() if is_asked)
+        yield f"{told}: without effect with --step, which calls the model as it is; leave that out."
     if not all(map(_scales_lr, optim.lr_scale)):
         yield f"--lr-scale {' '.join(optim.lr_scale)}: give PATTERN=FACTOR with a factor above 0, such as fc.*=10."
     if optim.nesterov and not optim.momentum:

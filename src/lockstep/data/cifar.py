@@ -19,11 +19,13 @@ import numpy as np
 
 from ..config.schema import DataConfig
 from ..errors import RequestError
+from ..files import read as read_file
 
 if TYPE_CHECKING:
     from .ranks import Array
 
 _PIXELS = 3 * 32 * 32
+_MOST_BYTES = 1 << 28  # of a file: the largest official one has 155 MB
 
 
 class Cifar(NamedTuple):
@@ -103,7 +105,7 @@ def read(kind: Cifar, config: DataConfig) -> dict[str, tuple[Array, Array]]:
 
 
 def _read(path: Path, md5: str, label_key: str) -> tuple[Array, Array]:
-    data = path.read_bytes() if path.is_file() else b""
+    data = read_file(path, most_bytes=_MOST_BYTES, through_links=True) if path.is_file() else b""
     if hashlib.md5(data, usedforsecurity=False).hexdigest() != md5:
         raise RequestError(
             f"{path} is missing or not the official file: it has {len(data):,} bytes, whose md5 is not {md5}; "
@@ -124,15 +126,15 @@ def _read(path: Path, md5: str, label_key: str) -> tuple[Array, Array]:
 
 def _download(kind: Cifar, folder: Path) -> None:
     """Put the set's folder in its place whole: an interrupted download, or two nodes at once, leave nothing half."""
-    from torchvision.datasets.utils import download_and_extract_archive
-
     try:
+        from torchvision.datasets.utils import download_and_extract_archive
+
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as fresh:
             download_and_extract_archive(kind.url, fresh, md5=kind.archive_md5)
             with contextlib.suppress(OSError):  # another node on the same file system may have been faster
                 (Path(fresh) / folder.name).rename(folder)
-    except (OSError, RuntimeError) as error:  # no network, no room; another md5
+    except (OSError, RuntimeError, ImportError) as error:  # no network, no room; another md5; no torchvision here
         raise RequestError(
             f"{kind.url} cannot be downloaded into {folder.parent} ({error}); fetch it by hand and unpack it there."
         ) from error

@@ -87,9 +87,10 @@ class SharedLoader:
         drawn = "" if self._drawn is None else digest(self._drawn)
         facts = {"global batch": self.plan.global_size, "samples": self.samples, "order of digest": drawn}
         check_alike(world, "The DataLoader", facts)
+        self.workers = min(loader.num_workers, 1) if self._is_stream else loader.num_workers
         self._options: dict[str, Any] = {
             "begin": loader.worker_init_fn,
-            "num_workers": min(loader.num_workers, 1) if self._is_stream else loader.num_workers,
+            "num_workers": self.workers,
             "pin_memory": loader.pin_memory and world.device.type == "cuda",
             **{name: getattr(loader, name) for name in ("timeout", "multiprocessing_context", "prefetch_factor")},
         }

@@ -66,7 +66,8 @@ def build(request: Request) -> Splits:
                 return _source(request, datasets[split], split, classes, variations)
 
             splits = Splits.of(request, make, validation="validation" in datasets, names=names)
-            facts: dict[str, Any] = {"classes": classes, "a sample of shape": list(splits.train.shape)}
+            facts: dict[str, Any] = {"splits": list(datasets), "classes": classes}
+            facts["a sample of shape"] = list(splits.train.shape)
             for split, dataset in datasets.items():
                 facts |= {f"{split} samples": len(dataset), f"{split} labels of digest": _labels(dataset)}
             signatures = {

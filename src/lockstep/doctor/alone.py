@@ -154,7 +154,7 @@ def output(folder: Path, left: list[Path]) -> Iterator[Finding]:
 
     The path of the file that was written is added to `left`.
     """
-    base = next(each for each in (folder, *folder.parents) if each.exists())
+    base = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     left.append(base / f".lockstep-doctor-{secrets.token_hex(8)}")
     try:
         free_bytes = _free_bytes(base)

@@ -1,1 +1,1 @@
-"""How the processes of a run come to be: inline, spawn, environment, manual. One file each, listed in `table.py`."""
+"""How the ranks of a run start, or join, and meet. `table.py` lists the launchers."""

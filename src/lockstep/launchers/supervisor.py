@@ -84,9 +84,11 @@ class _Worker:
     def kill(self) -> None:
         """Kill the rank and the process group that it leads."""
         self.send(signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self.process.pid is not None:
-                os.killpg(self.process.pid, signal.SIGKILL)
+        pid = self.process.pid
+        # Once the rank is reaped, a process of its number is another one; while its group lives, there can be none.
+        if pid is not None and (self.process.exitcode is None or not psutil.pid_exists(pid)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
 
 
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:

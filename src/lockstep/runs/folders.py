@@ -51,7 +51,8 @@ def held(config: RunConfig, *, before: Path | None = None) -> Iterator[Path]:
             f"{shown(path)} on {platform.node()} is not the folder in which this run was begun, on another node: what "
             "it has done would be lost; put --output where all nodes see it."
         )
-    is_new, was_free = path is None or not path.exists(), path is None or not _written_in(path)
+    is_new = path is None or not os.path.lexists(path)  # nor where this user may not look
+    was_free = path is None or is_new or not _written_in(path)
     path = (path or fresh(default_name(config))).absolute()
     _make(path)
     try:
@@ -96,11 +97,12 @@ def check(config: RunConfig, *, before: Path | None = None) -> Path | None:
             check_own(each)
         if path != before:
             check_free(path)
+        has_run = (path / "manifest.json").exists()
     except OSError as error:
         raise unwritable(path, error) from error
     if path == before:
         return path
-    has_run, holder = (path / "manifest.json").exists(), path if resume in ("", "auto") else run_of(Path(resume))
+    holder = path if resume in ("", "auto") else run_of(Path(resume))
     if has_run and not resume:
         raise RequestError(
             f"--output {path} holds a run already: continue it with --resume auto, or give another folder."

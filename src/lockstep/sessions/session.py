@@ -37,7 +37,7 @@ from ..record.telemetry import SAMPLED
 from ..runs.run import Opened
 from ..steps.loop import Loop
 from ..steps.prepared import Prepared, Source
-from ..training.gradients import GlobalBatch, check_loss
+from ..training.gradients import GlobalBatch, check_loss, on_device
 from ..training.precision import Precision
 from ..world.world import World
 from . import parts, script
@@ -424,7 +424,7 @@ class Session:
         """Record values by name, in steps.jsonl and TensorBoard.
 
         Within a training loop they are means over this rank's share, weighed and added up over the ranks for the step
-        under way; nothing is waited for. Elsewhere they are recorded as they are on rank 0.
+        under way: every rank gives the same names. Nothing is waited for. Elsewhere rank 0's are recorded as they are.
         """
         if taken := [name for name in values if name in _TAKEN]:
             raise RequestError(
@@ -436,7 +436,7 @@ class Session:
             loop.recorder.record("values", step=self.step, epoch=loop.progress.epochs, **told)
             return
         for name, value in values.items() if loop.has_begun else ():
-            held = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
+            held = on_device(value, self.device)
             loop.meter.note(name, held * (micro.size / micro.total) if micro.size else torch.zeros_like(held))
 
     def score(self, value: float) -> None:

@@ -45,6 +45,8 @@ def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
         lines.append(f"gloo, since {world.apart}")
     if prepared.batchnorm == "local" and prepared.replicas > 1:
         lines.append("batch statistics of each replica: the model depends on how many there are")
+    if isinstance(source, SharedLoader) and source.workers < source.loader.num_workers:
+        lines.append(f"one worker a rank reads the stream, not {source.loader.num_workers}: each would read all of it")
     if prepared.kept:
         kept = "; ".join(sorted(prepared.kept))
         lines.append(f"the optimizer goes on as it was saved: {kept}; start a new run to change it")

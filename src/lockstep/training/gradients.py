@@ -140,7 +140,7 @@ class GlobalBatch:
             self._set_aside()
 
     def _total(self, own: float | Tensor) -> Tensor:
-        total = self._world.sum(torch.as_tensor(own, dtype=torch.float64, device=self._world.device))
+        total = self._world.sum(on_device(own, self._world.device))
         if not total.is_cuda and not total > 0:
             raise RequestError(
                 f"session.backward was given weights that sum to {total.item():g} over the global batch: a mean is "
@@ -168,7 +168,7 @@ class GlobalBatch:
         if len(found) == 1:
             return found
         own = [any(each.grad is not None for each in model) for model in self._models]
-        any_rank = self._world.max(torch.tensor(own, dtype=torch.int32, device=self._world.device)).tolist()
+        any_rank = self._world.max(torch.tensor(own, dtype=torch.int32)).tolist()  # the host waits for no GPU
         return [buckets for buckets, has_some in zip(found, any_rank, strict=True) if has_some]
 
     def _sum_bucket(self, bucket: _Bucket) -> None:
@@ -184,6 +184,13 @@ class GlobalBatch:
         if absent:  # only then the host waits for the numbers
             for each, part, some in zip(bucket, parts, has.tolist(), strict=True):
                 each.grad = part if some else None
+
+
+def on_device(value: float | Tensor, device: torch.device) -> Tensor:
+    """Return the number as float64 (0-dim) on `device`; the host waits for nothing."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64)
+    return torch.full((), float(value), dtype=torch.float64, device=device)  # filled there: a copy would be waited for
 
 
 def _times(loss: Tensor, factor: float | Tensor) -> Tensor:

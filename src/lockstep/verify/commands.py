@@ -69,8 +69,10 @@ class Running(contextlib.AbstractContextManager["Running"]):
                         with contextlib.suppress(psutil.NoSuchProcess):
                             each.kill()
                 child.wait()
+            # Data workers whose rank was killed, which may be stopped; a process of its number is another one.
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)  # data workers whose rank was killed, which may be stopped
+                if not psutil.pid_exists(child.pid):
+                    os.killpg(child.pid, signal.SIGKILL)
 
 
 def run(

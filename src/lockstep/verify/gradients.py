@@ -10,6 +10,7 @@ for rounding, about 1e-15 of the largest gradient, or something makes N devices 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 import warnings
@@ -61,9 +62,10 @@ def gaps(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: f
     Infinite where only one side has it or a value is not finite.
     """
     largest = max((float(each.abs().max()) for each in reference.values() if each.numel()), default=0.0)
-    return difference.compare({name: each / scale for name, each in theirs.items()}, reference).sizes(
-        _FLOOR * largest or 1.0
-    )
+    compared = difference.compare({name: each / scale for name, each in theirs.items()}, reference)
+    # Two that are no numbers at the same places are no agreement.
+    lost = {name: math.inf for name, each in reference.items() if not bool(each.isfinite().all())}
+    return compared.sizes(_FLOOR * largest or 1.0) | lost
 
 
 def worst(found: Mapping[str, float]) -> float:

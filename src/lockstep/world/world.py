@@ -170,12 +170,13 @@ class World:
     def unlike(self, facts: dict[str, Any]) -> tuple[int, str] | None:
         """Return the first rank that has other `facts` than rank 0 (*collective*).
 
-        `facts` is {name: number or text}, the same names on each rank. With the rank comes how they differ, in words;
+        `facts` is {name: number or text}, compared by rank 0's names. With the rank comes how they differ, in words;
         None where all are alike.
         """
         first, *others = self.gather(facts)
         for rank, theirs in enumerate(others, start=1):
-            differ = [f"{name} {theirs[name]} (rank 0 has {had})" for name, had in first.items() if theirs[name] != had]
+            pairs = ((name, theirs.get(name), had) for name, had in first.items())
+            differ = [f"{name} {has} (rank 0 has {had})" for name, has, had in pairs if has != had]
             if differ:
                 return rank, ", ".join(differ)
         return None
