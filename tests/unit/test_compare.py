@@ -9,8 +9,8 @@ import math
 import random
 import re
 import shutil
+import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from lockstep.config.schema import PrecisionConfig, RunConfig
 from lockstep.errors import RequestError, RunError, Stopped
 from lockstep.verify import commands
 
-from ..command import refusal
+from ..command import refusal, until
 
 
 def parsed(flags: Words) -> RunConfig:
@@ -278,11 +278,18 @@ def test_what_a_command_has_left_ends_with_it_even_where_it_is_stopped(tmp_path:
         while True:
             running.check()
     pid = int(log.read_text().split()[-1])
-    for _ in range(100):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.1)
-    pytest.fail("it is still there")
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_command_ends_with_the_process_that_runs_it_even_where_that_is_killed(tmp_path: Path) -> None:
+    runs = "import sys, pathlib; from lockstep.verify import commands; log = pathlib.Path(sys.argv[1]); "
+    runs += "commands.run('a', [('sh', '-c', 'echo $$; sleep 600')], [log])"
+    log = tmp_path / "log"
+    with subprocess.Popen([sys.executable, "-c", runs, str(log)]) as parent:
+        until(lambda: log.exists() and len(log.read_text().splitlines()) == 2)
+        parent.kill()
+    pid = int(log.read_text().split()[-1])
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def table_of(found: list[Series], target: float | None) -> list[rows.Row]:

@@ -20,7 +20,6 @@ from ..config.schema import RunConfig
 from ..errors import RequestError, RunError, counted
 from ..files import own_folder, shown, understanding
 from ..launchers import table as launchers
-from ..launchers.supervisor import end_with_parent
 from ..runs import folders
 from ..screen import Screen
 from ..sessions.script import Script
@@ -170,7 +169,6 @@ def _watched(how: str, told: str = "", verb: str = "", *rest: str) -> int:
         # What watches it ends it, after more steps than a short job has.
         config = dataclasses.replace(flags.parse([*rest], prog="lockstep train"), epochs=_ENDLESS, max_steps=None)
     folders.check(config)
-    end_with_parent()  # a comparison that is killed leaves none behind
     launchers.launch(partial(_WATCHED[how], job, told if how == "raced" else int(told)), config)
     return 0
 

@@ -237,8 +237,9 @@ def variables(config: RunConfig) -> dict[str, str]:
     """Return the environment variables that torch is to find in a rank."""
     wanted: dict[str, str] = {}
     if config.precision.deterministic:
-        # cuBLAS reads it at its first use, and without it some of its algorithms differ from run to run.
-        wanted |= unset({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+        # cuBLAS reads it at its first use, and without it some of its algorithms differ from run to run; so do sums in
+        # switches (NVLS), which torch itself leaves out only where it is told before the process group is formed.
+        wanted |= unset({"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"})
     if config.precision.compile:
         # torch names its own folder there as soon as torchvision is imported; in /tmp, others could write its code.
         if "torchinductor_" in os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_"):

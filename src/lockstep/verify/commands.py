@@ -16,6 +16,7 @@ import psutil
 
 from ..errors import ProofError, RequestError, RunError, Stopped
 from ..files import lines_of, ours
+from ..launchers.supervisor import end_with_parent
 
 Command = tuple[str, ...]
 _LOOK_S = 0.05
@@ -31,9 +32,15 @@ class Running(contextlib.AbstractContextManager["Running"]):
         self._asked_s = math.inf
         with open(log, "wb", buffering=0, opener=ours) as file:
             file.write(f"$ {shlex.join(command)}\n".encode())
-            # A session of its own: Ctrl-C reaches this process alone, which ends the others.
+            # A session of its own: Ctrl-C reaches this process alone, which ends the others. Where it is killed itself,
+            # the kernel does; what is called between fork and exec takes no lock.
             self._child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
             )
 
     def ask(self) -> None:
