@@ -82,7 +82,7 @@ class _Counted:
 
 
 def test_a_rank_asks_the_store_a_handful_of_times() -> None:
-    size, stands = 64, list[_Counted]()
+    size, stands = 24, list[_Counted]()  # threads of one process, which share its lock
     doors = doors_to("tcp", Path(), range(size))
 
     def counted(door: Callable[[], stores.Meeting], rank: int) -> stores.Meeting:

@@ -174,4 +174,5 @@ def test_scripts_started_by_hand_meet_and_one_that_is_lost_is_one_sentence_on_th
         first, other = (end(rank) for rank in ranks)
         assert [first.code, other.code] == codes
         told = r"lockstep: Rank 1 was stopped, died or was cut off.*\n" if way != "none" else ""
-        assert re.fullmatch(told, first.err), first.err
+        ours = re.sub(r"(?m)^\[W.*\n", "", first.err)  # torch tells of a store that took a second to answer
+        assert re.fullmatch(told, ours), first.err

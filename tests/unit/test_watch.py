@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import time
@@ -118,6 +117,7 @@ def test_a_rank_of_which_nothing_is_heard_any_more_is_the_one_that_was_lost() ->
 
 def test_ranks_that_wait_for_each_other_are_told_long_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_CROSSED_S", 0.5)
+    monkeypatch.setattr(watchdog, "is_machinery", lambda _: True)  # both ranks are this process, which moves on
     pulses = [Pulse(), Pulse()]
     with _watched(_store(), *pulses, stalls_s=(3600.0, 3600.0)) as told:
         for pulse in pulses:
@@ -128,7 +128,7 @@ def test_ranks_that_wait_for_each_other_are_told_long_before_the_limit(monkeypat
         pulses[1].enter("all-gather")
         until(lambda: len(told) == 4, 20)
     sentence = told[2].sentence
-    assert re.match(r"Rank 0 waits in all-reduce at .* \(step 0\) and rank 1 in all-gather", sentence), sentence
+    assert sentence.startswith("Rank 0 waits in all-reduce (step 0) and rank 1 in all-gather (step 4), "), sentence
     assert "each for the other: every rank has to call the same collectives" in sentence
 
 

@@ -58,7 +58,8 @@ class Batches:
     """Batches of a map-style data set: each task (keys, indices, note) is answered by (indices, note, batch).
 
     Without a note, the answer has the samples' signatures. Of a data set that `--data` names, what goes wrong in a
-    sample is one sentence, instead of a trace through three processes; `check` is given each (index, sample).
+    sample is one sentence, instead of a trace through three processes; `check` is given (index, sample) of a batch's
+    first one, and of each where it cannot be collated: to look at each sample takes as long as to read it.
     """
 
     def __init__(
@@ -99,20 +100,22 @@ class Batches:
         self._before = before = Generators.now((), self._before)
         if not self._draws:
             at_once, these = None if self._name else getattr(dataset, "__getitems__", None), indices.tolist()
-            batch = self._collate(at_once(these) if at_once else [self._sample(index) for index in these])
+            batch = self._together(indices, at_once(these) if at_once else self._samples(these))
             if before.is_now():
                 return batch
             self._draws = True
         try:
-            samples = [self._sample(index) for index in _seeded(keys, indices)]
+            samples = self._samples(_seeded(keys, indices))
             seed(keys, ~int(indices[0]))  # for the collate function; no sample's index is negative
-            return self._collate(samples)
+            return self._together(indices, samples)
         finally:
             before.put_back(())
 
-    def _sample(self, index: int) -> Any:
+    def _samples(self, indices: Iterable[int]) -> list[Any]:
+        samples, index = [], 0
         try:
-            sample = self.dataset[index]
+            for index in indices:
+                samples.append(self.dataset[index])
         except Exception as error:
             if not self._name or isinstance(error, LockstepError):
                 raise
@@ -120,9 +123,20 @@ class Batches:
             raise RunError(
                 f"The data set failed at {where}: {one_line(error)}", trace=traceback.format_exc()
             ) from error
-        if self._check is not None:
-            self._check(index, sample)
-        return sample
+        return samples
+
+    def _together(self, indices: Indices, samples: list[Any]) -> Any:
+        check = self._check
+        try:
+            batch = self._collate(samples)
+            if check is not None:
+                check(int(indices[0]), samples[0])
+            return batch
+        except Exception:
+            if check is not None:
+                for index, sample in zip(indices.tolist(), samples, strict=True):
+                    check(index, sample)
+            raise
 
 
 class Stream(IterableDataset[Any]):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from .. import hardware, user_code
 from ..config.schema import DataConfig
@@ -147,6 +147,15 @@ def _check_sample(what: str, dtype: torch.dtype, shape: torch.Size, index: int, 
         raise RequestError(f"{what} sample {index} is {found}; all must be alike.")
 
 
+def _together(samples: list[Any]) -> tuple[Tensor, Any]:
+    """Return x (n, …) and the labels of (x, label) pairs, for which torch's default_collate takes twice as long."""
+    xs, labels = zip(*samples, strict=True)
+    x = torch.stack(xs)
+    if x.dtype != xs[0].dtype:
+        raise TypeError("samples of several dtypes")
+    return x, default_collate(labels)
+
+
 def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
     """Raise `RequestError` where labels y (n,) of the samples `indices` (n,) are not the numbers of classes."""
     if not isinstance(y, Tensor) or y.dim() != 1 or bool((y != y.long()).any()):
@@ -179,7 +188,8 @@ class Streamed(Source):
             workers = min(_MOST_WORKERS, max(1, hardware.cpus() // request.world.topology.local_size))
         self._samples, self._transform, self._what = len(dataset), transform, f"--data {name}: {split}"
         self._seed, self._purpose = request.seed, _PURPOSE[split]
-        reader, pins = Batches(dataset, name=name, split=split, check=check), self._device.type == "cuda"
+        reader = Batches(dataset, _together, name=name, split=split, check=check)
+        pins = self._device.type == "cuda"
         self._feed = Feed(reader, stays=split == "train", num_workers=workers, pin_memory=pins)
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ class Precision:
     channels_last: bool
     context: AbstractContextManager[Any]  # made once: constructing an autocast costs more than entering one
     scaler: Scaler | None = None
-    _begins: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: PrecisionConfig, device: torch.device) -> Precision:
@@ -77,16 +76,9 @@ class Precision:
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
         """Add the gradients of `weight` · `loss` (both 0-dim) to the parameters', scaled where float16 needs it."""
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        if isinstance(weight, Tensor):
-            begin = weight.to(loss)
-        elif (found := self._begins.get(key := (weight, loss.dtype, loss.device))) is not None:
-            begin = found
-        else:  # made once: all batches but the last have one weight
-            self._begins.clear()
-            begin = self._begins[key] = loss.new_full((), weight)
-        # As the gradient that the pass begins with, the weight costs no operation of its own.
-        scaled.backward(begin)  # type: ignore[no-untyped-call]
+        # Not as the gradient that the pass begins with: for its shape torch would ask, and import, its symbolic ones.
+        weighed = loss * (weight.to(loss) if isinstance(weight, Tensor) else weight)
+        (weighed if self.scaler is None else self.scaler.scale(weighed)).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take the scale out of the gradients of `parameters`, in place, once they are summed over the ranks."""
