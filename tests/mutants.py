@@ -205,7 +205,7 @@ images are varied alike in each epoch: data/augment.py
 + counter.keys(_DRAWS, self.seed, 0)
 = unit/test_sets.py::test_own_random_transforms_do_not_depend_on_batch_or_worker
 a transform of one's own goes on from the sample before: data/mapped.py
-- seed_generators(own_seeds[place])
+- seed_generators(own_seed)
 + pass
 = ranks/test_data.py::test_what_is_wrong_or_differs_on_one_rank_is_told_by_all
 ranks train on different data: data/alike.py

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -35,7 +35,6 @@ class Precision:
     context: AbstractContextManager[Any]
     """Made once and entered at each micro-batch: constructing an autocast costs more than entering one."""
     scaler: torch.amp.GradScaler | None = None
-    _begins: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: PrecisionConfig, device: torch.device) -> Precision:
@@ -87,17 +86,9 @@ class Precision:
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
         """Add the gradients of `weight` · `loss` (both 0-dim) to the parameters', scaled where float16 needs it."""
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        # As the gradient that the pass begins with, the weight costs no operation of its own.
-        scaled.backward(weight.to(loss) if isinstance(weight, Tensor) else self._begin(loss, weight))  # type: ignore[no-untyped-call]
-
-    def _begin(self, loss: Tensor, weight: float) -> Tensor:
-        """Return `weight` as a tensor like `loss` (0-dim), made once: all batches but the last have one weight."""
-        key = (weight, loss.dtype, loss.device)
-        if key not in self._begins:
-            self._begins.clear()
-            self._begins[key] = loss.new_full((), weight)
-        return self._begins[key]
+        # Not as the gradient that the pass begins with: for its shape torch would ask, and import, its symbolic ones.
+        weighed = loss * (weight.to(loss) if isinstance(weight, Tensor) else weight)
+        (weighed if self.scaler is None else self.scaler.scale(weighed)).backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizers: Sequence[Optimizer], *, clip: float | None, measure: bool = False) -> Tensor | None:
         """Clip and apply the gradients; return the norm before clipping if `clip` is set, or it is to be measured.

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from .. import own
 from ..errors import RequestError
@@ -89,21 +88,26 @@ class Samples:
         )
 
     def _read(self, share: Indices, own_seeds: UInt64 | None) -> Pair:
-        samples = []
-        for place, index in enumerate(share.tolist()):
-            if own_seeds is not None:
-                seed_generators(own_seeds[place])
-            try:
-                samples.append(self.dataset[index])
-            except BaseException as error:
-                error.add_note(f"{self.split} sample {index} of --data {self.module.name}")
-                raise
-        # All at once: to look at each sample takes as long as a small net's step.
+        dataset, indices = self.dataset, share.tolist()
+        samples: list[Any] = []
+        try:
+            if own_seeds is None:
+                for index in indices:
+                    samples.append(dataset[index])  # what was read by then says where it failed
+            else:
+                for index, own_seed in zip(indices, own_seeds, strict=True):
+                    seed_generators(own_seed)
+                    samples.append(dataset[index])
+        except BaseException as error:
+            error.add_note(f"{self.split} sample {indices[len(samples)]} of --data {self.module.name}")
+            raise
+        # All at once: to look at each sample takes as long as a small net's step, and so does torch's default_collate.
         with contextlib.suppress(TypeError, ValueError, RuntimeError, AttributeError, IndexError):
-            x, given = default_collate(samples)
+            xs, labels = zip(*samples, strict=True)
+            x, given = torch.stack(xs), torch.stack(labels) if isinstance(labels[0], Tensor) else torch.tensor(labels)
             y = given.long()
             if x.shape == (len(share), *self.shape) and x.dtype == self.dtype and y.shape == (len(share),):
-                low, high = y.aminmax()
+                low, high = map(int, y.aminmax())
                 if low >= 0 and high < self.classes and (given is y or torch.equal(y.to(given.dtype), given)):
                     return x, y
         return self._checked(share, samples)
