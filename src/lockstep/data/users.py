@@ -153,7 +153,7 @@ def _together(samples: list[Any]) -> tuple[Tensor, Any]:
     x = torch.stack(xs)
     if x.dtype != xs[0].dtype:
         raise TypeError("samples of several dtypes")
-    return x, default_collate(labels)
+    return x, default_collate([*labels])
 
 
 def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
