@@ -158,12 +158,14 @@ def _together(samples: list[Any]) -> tuple[Tensor, Any]:
 
 def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
     """Raise `RequestError` where labels y (n,) of the samples `indices` (n,) are not the numbers of classes."""
-    if not isinstance(y, Tensor) or y.dim() != 1 or bool((y != y.long()).any()):
+    if not isinstance(y, Tensor) or y.dim() != 1 or not torch.equal(y, y.long().to(y.dtype)):
         found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise RequestError(f"{what} labels are {found}; give one whole number for each sample, the index of its class.")
-    for at in ((y < 0) | (y >= classes)).nonzero().flatten().tolist():
-        label = int(y[at])
-        raise RequestError(f"{what} sample {indices[at]} has label {label}, but the classes are 0 to {classes - 1}.")
+    low, high = map(int, y.long().aminmax()) if len(y) else (0, 0)
+    if low < 0 or high >= classes:
+        at = int(((y < 0) | (y >= classes)).nonzero()[0])
+        found = f"sample {indices[at]} has label {int(y[at])}"
+        raise RequestError(f"{what} {found}, but the classes are 0 to {classes - 1}.")
 
 
 class Streamed(Source):
