@@ -76,9 +76,9 @@ class Precision:
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
         """Add the gradients of `weight` · `loss` (both 0-dim) to the parameters', scaled where float16 needs it."""
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
         # Not as the gradient that the pass begins with: for its shape torch would ask, and import, its symbolic ones.
-        weighed = loss * (weight.to(loss) if isinstance(weight, Tensor) else weight)
-        (weighed if self.scaler is None else self.scaler.scale(weighed)).backward()  # type: ignore[no-untyped-call]
+        (scaled * (weight.to(scaled) if isinstance(weight, Tensor) else weight)).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take the scale out of the gradients of `parameters`, in place, once they are summed over the ranks."""
