@@ -86,9 +86,9 @@ class Precision:
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
         """Add the gradients of `weight` · `loss` (both 0-dim) to the parameters', scaled where float16 needs it."""
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
         # Not as the gradient that the pass begins with: for its shape torch would ask, and import, its symbolic ones.
-        weighed = loss * (weight.to(loss) if isinstance(weight, Tensor) else weight)
-        (weighed if self.scaler is None else self.scaler.scale(weighed)).backward()  # type: ignore[no-untyped-call]
+        (scaled * (weight.to(scaled) if isinstance(weight, Tensor) else weight)).backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizers: Sequence[Optimizer], *, clip: float | None, measure: bool = False) -> Tensor | None:
         """Clip and apply the gradients; return the norm before clipping if `clip` is set, or it is to be measured.
