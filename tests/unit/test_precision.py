@@ -118,6 +118,14 @@ class _Training:
         return {name: held.detach().numpy().tobytes() for name, held in tensors.items()}
 
 
+def test_a_loss_in_half_precision_is_scaled_before_it_is_weighed() -> None:
+    """The first scale, 65,536, is more than float16 holds: by itself it would cost the run's first step."""
+    weights = nn.Parameter(torch.ones(4))
+    _precision("fp16").backward(weights.half().sum(), 1 / 64)
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [65536 / 64] * 4
+
+
 @pytest.mark.parametrize("config", [OptimConfig(name=name) for name in ("sgd", "adamw", "muon")])
 @pytest.mark.parametrize(("at", "steps_before"), [(0, 0), (3, 0), (1, 2)])
 def test_under_fp16_an_overflow_anywhere_changes_the_scale_alone(
