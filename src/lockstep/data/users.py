@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset
 
 from .. import hardware, user_code
 from ..config.schema import DataConfig
 from ..errors import LockstepError, RequestError, RunError
 from ..world.random_state import kept
 from . import counter
-from .feed import GENERATORS, Batches, Feed, seed
+from .feed import GENERATORS, Batches, Feed, collated, seed
 from .images import Plain, Transform
 from .ranks import Signature, check_alike, compare, digest, spread
 from .resident import resident
@@ -147,13 +147,12 @@ def _check_sample(what: str, dtype: torch.dtype, shape: torch.Size, index: int, 
         raise RequestError(f"{what} sample {index} is {found}; all must be alike.")
 
 
-def _together(samples: list[Any]) -> tuple[Tensor, Any]:
-    """Return x (n, …) and the labels of (x, label) pairs, for which torch's default_collate takes twice as long."""
-    xs, labels = zip(*samples, strict=True)
-    x = torch.stack(xs)
-    if x.dtype != xs[0].dtype:
+def _together(samples: list[Any]) -> Any:
+    """Return x (n, …) and the labels of (x, label) pairs."""
+    batch = collated(samples)
+    if batch[0].dtype != samples[0][0].dtype:
         raise TypeError("samples of several dtypes")
-    return x, default_collate([*labels])
+    return batch
 
 
 def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
