@@ -11,13 +11,14 @@ import inspect
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the base of all of torch's, and of users' own
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -36,13 +37,7 @@ PrefixStore = _stores.PrefixStore
 Store = _stores.Store
 TCPStore = _stores.TCPStore
 
-foreach_copy_, foreach_div_, foreach_lerp_, foreach_mul_, foreach_norm = (
-    torch._foreach_copy_,
-    torch._foreach_div_,
-    torch._foreach_lerp_,
-    torch._foreach_mul_,
-    torch._foreach_norm,
-)
+foreach_copy_, foreach_div_ = torch._foreach_copy_, torch._foreach_div_
 """One operation on a list of tensors, in a few kernels, as torch's optimizers use it; else there is one a tensor."""
 
 _COMPILER = "torch._dynamo"
@@ -131,6 +126,43 @@ def as_default_group(group: Any) -> Iterator[None]:
         yield
     finally:
         dist.distributed_c10d._update_default_pg(whole)
+
+
+def arguments(operator: Any) -> Sequence[Any]:
+    """Return the arguments of an operator of torch's: their names, and whether it writes to them (`alias_info`)."""
+    found: Sequence[Any] = operator._schema.arguments
+    return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called: a copy of it calls the original's code."""
+    return module._compiled_call_impl is not None
+
+
+def replicate(module: nn.Module) -> nn.Module:
+    """Return a copy of the module tree that shares the parameters and has buffers of its own.
+
+    torch's own `replicate` copies to GPUs alone.
+    """
+    copies: dict[nn.Module, nn.Module] = {}
+    for each in module.modules():
+        copy = each.__new__(type(each))
+        copy.__dict__ = each.__dict__.copy()
+        copy._parameters = each._parameters.copy()
+        copy._buffers = {name: None if held is None else held.clone() for name, held in each._buffers.items()}
+        copies[each] = copy
+    for each, copy in copies.items():
+        copy._modules = {name: None if child is None else copies[child] for name, child in each._modules.items()}
+    return copies[module]
+
+
+def end_workers(iterator: Any) -> None:
+    """End a DataLoader's workers and wait for them: now, and not when nobody holds the iterator any more.
+
+    The trace of an exception may.
+    """
+    if end := getattr(iterator, "_shutdown_workers", None):
+        end()
 
 
 def set_timeout(limit: timedelta) -> None:

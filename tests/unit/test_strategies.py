@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.strategies.data_parallel import ThreadReplicas
+from lockstep.config.schema import ParallelConfig
+from lockstep.errors import RequestError
+from lockstep.strategies.data_parallel import DataParallel, ThreadReplicas
+from lockstep.world.world import World
 
 
 def test_autocast_holds_in_every_replica() -> None:
@@ -27,6 +30,15 @@ def test_the_first_replicas_statistics_are_kept() -> None:
     ThreadReplicas(model, 2)(x)
     alone(x[:4])
     torch.testing.assert_close(dict(model.named_buffers()), dict(alone.named_buffers()))
+
+
+def test_a_copy_of_a_compiled_model_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    strategy = DataParallel(ParallelConfig(strategy="dp", devices=2), World.alone())
+    strategy.wrap(model)
+    model.compile()
+    with pytest.raises(RequestError, match="--compile cannot work under --strategy dp on 2 devices"):
+        strategy.wrap(model)
 
 
 class _Moody(nn.Linear):

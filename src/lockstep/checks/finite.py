@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .. import _torch
 from ..errors import RunError
 from ..world.world import World
 
@@ -24,7 +23,7 @@ def suspect(tensors: Iterable[Tensor]) -> Tensor:
     held = [each.detach() for each in tensors if _can_be(each)]
     if not held:
         return torch.tensor(False)
-    return ~torch.stack([norm.float() for norm in _torch.foreach_norm(held)]).isfinite().all()
+    return ~nn.utils.get_total_norm(held).isfinite()
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -7,8 +7,10 @@ data sets draw nothing: until one does, batches are read unseeded, and one that 
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import gc
+import multiprocessing
 import os
 import random
 import signal
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate, get_worker_info
 
-from .. import user_code
+from .. import _torch, user_code
 from ..batching import BatchPlan
 from ..errors import LockstepError, RunError
 from ..monitor.failures import one_line, place
@@ -225,10 +227,12 @@ class Feed:
         if self._loader is None:
             given = {"batch_size": None, "sampler": self._tasks, "collate_fn": _unchanged, "generator": self._generator}
             self._loader = DataLoader(self._reader, persistent_workers=self._stays, **given | self._options)
+        before = multiprocessing.active_children()
         self._running = answers = iter(self._loader)
-        for worker in getattr(answers, "_workers", ()):
-            # torch, and Python at its exit, end a worker that does not end by itself with SIGTERM, which it ignores.
-            worker._popen.terminate = worker._popen.kill
+        for worker in set(multiprocessing.active_children()).difference(before):
+            # torch ends one that does not end by itself with SIGTERM, which it ignores; Python's exit would too.
+            worker.terminate = worker.kill  # type: ignore[method-assign]
+        atexit.register(self.close)
         try:
             yield from answers
         finally:
@@ -237,9 +241,8 @@ class Feed:
 
     def close(self) -> None:
         """End the workers and wait for them; those that are stuck in a sample are killed after seconds."""
-        # torch has no public way to do this, and the trace of an exception would keep them.
-        if end := getattr(self._running, "_shutdown_workers", None):
-            end()
+        atexit.unregister(self.close)
+        _torch.end_workers(self._running)
         self._running = self._loader = None
 
 

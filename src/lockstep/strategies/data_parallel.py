@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
+from .. import _torch
 from ..config.registry import per_device
 from ..config.schema import ParallelConfig
 from ..errors import RequestError
@@ -42,7 +43,7 @@ class DataParallel(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module that splits its input; raise `RequestError` for several devices and a compiled model."""
-        if len(self.devices) > 1 and any(module._compiled_call_impl is not None for module in model.modules()):
+        if len(self.devices) > 1 and any(map(_torch.is_compiled, model.modules())):
             raise RequestError(
                 f"--compile cannot work under --strategy {self.name} on {len(self.devices)} devices, because a copy "
                 f"of a compiled module calls the original; leave it out, or use --strategy {per_device()}."
@@ -110,7 +111,7 @@ class ThreadReplicas(nn.Module):
         if len(parts) == 1 or not torch.is_grad_enabled():
             return self.module(x, dtype)  # type: ignore[no-any-return]
         # Replica 0 works on the module's own buffers, as in nn.DataParallel: its running statistics are kept.
-        replicas = [self.module, *(_replicate(self.module) for _ in parts[1:])]
+        replicas = [self.module, *(_torch.replicate(self.module) for _ in parts[1:])]
         outputs: list[Any] = [None] * len(parts)
 
         def run(number: int) -> None:
@@ -142,17 +143,3 @@ def _split(x: Tensor, replicas: int) -> list[Tensor]:
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _replicate(module: nn.Module) -> nn.Module:
-    """Return a copy of the module tree that shares the parameters and has buffers of its own."""
-    copies: dict[nn.Module, nn.Module] = {}
-    for each in module.modules():
-        copy = each.__new__(type(each))
-        copy.__dict__ = each.__dict__.copy()
-        copy._parameters = each._parameters.copy()
-        copy._buffers = {name: None if held is None else held.clone() for name, held in each._buffers.items()}
-        copies[each] = copy
-    for each, copy in copies.items():
-        copy._modules = {name: None if child is None else copies[child] for name, child in each._modules.items()}
-    return copies[module]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from .. import _torch
 from ..checkpoint.state import matching
@@ -54,7 +55,7 @@ class Average:
         # A process group, as torch's SyncBatchNorm may hold one, cannot be copied: copies share it.
         groups = (getattr(module, "process_group", None) for module in model.modules())
         self.module = copy.deepcopy(model, {id(group): group for group in groups}).requires_grad_(False)
-        self._share = 1 - decay
+        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._ours: list[Tensor] = list(self.module.parameters())
         self._theirs: list[Tensor] = list(model.parameters())
         self._our_buffers, self._their_buffers = list(self.module.buffers()), list(model.buffers())
@@ -62,7 +63,7 @@ class Average:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the model's weights after a step."""
-        _torch.foreach_lerp_(self._ours, self._theirs, self._share)
+        self._average(self._ours, self._theirs, 0)
         if self._our_buffers:
             _torch.foreach_copy_(self._our_buffers, self._their_buffers)
 

@@ -113,6 +113,10 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
+_ASKING = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+"""Fused, they ask on the device whether a gradient was not finite."""
+
+
 class Scaler:
     """Loss scaling as torch's GradScaler does it, but of all optimizers as one, and the host waits for nothing.
 
@@ -134,7 +138,7 @@ class Scaler:
     def unscale(self, gradients: list[Tensor]) -> None:
         """Unscale the gradients, in place, and note on the device whether all are finite."""
         if gradients:
-            _torch.foreach_mul_(gradients, self._scale.reciprocal())
+            _torch.foreach_div_(gradients, self._scale)
             found = (~nn.utils.get_total_norm(gradients, math.inf).isfinite()).float()
             self._overflow = found if self._overflow is None else torch.maximum(self._overflow, found)
 
@@ -142,10 +146,10 @@ class Scaler:
         """Call `step`, the optimizer's, to no effect where a gradient was not finite."""
         if self._overflow is None:
             step()
-        elif getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's fused ones ask for it on the device
+        elif isinstance(optimizer, _ASKING) and optimizer.defaults["fused"]:
             vars(optimizer).update(grad_scale=None, found_inf=self._overflow)
             step()
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[union-attr]
         else:
             _step_unless(optimizer, step, self._overflow > 0)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .. import _torch
 from .._torch import BatchNorm, TorchDispatchMode
 from ..training.losses import LossFunction
 from ..world.random_state import kept, seed_all
@@ -72,7 +73,7 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
-        arguments = func._schema.arguments
+        arguments = _torch.arguments(func)
         given = dict(zip((each.name for each in arguments), args, strict=False)) | (kwargs or {})
         if func is torch.ops.aten.native_dropout.default:
             kept_share = 1 - given["p"] if given["train"] else 1.0
