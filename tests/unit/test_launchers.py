@@ -227,3 +227,10 @@ def test_memory_that_a_step_frees_is_there_for_the_next_one() -> None:
     assert faults("keep") < 1000
     assert faults("keep", MALLOC_MMAP_THRESHOLD_="1000000") > 10_000, "the user's own settings stay"
     assert faults() > 1000
+
+
+def test_a_failure_that_is_written_again_is_whole_at_each_moment(tmp_path: Path) -> None:
+    failures.write(failures.Failure(1, "", "words", "trace"), tmp_path)
+    with (tmp_path / "rank_1.txt").open() as reader:
+        failures.write(failures.Failure(1, "", "words", "a longer trace"), tmp_path)
+        assert reader.read() == "words\n\ntrace"

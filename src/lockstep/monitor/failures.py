@@ -19,7 +19,7 @@ from types import TracebackType
 
 from ..config.schema import RunConfig
 from ..errors import AbsentError, LockstepError, ProofError, RequestError, RunError, Stopped, UnmatchedError
-from ..files import ours, own_folder, read
+from ..files import own_folder, read, write_whole
 from ..printable import visible
 
 _KINDS: dict[str, type[LockstepError]] = {
@@ -129,8 +129,8 @@ def write(failure: Failure, folder: Path) -> None:
     own_folder(folder)
     path = folder / f"rank_{failure.rank}.txt"
     marked = f"{_ECHO_MARK}\n" if failure.is_echo else ""
-    with open(path, "w", encoding="utf-8", errors="backslashreplace", opener=ours) as file:
-        file.write(visible(f"{' '.join(failure.sentence.split())}\n{marked}\n{failure.trace}"))
+    told = visible(f"{' '.join(failure.sentence.split())}\n{marked}\n{failure.trace}")
+    write_whole(path, told.encode(errors="backslashreplace"))  # again on the way out, while another rank reads it
 
 
 def cause_in(folder: Path, *, since_s: float) -> str:
