@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -55,8 +56,11 @@ class Keys:
         """
         prefix = f"{self._prefix}/{name}" if name else self._prefix
         try:
+            if host := getattr(self.store, "host", ""):
+                # torch holds Python's lock while it connects: for half a minute, where that host is cut off.
+                socket.create_connection((host, self.store.port), limit_s).close()  # type: ignore[attr-defined]
             return Keys(bounded.within(self._limit_s, self.store.clone, "store"), prefix, self._secret, limit_s)
-        except bounded.Late as error:
+        except (bounded.Late, OSError) as error:
             raise Unanswered(str(error)) from error
 
     def read(self, key: str) -> str:
