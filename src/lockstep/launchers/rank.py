@@ -235,7 +235,8 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
 
 def variables(config: RunConfig) -> dict[str, str]:
     """Return the environment variables that torch is to find in a rank."""
-    wanted: dict[str, str] = {}
+    # With torch 2.15's new backend for NCCL the backward pass waits for each of DDP's exchanges, by its code.
+    wanted = unset({"TORCH_DIST_USE_NCCL2": "0"})
     if config.precision.deterministic:
         # cuBLAS reads it at its first use, and without it some of its algorithms differ from run to run; so do sums in
         # switches (NVLS), which torch itself leaves out only where it is told before the process group is formed.
