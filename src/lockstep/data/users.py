@@ -157,7 +157,8 @@ def _together(samples: list[Any]) -> Any:
 
 def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
     """Raise `RequestError` where labels y (n,) of the samples `indices` (n,) are not the numbers of classes."""
-    if not isinstance(y, Tensor) or y.dim() != 1 or not torch.equal(y, y.long().to(y.dtype)):
+    is_list = isinstance(y, Tensor) and y.dim() == 1
+    if not is_list or (y.is_floating_point() and not torch.equal(y, y.trunc())):
         found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise RequestError(f"{what} labels are {found}; give one whole number for each sample, the index of its class.")
     low, high = map(int, y.long().aminmax()) if len(y) else (0, 0)
