@@ -53,7 +53,7 @@ def test_help_names_every_verb_every_flag_and_all_that_a_flag_takes(capsys: pyte
     takes: dict[str, tuple[str, ...]] = {
         leaf.key: leaf.rule if isinstance(leaf.rule, OneOf) else () for leaf in leaves()
     }
-    takes |= {"strategy": tuple(KINDS), "launcher": launchers.names(), "data": sets.names()}
+    takes |= {"strategy": tuple(KINDS), "launcher": tuple(launchers.LAUNCHERS), "data": tuple(sets.DATA_SETS)}
     for key, names in takes.items():
         found = re.search(rf"--{key}[ ,].*?(?=--\w|╰|\+-)", told, re.DOTALL)
         assert found, key

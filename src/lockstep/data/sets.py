@@ -67,11 +67,6 @@ def readers() -> dict[str, tuple[str, ...]]:
     return {flag: tuple(name for name, entry in DATA_SETS.items() if flag in entry.options) for flag in flags}
 
 
-def names() -> tuple[str, ...]:
-    """Return the names of the data sets."""
-    return tuple(DATA_SETS)
-
-
 def _entry(name: str) -> Entry:
     if ":" in name:
         return _OWN

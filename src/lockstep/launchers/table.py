@@ -142,11 +142,6 @@ def joining(config: RunConfig, env: Mapping[str, str]) -> LaunchPlan:
     return planned
 
 
-def names() -> tuple[str, ...]:
-    """Return the names that --launcher takes besides auto."""
-    return tuple(LAUNCHERS)
-
-
 def visible_gpus() -> str | None:
     """Return what CUDA_VISIBLE_DEVICES leaves of the GPUs to this process; None where it is not set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
