@@ -37,7 +37,7 @@ LIGHT = ["convnet-small", "mlp", "pyramidnet-20-48", "resnet8", "resnet18"]
 
 
 def _build(name: str, classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Module:
-    return table.build(name, classes=classes, in_channels=in_channels, image_size=image_size)
+    return table.build_for(name, classes=classes, shape=(in_channels, image_size, image_size))
 
 
 def _parameters(model: nn.Module) -> int:

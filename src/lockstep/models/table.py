@@ -47,11 +47,6 @@ def preflight(name: str) -> None:
         _torchvision_name(name)
 
 
-def build(name: str, *, classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """Return the network `name` for square images; otherwise as `build_for`."""
-    return build_for(name, classes=classes, shape=(in_channels, image_size, image_size))
-
-
 def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
     """Return the network `name`, which takes (N, *shape) to logits (N, classes).
 
