@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.errors import RequestError
 from lockstep.models import table, trial
 from lockstep.models.pyramidnet import Block, PyramidNet, carry, pyramidnet
-from lockstep.models.weights import seed_weights
+from lockstep.world.random_state import seed_weights
 
 # Parameters for 10 classes and 32×32 images of 3 channels, and a digest of the state's keys in their order, which
 # checkpoints depend on.

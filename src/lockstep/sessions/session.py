@@ -30,7 +30,6 @@ from ..config.schema import RunConfig
 from ..data.share import Micro, SharedLoader
 from ..errors import ProofError, RequestError
 from ..models.modes import evaluating
-from ..models.weights import seed_weights
 from ..nn import sync_batchnorm
 from ..nn.sync_batchnorm import SyncBatchNorm
 from ..record.telemetry import SAMPLED
@@ -39,6 +38,7 @@ from ..steps.loop import Loop
 from ..steps.prepared import Prepared, Source
 from ..training.gradients import GlobalBatch, check_loss, on_device
 from ..training.precision import Precision
+from ..world.random_state import seed_weights
 from ..world.world import World
 from . import parts, script
 

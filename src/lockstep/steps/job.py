@@ -22,7 +22,6 @@ from ..data.share import Micro
 from ..errors import RequestError
 from ..models import table as models_table
 from ..models import trial
-from ..models.weights import seed_weights
 from ..monitor.progress import SETUP
 from ..nn import sync_batchnorm
 from ..strategies import base as strategies
@@ -31,7 +30,7 @@ from ..training import losses, optim
 from ..training.losses import LossFunction
 from ..training.optim import Average, Optimizers
 from ..training.precision import Precision
-from ..world.random_state import seed_all
+from ..world.random_state import seed_all, seed_weights
 from ..world.world import World
 from .prepared import Prepared
 from .start import Taken, freeze

@@ -87,6 +87,14 @@ def seed_all(*parts: int, devices: Devices = ()) -> None:
     np.random.seed(_number(*parts, "numpy") % 2**32)  # of torch's kind: from the same number it would draw alike
 
 
+def seed_weights(seed: int) -> None:
+    """Seed torch's, NumPy's and Python's global generators: weights are then the same."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    # Another number, since NumPy's legacy generator is of torch's kind and would draw alike; it takes 32 bits.
+    np.random.seed(int.from_bytes(hashlib.sha256(repr(("weights", seed)).encode()).digest()[:4], "little"))
+
+
 @contextmanager
 def kept(devices: Devices = ()) -> Iterator[None]:
     """Give the generators back the states that they had before the block."""
