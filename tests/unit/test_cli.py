@@ -75,15 +75,23 @@ def test_refusals_and_help_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "launcher", "ranks"), [("ddp", "spawn", "2 ranks"), ("dp", "inline", "1 rank × 2 devices")]
+)
 def test_a_dry_run_says_what_would_run_and_where_and_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    strategy: str,
+    launcher: str,
+    ranks: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["train", "digits", "--devices", "2", "--accelerator", "cpu", "--accumulate", "2", "--dry-run"]
-    assert main(words) == 0
+    assert main([*words, "--strategy", strategy]) == 0
     told = capsys.readouterr().out
-    assert "launcher spawn, strategy ddp, accelerator cpu, devices 2 on each node" in told
-    assert "global batch 64 = 2 ranks × 2 micro-batches × 16" in told
+    assert f"launcher {launcher}, strategy {strategy}, accelerator cpu, devices 2 on each node" in told
+    assert f"global batch 64 = {ranks} × 2 micro-batches × 16" in told
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,6 +12,7 @@ from ..config.schema import RunConfig
 from ..data import sets
 from ..errors import RequestError, choose
 from ..launchers import table as launchers
+from ..launchers.devices import drives_all
 from ..launchers.table import LaunchPlan
 from ..models import table as models
 from ..runs import folders
@@ -46,8 +47,10 @@ def check(config: RunConfig) -> tuple[LaunchPlan, BatchPlan]:
     """Return what will run; refuse what can be seen to be impossible, a batch that cannot be shared out included."""
     preflight(config)
     planned, batch = launchers.plan(config), config.batch
-    ranks, micro, accumulate = planned.least_ranks, batch.micro_batch, batch.accumulate
-    return planned, BatchPlan.solve(batch.size, ranks, micro_size=micro, accumulation=accumulate)
+    parallel, ranks = planned.config.parallel, planned.least_ranks
+    micro, accumulate = batch.micro_batch, batch.accumulate
+    devices = (parallel.devices or 1) if drives_all(parallel) else 1
+    return planned, BatchPlan.solve(batch.size, ranks, micro_size=micro, accumulation=accumulate, devices=devices)
 
 
 def preflight(config: RunConfig) -> None:
