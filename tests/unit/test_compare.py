@@ -94,6 +94,7 @@ def test_without_vary_the_ways_of_this_machine_are_compared_with_one_device() ->
         ("digits --vary strategy=single --vary devices=2", "None of 1 variant can be run; single-2: "),
         ("digits --vary strategy=ddp,dp --scaling weak", "give --devices"),
         ("--vary devices=1,2", "lacks a job: give a recipe"),
+        ("--output=compared --from", "no run to report on"),
         (f"--vary devices=1,2 --to-accuracy 0.9 {__file__}", "which a script has not; use --seeds"),
     ],
 )

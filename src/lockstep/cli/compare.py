@@ -73,9 +73,10 @@ def main(given: list[str]) -> int:
         return _watched(*given)
     if output.helped(given, _USAGE):
         return 0
-    if given[:1] == ["--from"] or (given[:1] == ["--output"] and given[2:3] == ["--from"]):
-        asked, leading = words.take([word for word in given if word != "--from"], {"--output": str})
-        report_of([Path(each) for each in leading], Path(asked["--output"]) if "--output" in asked else None)
+    asked, leading = words.take(given, {"--output": str}) if "--from" in given else ({}, [])
+    if leading[:1] == ["--from"]:
+        runs = [Path(each) for each in leading if each != "--from"]
+        report_of(runs, Path(asked["--output"]) if "--output" in asked else None)
         return 0
     job = Job(given, OWN, prog="lockstep compare")
     asked, base = job.asked, job.config()
