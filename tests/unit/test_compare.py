@@ -398,6 +398,11 @@ def test_lines_are_read_against_round_numbers() -> None:
     assert shown[1:] == ["0.4", "0.6", "0.8", "1", "1.2", "0", "200", "400", "600", "800", "step", ""]
 
 
+def test_a_line_of_many_points_ends_at_its_last_one() -> None:
+    points = [(step, float(step)) for step in range(1000)] + [(1000, math.nan)]
+    assert 'aria-label="Losses: a ends at 999"' in charts.lines("Losses", [charts.Line("a", points)], "step", "")
+
+
 def _run(folder: Path, *, config: str = "", summary: str = "{}", **manifest: str) -> Path:
     folder.mkdir(parents=True)
     for name, text in {"config.toml": config, "summary.json": summary, "manifest.json": json.dumps(manifest)}.items():

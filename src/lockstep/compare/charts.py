@@ -72,8 +72,8 @@ def bars(title: str, given: Sequence[Bar], unit: str) -> str:
 
 def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal: bool = False) -> str:
     """Return a chart of the finite points of lines; "" without any. `ideal` adds y = x."""
-    thin = [Line(name, points[:: max(1, len(points) // _POINTS)]) for name, points in given]
-    finite = [Line(name, [each for each in points if all(map(math.isfinite, each))]) for name, points in thin]
+    finite = [Line(name, [each for each in points if all(map(math.isfinite, each))]) for name, points in given]
+    finite = [Line(name, [*points[: -1 : max(1, len(points) // _POINTS)], *points[-1:]]) for name, points in finite]
     finite = [line for line in finite if line.points]
     if not finite:
         return ""
