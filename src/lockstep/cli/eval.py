@@ -120,5 +120,4 @@ def _check_writable(folder: Path, predictions: Path | None) -> None:
 def _entry(config: RunConfig, world: World, **asked: Any) -> dict[str, Any]:
     from ..sessions.scoring import evaluate_checkpoint
 
-    output.survive()  # a rank is a process of its own
     return evaluate_checkpoint(config, world, **asked)

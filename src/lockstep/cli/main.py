@@ -11,6 +11,7 @@ import sys
 from importlib import import_module
 
 from ..errors import LockstepError, RequestError, RunError, Stopped, unknown
+from ..monitor.output import survive
 from ..monitor.signals import OUTSIDE, heeded
 from ..printable import one_line, visible
 from ..screen import Screen
@@ -44,7 +45,7 @@ lockstep VERB --help shows a verb's flags. To start: lockstep train digits --str
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 refused, 3 a proof failed, 75 stopped."""
-    output.survive()
+    survive()
     try:
         with heeded(signal.default_int_handler):  # SIGTERM and SIGHUP end as Ctrl-C does: with a sentence
             return _dispatch(sys.argv[1:] if arguments is None else arguments)

@@ -1,21 +1,13 @@
-"""What the command prints, past a terminal that lacks a character, a full disk and a reader that has gone."""
+"""What the command prints, past a full disk and a reader that has gone."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
 
 from ..errors import RunError
-
-
-def survive() -> None:
-    """Print a question mark for a character that the output cannot encode, such as × in plain ASCII."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 @contextlib.contextmanager

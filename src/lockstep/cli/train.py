@@ -62,7 +62,6 @@ def preflight(config: RunConfig) -> None:
 
 def entry(config: RunConfig, world: World) -> RunResult | dict[str, float]:
     """Train as one rank (*collective*)."""
-    output.survive()  # a rank is a process of its own, and the only one that imports torch
     if config.optim.step:
         from .. import task
 

@@ -37,7 +37,7 @@ from ..files import LOCK, ours
 from ..monitor import bounded, failures, tracebacks
 from ..monitor.failures import Failure, first_cause
 from ..monitor.notes import FOLDER, Notes
-from ..monitor.output import say
+from ..monitor.output import say, survive
 from ..monitor.signals import KILLED, OUTSIDE, Interrupts, heeded
 from ..world.topology import Topology
 from . import rank, stores
@@ -390,6 +390,7 @@ def _settle() -> None:
     if os.environ.get(_SAFE_PATH) == _OURS:  # the user's own programs are started as ever
         os.environ.pop(_SAFE_PATH)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    survive()  # as the command itself does
     end_with_parent()
 
 

@@ -65,6 +65,13 @@ def say(sentence: str, descriptor: int | None = None, *, begin: str = "") -> Non
         os.write(number, f"{cursor}{begin}{told(sentence)}".encode(errors="replace"))
 
 
+def survive() -> None:
+    """Print a question mark for a character that the output cannot encode, such as × in plain ASCII."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def flush() -> None:
     """Write out what this process has printed."""
     for stream in (sys.stdout, sys.stderr):

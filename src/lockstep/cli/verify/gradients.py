@@ -117,7 +117,6 @@ def _placed(config: RunConfig, names: Sequence[str]) -> RunConfig:
 def _entry(config: RunConfig, world: World, **asked: Any) -> Report | None:
     from ...verify.gradients import examine
 
-    output.survive()  # a rank is a process of its own
     return examine(config, world, **asked)
 
 
