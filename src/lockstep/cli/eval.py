@@ -15,6 +15,7 @@ from ..config.schema import DataConfig, ParallelConfig, RecordConfig, RunConfig
 from ..errors import RequestError, choose
 from ..files import DEFECTS, parse_json, read, shown
 from ..launchers import table as launchers
+from ..runs import folders
 from ..screen import Screen
 from . import flags, output, words
 from .train import preflight
@@ -77,11 +78,7 @@ def main(given: list[str]) -> int:
 
 def _config_file(path: Path) -> Path:
     """Return the config.toml of the run that `path` is, or is a checkpoint of."""
-    above = path.absolute().parent
-    run = above.parent if above.name == "checkpoints" else above if path.name == "checkpoints" else path
-    if not (run / "config.toml").is_file():
-        found = "lies in no run's folder: there is no config.toml" if path.exists() else "is not there"
-        raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")
+    run = folders.find(path, "config.toml")
     with contextlib.suppress(*DEFECTS):  # what else is wrong with the run is told by what reads it
         if parse_json(read(run / "manifest.json"))["chosen"].get("loop") == "own":
             raise RequestError(

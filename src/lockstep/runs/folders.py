@@ -279,3 +279,15 @@ def run_of(path: Path) -> Path | None:
         if (folder / "steps.jsonl").exists() or (folder / "checkpoints").is_dir():
             return folder
     return None
+
+
+def find(path: Path, *names: str) -> Path:
+    """Return the run's folder that `path` is, or that its checkpoint lies in.
+
+    Raises `RequestError` where that has none of the files `names`.
+    """
+    folder = run_of(path) or path
+    if any((folder / name).is_file() for name in names):
+        return folder
+    found = f"lies in no run's folder: there is no {' and no '.join(names)}" if path.exists() else "is not there"
+    raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")

@@ -28,7 +28,6 @@ from ..data.order import SHUFFLED
 from ..errors import ProofError, RequestError, Stopped, counted
 from ..files import lines_of, parse_json, understanding
 from ..record.checks import BIT_FOR_BIT, Check, from_json
-from ..runs.folders import run_of
 from ..training import optim
 
 CONFIG, MANIFEST, STEPS, SUMMARY = "config.toml", "manifest.json", "steps.jsonl", "summary.json"
@@ -66,15 +65,6 @@ class _Run(NamedTuple):
 
     def rows(self, *events: str) -> list[_Row]:
         return [row for part in self.parts for row in part.rows if row["event"] in events]
-
-
-def find(path: Path) -> Path:
-    """Return the run's folder that `path` is, or that its checkpoint lies in. Raises `RequestError` for none."""
-    folder = run_of(path) or path
-    if (folder / STEPS).is_file() or (folder / MANIFEST).is_file():
-        return folder
-    found = f"lies in no run's folder: there is neither {STEPS} nor {MANIFEST}" if path.exists() else "is not there"
-    raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")
 
 
 def _read(folder: Path) -> _Run:

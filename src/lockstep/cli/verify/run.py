@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import RequestError, counted
 from ...record.checks import Check
+from ...runs import folders
 from ...screen import Screen
 from .. import output
 from . import shared
@@ -37,10 +38,10 @@ def main(given: list[str]) -> int:
         raise RequestError(
             f"lockstep verify run takes one run, found {len(given)}; as in lockstep verify run runs/digits-resnet8."
         )
+    folder = folders.find(Path(given[0]), "steps.jsonl", "manifest.json")
     # Imported late, as it takes seconds: what is asked for wrongly is refused at once.
     from ...verify import claims
 
-    folder = claims.find(Path(given[0]))
     judged = claims.judge(folder)
     trouble = shared.unwritten(folder, judged.checks)
     with output.written():
