@@ -26,7 +26,7 @@ from ..sessions.script import Script
 from ..versions import version_of
 from . import flags, output, run, words
 from .train import entry
-from .variants import Job, crowded, kept_in, machine, made, telling, whole_number
+from .variants import Job, crowded, gpus, kept_in, machine, made, telling, whole_number
 
 if TYPE_CHECKING:
     from ..world.world import World
@@ -182,11 +182,10 @@ def _run_script(script: Script, config: RunConfig, world: World) -> None:
 
 def _usual(job: Job, base: RunConfig) -> dict[str, list[str]]:
     """Return what is varied by default; raises `RequestError` for nothing."""
-    facts, options = hardware.survey(launchers.visible_gpus()), flatten(base)
-    gpus = 0 if base.parallel.accelerator == "cpu" else len(facts.gpus)
+    options, cpus, has_bf16 = flatten(base), hardware.cpus(), hardware.has_bf16_units()
     named = {word.partition("=")[0].removeprefix("--") for word in job.given}
     kept = {key: str(options[key]) for key in named & {"strategy", "devices", "precision"}}
-    found = grid.usual(facts.cpus, gpus, has_bf16=facts.has_bf16_units, is_script=job.is_script, given=kept)
+    found = grid.usual(cpus, gpus(base), has_bf16=has_bf16, is_script=job.is_script, given=kept)
     if not found:
         raise RequestError("There is one way to train this here: say what to compare, as in --vary batch=64,256.")
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .. import hardware
 from ..compare import forecast, networks, records, tables
 from ..compare.forecast import Cluster
 from ..compare.grid import Cell, Words
@@ -13,11 +12,10 @@ from ..compare.networks import Links
 from ..config.options import flatten
 from ..errors import RequestError, counted
 from ..files import shown, understanding
-from ..launchers import table as launchers
 from ..runs import folders
 from ..screen import Screen
 from . import output
-from .variants import Job, crowded, kept_in, machine, made, telling, whole_number
+from .variants import Job, crowded, gpus, kept_in, machine, made, telling, whole_number
 
 _USAGE = """\
 usage: lockstep forecast [RECIPE] --network NETWORK [--devices N:M] [flags of lockstep train]
@@ -68,7 +66,7 @@ def main(given: list[str]) -> int:
     # Of a run that is the network: how many ranks it had, and how long its steps took.
     ranks, step_s = _recorded(Path(network), job) if Path(network).is_dir() else (0, [])
     between = within if ranks else networks.links("--network", network)
-    per_node = _per_node(asked.get("--per-node"), is_cpu=base.parallel.accelerator == "cpu")
+    per_node = _per_node(asked.get("--per-node"), gpus(base))
     folder = job.folder("forecast", {"scaling": "weak" if job.is_weak else "strong"})
     screen = Screen(stderr=True)
     crowded(screen)
@@ -140,8 +138,7 @@ def _devices(text: str) -> list[int]:
     return sorted({1, *found})
 
 
-def _per_node(text: str | None, *, is_cpu: bool) -> int:
-    gpus = 0 if is_cpu else len(hardware.survey(launchers.visible_gpus()).gpus)
+def _per_node(text: str | None, gpus: int) -> int:
     asked = whole_number("--per-node", text) or max(1, gpus)
     if asked > 1 and not gpus:
         raise RequestError(f"--per-node {text}: there is no GPU here, and a device is a whole machine; leave it out.")

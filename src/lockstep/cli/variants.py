@@ -1,4 +1,4 @@
-"""Shared by `compare` and `forecast`: the job, its flags and folder."""
+"""What `compare`, `forecast` and `verify` share: a job, its devices, its folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from ..config.schema import RunConfig
 from ..errors import RequestError, Stopped
 from ..files import shown, write_json
 from ..launchers.table import visible_gpus
+from ..record import checks
+from ..record.checks import Check
 from ..runs import folders
 from ..screen import Screen, line
 from ..versions import version_of
@@ -134,6 +136,37 @@ def whole_number(name: str, text: str | None) -> int | None:
     if text is not None and not (text.isdecimal() and int(text)):
         raise RequestError(f"{name} {text}: give a whole number of 1 or more.")
     return None if text is None else int(text)
+
+
+def gpus(config: RunConfig) -> int:
+    """Return the number of GPUs that the config may use here."""
+    return 0 if config.parallel.accelerator == "cpu" else len(hardware.gpus(visible_gpus()))
+
+
+def several(config: RunConfig) -> int:
+    """Return the number of devices asked for, else of all GPUs, else two processes.
+
+    Raises `RequestError` where that leaves nothing to compare with one.
+    """
+    asked = config.parallel
+    count = asked.devices or len(asked.gpu_indices) or gpus(config) or 2
+    if count < 2:
+        raise RequestError(
+            f"{f'--devices {asked.devices}' if asked.devices else 'One GPU'} leaves nothing to compare: give --devices "
+            "2 or more, with --accelerator cpu where there are not as many GPUs."
+        )
+    return count
+
+
+def unwritten(folder: Path, found: Iterable[Check]) -> str:
+    """Add the checks to the folder's files; return why that could not be done, "" where it was."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        checks.add(folder, found)
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # not writable, or not what we have written
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        return f"{checks.SHEET} and {checks.SUMMARY} in {folder} could not be written ({why}); the verdict stands."
+    return ""
 
 
 def machine() -> str:

@@ -21,9 +21,8 @@ from ...screen import Screen
 from ...verify import curve
 from ...verify.curve import Outcome
 from ...verify.variants import Setup
-from .. import flags, output, run, words
+from .. import flags, output, run, variants, words
 from ..train import check as check_training
-from . import shared
 
 _USAGE = """\
 usage: lockstep verify curve [RECIPE] [--tolerance T] [flags of lockstep train]
@@ -100,14 +99,14 @@ def checked(config: RunConfig, given: list[str], script: Sequence[str], *, name:
             f"lockstep verify {name} starts all ranks itself, and this process is a rank by its environment; start the "
             "command once, without torchrun, or, if the variables are left over: unset RANK WORLD_SIZE LOCAL_RANK."
         )
-    count = shared.several(config)
+    count = variants.several(config)
     several = override(config, devices=count)
     launchers.plan(several) if script else check_training(several)
     return Setup(
         config=config,
         folder=Path(),
         devices=count,
-        is_cpu=shared.gpus(config) == 0,
+        is_cpu=variants.gpus(config) == 0,
         given=("run" if script else "train", *flags.without(given, _VARIED)),
         script=tuple(script),
         name=name,

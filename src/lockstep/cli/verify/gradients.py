@@ -16,9 +16,9 @@ from ...launchers import table as launchers
 from ...record import checks
 from ...runs import folders
 from ...screen import Screen
-from .. import output, run, words
+from .. import output, run, variants, words
 from ..train import preflight
-from . import curve, shared
+from . import curve
 
 if TYPE_CHECKING:
     from ...verify.gradients import Answer, Report
@@ -83,7 +83,7 @@ def main(given: list[str]) -> int:
     if report is None:
         return 0  # this process is another rank than the one that tells
     folder = config.record.output or folders.fresh(f"{folders.default_name(config)}-gradients")
-    trouble = shared.unwritten(folder, [report.check()])
+    trouble = variants.unwritten(folder, [report.check()])
     with output.written():
         _print(Screen(), report, config, most=None if "--all" in own else _ROWS)
         note = f"warning: {trouble}" if trouble else f"written to {folder}: {checks.SHEET}, {checks.SUMMARY}"
@@ -109,7 +109,7 @@ def _placed(config: RunConfig, names: Sequence[str]) -> RunConfig:
     strategy = next((name for name in names if KINDS[name].has_ranks), names[0])
     config = override(config, precision=precision, compile=False, channels_last="off", ema=None, strategy=strategy)
     if launchers.plan(config).starts_here:
-        config = override(config, devices=shared.several(config))
+        config = override(config, devices=variants.several(config))
     launchers.plan(config)  # which refuses what does not go together
     return config
 

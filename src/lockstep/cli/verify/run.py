@@ -10,8 +10,7 @@ from ...errors import RequestError, counted
 from ...record.checks import Check
 from ...runs import folders
 from ...screen import Screen
-from .. import output
-from . import shared
+from .. import output, variants
 
 if TYPE_CHECKING:
     from ...verify.claims import Judgement
@@ -43,7 +42,7 @@ def main(given: list[str]) -> int:
     from ...verify import claims
 
     judged = claims.judge(folder)
-    trouble = shared.unwritten(folder, judged.checks)
+    trouble = variants.unwritten(folder, judged.checks)
     with output.written():
         _show(Screen(), folder, judged)
         if trouble:
