@@ -14,6 +14,7 @@ from ..files import write_whole
 from ..launchers import submit
 from ..printable import told
 from ..runs import folders
+from ..verify import commands
 from . import flags, output, words
 from .train import preflight
 
@@ -78,7 +79,7 @@ def main(given: list[str]) -> int:
         )
     folder, is_new = folders.reserve(config, make=not is_dry)
     try:
-        train = [sys.executable, "-P", "-m", "lockstep", "train", *flags.without(rest, _GIVEN)]
+        train = commands.python("lockstep", "train", *flags.without(rest, _GIVEN))
         script = submit.render(job, folder, train)
         if is_dry:
             with output.written():

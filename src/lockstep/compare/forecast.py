@@ -20,6 +20,7 @@ import numpy as np
 
 from ..errors import RequestError, RunError
 from ..files import write_json, write_whole
+from ..verify import commands
 from . import charts, networks, numbers, records, tables, timeline, trials
 from .grid import Words
 from .networks import Links
@@ -165,10 +166,11 @@ def measure(
 def gloo(folder: Path) -> Links:
     """Measure gloo between two ranks of this machine, once for each folder."""
     paths = [folder / f"gloo-{number}.json" for number in (1, 2)]
-    words = ("doctor", "--json", "--devices", "2", "--accelerator", "cpu", "--collectives", "gloo")
+    words = ("--json", "--devices", "2", "--accelerator", "cpu", "--collectives", "gloo")
+    command = commands.python("lockstep", "doctor", *words)
     for path in paths:
         if not path.exists():
-            done = subprocess.run(trials.command(*words), capture_output=True, check=False, stdin=subprocess.DEVNULL)
+            done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
             if not done.stdout:
                 raise RunError(
                     f"lockstep doctor --devices 2 has failed: {done.stderr.decode(errors='replace').strip()}"

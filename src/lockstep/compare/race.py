@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import LockstepError, RunError
-from ..verify.commands import Running
+from ..verify.commands import Running, python
 from .grid import Words
-from .trials import command, reason
+from .trials import reason
 
 _LOOK_S = 0.2
 _TURN, _LEAST_TURN_S = 50.0, 60.0  # times what a turn should take, after which a variant hangs; and seconds, at least
@@ -64,7 +64,7 @@ class _Runner(contextlib.ExitStack):
         self._listener.bind(address)
         self._listener.listen()
         self._listener.settimeout(_LOOK_S)
-        words = command("compare", "raced", address, *entrant.words)
+        words = python("lockstep", "compare", "raced", address, *entrant.words)
         self._running = self.enter_context(Running(self.name, words, entrant.log))
 
     def attempt(self, action: Callable[[], None]) -> bool:

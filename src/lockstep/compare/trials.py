@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ def once(
     begun_s, begun_time = time.monotonic(), time.time()
     failed, told = "", {}
     try:
-        commands.run(name, [command(*words)], [folder / "log"], limit_s=limit_s, enough=is_enough)
+        commands.run(name, [commands.python("lockstep", *words)], [folder / "log"], limit_s=limit_s, enough=is_enough)
         told = result() if result else json_of(folder / RUN / measured.FILE)
         failed = "" if told else "it has left no measurements; its log may say why."
     except Stopped:
@@ -75,11 +74,6 @@ def once(
     found = Trial(told=told, seconds=time.monotonic() - begun_s, to_first_step_s=to_first_step_s, failed=failed)
     write_json(folder / _RESULT, vars(found))
     return found
-
-
-def command(*words: str) -> Words:
-    """Return lockstep's command with these words."""
-    return (sys.executable, "-P", "-m", "lockstep", *words)
 
 
 def reason(name: str, error: LockstepError) -> str:

@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,11 @@ from ..launchers.supervisor import end_with_parent
 Command = tuple[str, ...]
 _LOOK_S = 0.05
 _GRACE_S = 5.0  # for a command to end the ranks that it has started, before all of them are killed
+
+
+def python(*words: str) -> Command:
+    """Return the command `python -m` with these words."""
+    return (sys.executable, "-P", "-m", *words)  # -P: what lies in the current folder is none of ours
 
 
 class Running(contextlib.AbstractContextManager["Running"]):

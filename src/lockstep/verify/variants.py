@@ -7,7 +7,6 @@ hand: `verify gradients` measures them.)
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from ..config.registry import KINDS, auto
 from ..config.schema import RunConfig
 from ..errors import RunError, Stopped, counted
 from ..files import check_own
-from .commands import Command, run
+from .commands import Command, python, run
 
 
 class _Way(NamedTuple):
@@ -167,16 +166,12 @@ def _at_once(setup: Setup, name: str, way: _Way, *more: str, starter: str = "") 
     if starter == "torchrun":
         # --: of a script's own flags, it would take some for its own.
         per_node = ("--standalone", "--nproc-per-node", str(way.devices), "--no-python", "--")
-        return (_python("torch.distributed.run", *per_node, *_python(*words, *setup.script)),)
+        return (python("torch.distributed.run", *per_node, *python(*words, *setup.script)),)
     if starter == "hand":
         place = (setup.folder / f"{name}.meeting").resolve().as_uri()
         words = (*words, "--launcher", "manual", "--init-method", place, "--world-size", str(way.devices))
-        return tuple(_python(*words, "--rank", str(rank), *setup.script) for rank in range(way.devices))
-    return (_python(*words, *setup.script),)
-
-
-def _python(*words: str) -> Command:
-    return (sys.executable, "-P", "-m", *words)  # -P: what lies in the current folder is none of ours
+        return tuple(python(*words, "--rank", str(rank), *setup.script) for rank in range(way.devices))
+    return (python(*words, *setup.script),)
 
 
 def train(setup: Setup, variant: Variant) -> None:
