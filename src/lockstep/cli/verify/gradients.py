@@ -13,6 +13,7 @@ from ...config.registry import KINDS
 from ...config.schema import RunConfig
 from ...errors import ProofError, RequestError, counted, ranks_named
 from ...launchers import table as launchers
+from ...launchers.table import LaunchPlan
 from ...record import checks
 from ...runs import folders
 from ...screen import Screen
@@ -78,8 +79,8 @@ def main(given: list[str]) -> int:
     if is_loop:
         return curve.judge(setup, tolerance)
     names = strategies(config.parallel.strategy)
-    config = _placed(config, names)
-    report = launchers.launch(functools.partial(_entry, names=names, tolerance=tolerance, step=step), config)
+    planned = _planned(config, names)
+    report = launchers.start(functools.partial(_entry, names=names, tolerance=tolerance, step=step), planned)
     if report is None:
         return 0  # this process is another rank than the one that tells
     folder = config.record.output or folders.fresh(f"{folders.default_name(config)}-gradients")
@@ -103,15 +104,13 @@ def _takes_batch(step: str) -> bool:
         return False
 
 
-def _placed(config: RunConfig, names: Sequence[str]) -> RunConfig:
-    """Return the config to measure with: the strategy that the ranks use, several devices, nothing for speed alone."""
+def _planned(config: RunConfig, names: Sequence[str]) -> LaunchPlan:
+    """Return what to measure: the strategy that the ranks use, several devices, nothing for speed alone."""
     precision = "fp64" if config.precision.name == "auto" else config.precision.name
     strategy = next((name for name in names if KINDS[name].has_ranks), names[0])
     config = override(config, precision=precision, compile=False, channels_last="off", ema=None, strategy=strategy)
-    if launchers.plan(config).starts_here:
-        config = override(config, devices=variants.several(config))
-    launchers.plan(config)  # which refuses what does not go together
-    return config
+    planned = launchers.plan(config)
+    return launchers.plan(override(config, devices=variants.several(config))) if planned.starts_here else planned
 
 
 def _entry(config: RunConfig, world: World, **asked: Any) -> Report | None:
