@@ -137,9 +137,6 @@ def _door_of(place: Place, env: Mapping[str, str]) -> Door:
     secret = stores.of_job(env, on_one_host=on_one_host)
     if place.file is not None:
         return Door(file=place.file, host=LOOPBACK, secret=secret)
-    if on_one_host and place.error_file is not None:
-        # The folder of this agent's, of a random name: what another job has sealed is none of this one's notes.
-        secret += str(place.error_file.parents[2]).encode()
     return Door(host=topology.address, port=topology.port, secret=secret, job=place.job, served=place.served)
 
 
