@@ -57,7 +57,7 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
 
         try:
             _check_node(parallel, place)
-            meeting = _door(parallel, place, env).open(index, parallel.timeout)
+            meeting = (place.door or _door(parallel, env)).open(index, parallel.timeout)
             with rank.met(config, env, meeting, place.topology, knows_node=place.knows_node, tell=tell) as seat:
                 yield seat
         except (Exception, SystemExit) as error:
@@ -92,7 +92,7 @@ def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
     if parallel.launcher == "environment":
         return environments.read(env)
     if parallel.launcher == "inline":
-        return Place(Topology())
+        return Place(Topology(), Door())
     by_url, index, size = meets_by_url(parallel), parallel.rank, parallel.world_size
     if index is None or size is None:
         array = environments.of_array(env) if by_url else None
@@ -106,12 +106,8 @@ def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
     return Place(Topology(rank=index, size=size), knows_node=False)
 
 
-def _door(parallel: ParallelConfig, place: Place, env: Mapping[str, str]) -> Door:
-    """Return where this rank meets the others, by the environment or by --init-method."""
-    if parallel.launcher == "environment":
-        return _door_of(place, env)
-    if parallel.launcher == "inline":
-        return Door()
+def _door(parallel: ParallelConfig, env: Mapping[str, str]) -> Door:
+    """Return where this rank meets the others by --init-method."""
     url, interface = parallel.init_method, parallel.interface
     if not url:
         raise RequestError(f"--rank and --world-size need --init-method, the place where ranks meet: {_EXAMPLES}.")
@@ -130,14 +126,6 @@ def _door(parallel: ParallelConfig, place: Place, env: Mapping[str, str]) -> Doo
         raise RequestError(f"--init-method {url} names no meeting place that is known; {_EXAMPLES}.")
     host, port = host_and_port(url)
     return Door(host=host, port=port, secret=stores.of_job(env, on_one_host=host in _LOOPBACK))
-
-
-def _door_of(place: Place, env: Mapping[str, str]) -> Door:
-    topology, on_one_host = place.topology, place.knows_node and place.topology.nodes == 1
-    secret = stores.of_job(env, on_one_host=on_one_host)
-    if place.file is not None:
-        return Door(file=place.file, host=LOOPBACK, secret=secret)
-    return Door(host=topology.address, port=topology.port, secret=secret, job=place.job, served=place.served)
 
 
 def _check_node(asked: ParallelConfig, place: Place) -> None:
