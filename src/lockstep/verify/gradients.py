@@ -30,7 +30,6 @@ from ..checks.digest import compare, digest
 from ..config.options import override
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
-from ..engine import train_step
 from ..errors import RequestError
 from ..record.checks import Check
 from ..steps.job import Job, assemble
@@ -351,7 +350,7 @@ class Workbench:
             if seed is not None:
                 seed_all(seed)
             if self.step is None:
-                train_step(dataclasses.replace(job, loss_fn=loss_fn), case.size, micros)
+                dataclasses.replace(job, loss_fn=loss_fn).train_step(case.size, micros)
             else:
                 for x, y in micros:
                     _stepped(self.step, job.replica, x, y)
