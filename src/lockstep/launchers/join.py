@@ -11,11 +11,9 @@ is a world of its own.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -78,9 +76,9 @@ def _leave(failure: Failure, path: Path | None) -> None:
     if failure.is_echo:  # torchrun takes the first rank that ends, or the earliest report, for the root cause
         time.sleep(_ECHO_WAITS_S)
         return
-    about = {"timestamp": str(int(failure.time)), "lockstep": asdict(dataclasses.replace(failure, trace=""))}
+    told = {"message": failure.sentence, "extraInfo": {"timestamp": str(int(failure.time))}}
     with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
-        write_whole(path, json.dumps({"message": {"message": failure.sentence, "extraInfo": about}}).encode())
+        write_whole(path, json.dumps({"message": told}).encode())
 
 
 def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
