@@ -288,7 +288,7 @@ def stalled() -> Series:
                 return time.perf_counter() - begin_s
 
             found = interleave({"save": save_s, "step": stepper(job, repeated(job), steps=1)}, rounds=ROUNDS)
-            checkpoints.close()
+            checkpoints.wait()
         return found["save"].per(found["step"])
     finally:
         torch.set_num_threads(threads)

@@ -8,7 +8,7 @@ session, which shares the global batch out, counts, records, saves and proves. E
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from .record.result import RunResult
 from .runs.run import Opened, opened
 from .sessions.scoring import Classifier
 from .sessions.session import Session
-from .steps.job import Job, assemble
+from .steps.job import assemble
 from .steps.prepared import Source
 from .training.optim import Average, Optimizers
 from .world.world import World
@@ -66,7 +66,7 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     try:
         run, parts = nullcontext(Opened(config, recorder, loaded)), job.prepared()
         with Session(config, world, run, prepared=parts, precision=job.precision) as session:
-            task = Classifier(job, session, train_step)
+            task = Classifier(job, session)
             learn(task, session, config)
         world.pulse.enter("")  # not after an error: where it came is told
         assert task.result is not None
@@ -102,12 +102,3 @@ def train_share(task: Task, session: Session, batch: Any, clip: float | None) ->
     if task.average is not None:
         task.average.update()
     session.stepped(lr, norm, last)
-
-
-def train_step(job: Job, count: int, shares: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Exchange the gradients of a batch of `count` samples; `shares` are this rank's (x, y) of each micro-batch."""
-    given = list(shares)
-    for number, (x, y) in enumerate(given, start=1):
-        with job.strategy.sync_on(job.replica, last=number == len(given)):
-            loss, _ = job.loss(x, y)
-        job.precision.backward(loss, job.strategy.averages_over / count)

@@ -176,12 +176,17 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically; where the disk does not take it, raise OSError and keep the old file."""
+def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Write `data` to `path` atomically; where the disk does not take it, raise OSError and keep the old file.
+
+    A `private` file is readable by this user alone.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.unlink(missing_ok=True)  # of a process with the same number, which was killed
         with open(part, "xb", opener=ours) as file:
+            if private:
+                os.fchmod(file.fileno(), 0o600)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

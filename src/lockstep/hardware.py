@@ -46,7 +46,7 @@ class Hardware:
 def survey(visible: str | None) -> Hardware:
     """Return what there is; `visible` is the value of CUDA_VISIBLE_DEVICES, None where that is not set."""
     gpus, driver = _nvidia(visible)
-    return Hardware(cpu_name(), cpus(), memory_bytes(), has_bf16_units(), gpus, driver)
+    return Hardware(cpu_name(), cpus(), memory_bytes(), bool(bf16_units()), gpus, driver)
 
 
 def cpus() -> int:
@@ -84,11 +84,6 @@ def memory_bytes() -> int:
 def cpu_name() -> str:
     """Return the processor's model name, or its architecture where the system does not tell the model."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
-def has_bf16_units() -> bool:
-    """Return whether the CPU has bf16 instructions (x86's avx512_bf16 or amx_bf16); False where that is unknown."""
-    return bool(bf16_units())
 
 
 def bf16_units() -> str:

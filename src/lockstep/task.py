@@ -10,7 +10,6 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
@@ -176,14 +175,10 @@ def _given(config: RunConfig) -> tuple[Any, Any, Any]:
         if hasattr(dataset, "__len__") and not len(dataset):
             raise RequestError(f"{asked}: its {split} data have no sample; give at least one.")
     train, validation = found["train"], found.get("validation")
-    if share := config.data.holdout:
-        if validation is not None or isinstance(train, IterableDataset):
-            is_stream = validation is None
-            why = "is a stream, whose samples have no index" if is_stream else "has a validation set of its own"
-            raise RequestError(f"--holdout {share:g}: {asked} {why}; leave it out.")
-        held = hold_out(len(train), config.seed, share)
-        validation = Subset(train, np.flatnonzero(held).tolist())
-        train = Subset(train, np.flatnonzero(~held).tolist())
+    if config.data.holdout:
+        samples = None if isinstance(train, IterableDataset) else len(train)
+        left, held = hold_out(config.data, config.seed, samples, has_validation=validation is not None)
+        train, validation = Subset(train, left.tolist()), Subset(train, held.tolist())
     return train, validation, found["test"]
 
 

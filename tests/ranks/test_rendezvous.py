@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import socket
 import threading
@@ -105,6 +106,7 @@ def test_a_rank_asks_the_store_a_handful_of_times() -> None:
 def test_what_lies_at_a_file_of_dead_ranks_does_no_harm_and_one_in_use_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "meeting"
     path.write_text(f'{{"lockstep": "{64 * "0"}", "host": "{HOST}", "port": {free_port()}}}')
+    (tmp_path / f".meeting.{os.getpid()}.part").touch()  # of a process with the same number, which was killed
     late, first = doors_to("file", tmp_path, [1, 0])
     assert _heard([late, first], [claim_of(1, 2), claim_of(0, 2)]) == ["2 ranks"] * 2
     meeting = first()

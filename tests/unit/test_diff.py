@@ -34,7 +34,7 @@ def _ours(folder: Path, weights: dict[str, Tensor]) -> Path:
     saver = Checkpoints(folder / "checkpoints", warn=pytest.fail)
     held = {f"model/{name}": each for name, each in weights.items()} | {"optimizer/a/momentum_buffer": torch.ones(3)}
     saver.save(State(held, {"step": 1}), step=1, best=True)
-    saver.close()
+    saver.wait()
     return folder
 
 

@@ -30,7 +30,7 @@ class Checkpoints:
 
     `warn` is told when a checkpoint could not be written: training goes on, the older ones stay, and the next save
     tries again. `saved` hears `(step, folder)` of each one that is safely on the disk. Both are called in the caller's
-    thread, from `save`, `poll`, `wait` and `close`. `origin` is the checkpoint that the run was taken up from.
+    thread, from `save`, `poll` and `wait`. `origin` is the checkpoint that the run was taken up from.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Checkpoints:
         writing = Future[Path]()
         given = (writing, self.folder, groups, text, step, best, before)
         threading.Thread(target=_write, args=given, name="checkpoint").start()
-        self._step, self._writing = step, writing  # not before: `close` waits for it
+        self._step, self._writing = step, writing  # not before: `wait` waits for it
 
     def poll(self) -> None:
         """Tell `warn` or `saved` how the last save ended, if it has; never waits."""
@@ -82,8 +82,6 @@ class Checkpoints:
         else:
             self._saved(self._step, writing.result())
             self._before = None
-
-    close = wait
 
 
 def _snapshot(tensors: dict[str, Tensor]) -> Groups:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.state import laid_out_as
+from ..data import counter
 from ..world.world import World
 from .difference import INTEGERS, distance, plain
 
@@ -30,7 +31,6 @@ _LAYERED = 1 << 14  # words from which on layers are worth it; below, each word 
 _PIECE = 1 << 22  # words that are cut into layers at a time, which bounds the number of keys
 _GROUP = 1 << 16  # words that are mixed and summed at a time: they stay in the processor's caches
 _SMALL_BYTES = 1 << 17  # below, tensors are digested together: a call costs as much as reading ten thousand bytes
-_KEY = 0x9E3779B97F4A7C15
 
 
 class Found(NamedTuple):
@@ -155,9 +155,5 @@ def _sum_of(numbers: Tensor) -> Tensor:
 @functools.cache  # powers of two up to the words of two layers: some megabytes a device
 def _keys(count: int, device: torch.device) -> Tensor:
     """Return (count,) odd int64 numbers without a pattern: with evenly spaced ones, moves to and fro would cancel."""
-    # SplitMix64 (G. Steele, D. Lea, C. Flood, 2014) of 1, 2, 3, …
-    found = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_KEY)
-    found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    found = (found ^ (found >> np.uint64(31))) | np.uint64(1)
+    found = counter.bits(np.zeros(1, np.uint64), np.arange(count))[0] | np.uint64(1)
     return torch.from_numpy(found.view(np.int64)).to(device)

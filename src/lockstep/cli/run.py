@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from .. import user_code
-from ..config.options import leaves
+from ..config.options import leaves, left_to_command
 from ..config.registry import KINDS, kind, per_device
 from ..config.schema import DataConfig, ModelConfig, RunConfig
 from ..errors import RequestError
@@ -27,10 +27,6 @@ those of lockstep train that a script does not decide on:
 
 With --output left out, the run's folder is runs/NAME by the script's name.
 """
-
-_SECTIONS = ("parallel", "checkpoint", "record")
-_KEYS = ("seed", "max-steps", "accumulate", "micro-batch", "precision", "deterministic", "verify-every", "ledger")
-"""Options, by section and one by one, that a script leaves to the command; it decides on all others itself."""
 
 
 def main(given: list[str]) -> int:
@@ -98,8 +94,7 @@ def split(given: list[str], switches: Collection[str] = ()) -> tuple[list[str], 
 
 
 def _known() -> set[str]:
-    known = {leaf.key for leaf in leaves() if leaf.section in _SECTIONS or leaf.key in _KEYS}
-    return known - {flag for kind in KINDS.values() for flag in kind.options}
+    return left_to_command() - {flag for kind in KINDS.values() for flag in kind.options}
 
 
 def _check_script(name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import shutil
 import sys
@@ -12,7 +11,7 @@ from ..batching import BatchPlan
 from ..errors import RequestError, Stopped, choose
 from ..files import write_whole
 from ..launchers import submit
-from ..printable import told
+from ..monitor.output import say
 from ..runs import folders
 from ..verify import commands
 from . import flags, output, words
@@ -67,7 +66,7 @@ def main(given: list[str]) -> int:
             "--resume auto to continue a run."
         )
     if submit.is_unwarned(options):
-        _say(
+        say(
             f"--time {options['--time']}: no warning can come that early; at its limit the job just ends, and what its "
             f"last checkpoint lacks is lost: give {submit.WARNED_FROM_S // 60}:00 or more, or a --checkpoint-every "
             "that fits"
@@ -98,24 +97,19 @@ def main(given: list[str]) -> int:
 
 def _followed(job: int, folder: Path) -> int:
     log = folder / f"slurm-{job}.out"
-    _say(f"submitted as job {job}; its log is {log}")
+    say(f"submitted as job {job}; its log is {log}")
     try:
-        code = submit.follow(job, log, _show, _say)
+        code = submit.follow(job, log, _show, say)
     except KeyboardInterrupt:
         raise Stopped(
             f"Job {job} goes on, no longer followed: tail -F {shlex.quote(str(log))} follows it again, and scancel "
             f"{job} ends it."
         ) from None
     if code:
-        _say(f"job {job} ended with exit code {code}; its log is {log}")
+        say(f"job {job} ended with exit code {code}; its log is {log}")
     return code
 
 
 def _show(more: bytes) -> None:
     with output.written():
         sys.stdout.buffer.write(more)
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):
-        print(told(line), end="", file=sys.stderr, flush=True)

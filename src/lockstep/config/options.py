@@ -33,6 +33,14 @@ IDENTITY = (
     *("batch", "drop-last", "seed"),
 )
 """The options that make a run the run it is: others (strategy, devices, epochs, precision …) may change on resuming."""
+OF_A_SESSION = (
+    *("output", "resume", "checkpoint-every", "log-every", "verify-every", "ledger", "seed", "max-steps"),
+    *("accumulate", "micro-batch", "batchnorm", "precision", "deterministic"),
+    *("timeout", "stall-timeout", "collectives"),
+)
+"""The options of `lockstep train` that a session takes; on all else the script decides."""
+_COMMAND_SECTIONS = ("parallel", "checkpoint", "record")
+"""Sections whose options a script leaves to the command."""
 _MOST_BYTES, _DOTS = 1 << 18, 200
 """Of a TOML file, and in one line of it: each level of a dotted key costs tomllib as much as all those before it."""
 
@@ -40,6 +48,11 @@ _MOST_BYTES, _DOTS = 1 << 18, 200
 def leaves() -> tuple[Leaf, ...]:
     """Return every option of a run, in the order of the dataclasses."""
     return leaves_of(RunConfig)
+
+
+def left_to_command() -> set[str]:
+    """Return the options that a script leaves to the command; it decides on all others itself."""
+    return {leaf.key for leaf in leaves() if leaf.section in _COMMAND_SECTIONS or leaf.key in OF_A_SESSION}
 
 
 def flatten(config: RunConfig, only: Collection[str] | None = None) -> dict[str, Any]:

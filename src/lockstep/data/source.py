@@ -108,16 +108,13 @@ class Splits:
 
         --holdout cuts it off training. Raises `RequestError` where both would be validation sets.
         """
-        augment, share = request.config.augment, request.config.holdout
+        augment = request.config.augment
         train, test = make("train", augment), make("test", ())
         held_out = make("validation", ()) if validation else None
-        if share:
-            if validation:
-                what = f"--holdout {share:g}: --data {request.config.name}"
-                raise RequestError(f"{what} has a validation set of its own; leave it out.")
-            held = hold_out(len(train), request.seed, share)
+        if request.config.holdout:
+            kept, held = hold_out(request.config, request.seed, len(train), has_validation=validation)
             whole = make("train", ()) if augment else train
-            train, held_out = Part(train, np.flatnonzero(~held)), Part(whole, np.flatnonzero(held))
+            train, held_out = Part(train, kept), Part(whole, held)
         return cls(train, test, held_out, names)
 
     @property
@@ -137,16 +134,19 @@ class Splits:
                 source.close()
 
 
-def is_held_out(samples: int, seed: int, share: float) -> npt.NDArray[np.bool_]:
-    """Return which samples (samples,) --holdout takes: each by a number drawn from (seed, index) alone."""
-    drawn = counter.uniform(counter.bits(counter.keys(1, seed, _HOLDOUT), np.arange(samples))[0])
-    return drawn < share
+def hold_out(asked: DataConfig, seed: int, samples: int | None, *, has_validation: bool) -> tuple[Indices, Indices]:
+    """Return the samples that --holdout leaves to training, and those it takes.
 
-
-def hold_out(samples: int, seed: int, share: float) -> npt.NDArray[np.bool_]:
-    """Return what `is_held_out` does. Raises `RequestError` where that is none of the samples, or all."""
-    held = is_held_out(samples, seed, share)
-    if not 0 < np.count_nonzero(held) < samples:
-        found = f"{'all' if held.any() else 'none'} of {counted(samples, 'sample')}"
+    Each by a number drawn from (seed, index) alone. Raises `RequestError` for a stream, whose number of `samples` is
+    None, for data with a validation set of their own, and where it takes none of the samples, or all.
+    """
+    share = asked.holdout
+    if has_validation or samples is None:
+        why = "has a validation set of its own" if has_validation else "is a stream, whose samples have no index"
+        raise RequestError(f"--holdout {share:g}: --data {asked.name} {why}; leave it out.")
+    is_held = counter.uniform(counter.bits(counter.keys(1, seed, _HOLDOUT), np.arange(samples))[0]) < share
+    kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
+    if not (len(kept) and len(held)):
+        found = f"{'all' if len(held) else 'none'} of {counted(samples, 'sample')}"
         raise RequestError(f"--holdout {share:g} holds out {found}; give another share.")
-    return held
+    return kept, held

@@ -56,7 +56,7 @@ def judge_versions(told: Mapping[int, Mapping[str, str | None]]) -> Iterator[Fin
 def host(topology: Topology, on_cpu: bool) -> Iterator[Finding]:
     """Yield what this host gives its ranks; `on_cpu` says where they compute."""
     ranks, usable, visible, quota = topology.local_size, hardware.cpus(), len(hardware.processors()), hardware.quota()
-    bf16 = "in hardware" if hardware.has_bf16_units() else "emulated"
+    bf16 = "in hardware" if hardware.bf16_units() else "emulated"
     words, fix = f"{usable} to use ({hardware.cpu_name()}), bf16 {bf16}", ""
     if quota < visible:
         words = f"{visible} are visible, but the control group gives the time of {quota:.3g}: threads will be held up"

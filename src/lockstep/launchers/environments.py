@@ -21,7 +21,8 @@ import psutil
 from ..errors import RequestError
 from ..files import private_folder
 from ..world.topology import Topology
-from . import hosts
+from . import hosts, stores
+from .stores import Door
 
 Env = Mapping[str, str]
 
@@ -59,14 +60,10 @@ class Place:
     """Where the environment puts this process, and where its ranks meet."""
 
     topology: Topology
+    door: Door | None = None
+    """Where the ranks meet; None where --init-method says it."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The variables that say --world-size, --rank and, where they do, --devices and --nodes, by these flags."""
-    file: Path | None = None
-    """The file at which the ranks meet, where that is no address."""
-    served: bool = False
-    """Whether an agent serves the store, which outlives the ranks; otherwise rank 0 does."""
-    job: str = ""
-    """What tells this job from others that use the agent's store; "" without one."""
     knows_node: bool = True
     """Whether the variables say which ranks share this node; otherwise the roll call finds out."""
     gpus: int | None = None
@@ -134,12 +131,18 @@ def read(env: Env) -> Place:
     if known is not None:  # else the roll call finds out
         names |= {"--devices": program.local_size, "--nodes": program.nodes or "the number of nodes"}
     served, error_file = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_ERROR_FILE", "")
+    door = Door(
+        file=file,
+        host=LOOPBACK if file else address,
+        port=port,
+        secret=stores.of_job(env, on_one_host=known is not None and here.nodes == 1),
+        job=env.get("TORCHELASTIC_RUN_ID", "") if served else "",
+        served=served,
+    )
     return Place(
         dataclasses.replace(here, address=address, port=port),
+        door,
         names,
-        file=file,
-        served=served,
-        job=env.get("TORCHELASTIC_RUN_ID", "") if served else "",
         knows_node=known is not None,
         gpus=whole(env.get("SLURM_GPUS_ON_NODE", "")) if is_slurm else None,
         error_file=Path(error_file) if error_file else None,

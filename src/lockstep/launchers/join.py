@@ -11,11 +11,9 @@ is a world of its own.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -57,7 +55,7 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
 
         try:
             _check_node(parallel, place)
-            meeting = _door(parallel, place, env).open(index, parallel.timeout)
+            meeting = (place.door or _door(parallel, env)).open(index, parallel.timeout)
             with rank.met(config, env, meeting, place.topology, knows_node=place.knows_node, tell=tell) as seat:
                 yield seat
         except (Exception, SystemExit) as error:
@@ -78,9 +76,9 @@ def _leave(failure: Failure, path: Path | None) -> None:
     if failure.is_echo:  # torchrun takes the first rank that ends, or the earliest report, for the root cause
         time.sleep(_ECHO_WAITS_S)
         return
-    about = {"timestamp": str(int(failure.time)), "lockstep": asdict(dataclasses.replace(failure, trace=""))}
+    told = {"message": failure.sentence, "extraInfo": {"timestamp": str(int(failure.time))}}
     with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
-        write_whole(path, json.dumps({"message": {"message": failure.sentence, "extraInfo": about}}).encode())
+        write_whole(path, json.dumps({"message": told}).encode())
 
 
 def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
@@ -92,7 +90,7 @@ def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
     if parallel.launcher == "environment":
         return environments.read(env)
     if parallel.launcher == "inline":
-        return Place(Topology())
+        return Place(Topology(), Door())
     by_url, index, size = meets_by_url(parallel), parallel.rank, parallel.world_size
     if index is None or size is None:
         array = environments.of_array(env) if by_url else None
@@ -106,12 +104,8 @@ def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
     return Place(Topology(rank=index, size=size), knows_node=False)
 
 
-def _door(parallel: ParallelConfig, place: Place, env: Mapping[str, str]) -> Door:
-    """Return where this rank meets the others, by the environment or by --init-method."""
-    if parallel.launcher == "environment":
-        return _door_of(place, env)
-    if parallel.launcher == "inline":
-        return Door()
+def _door(parallel: ParallelConfig, env: Mapping[str, str]) -> Door:
+    """Return where this rank meets the others by --init-method."""
     url, interface = parallel.init_method, parallel.interface
     if not url:
         raise RequestError(f"--rank and --world-size need --init-method, the place where ranks meet: {_EXAMPLES}.")
@@ -130,17 +124,6 @@ def _door(parallel: ParallelConfig, place: Place, env: Mapping[str, str]) -> Doo
         raise RequestError(f"--init-method {url} names no meeting place that is known; {_EXAMPLES}.")
     host, port = host_and_port(url)
     return Door(host=host, port=port, secret=stores.of_job(env, on_one_host=host in _LOOPBACK))
-
-
-def _door_of(place: Place, env: Mapping[str, str]) -> Door:
-    topology, on_one_host = place.topology, place.knows_node and place.topology.nodes == 1
-    secret = stores.of_job(env, on_one_host=on_one_host)
-    if place.file is not None:
-        return Door(file=place.file, host=LOOPBACK, secret=secret)
-    if on_one_host and place.error_file is not None:
-        # The folder of this agent's, of a random name: what another job has sealed is none of this one's notes.
-        secret += str(place.error_file.parents[2]).encode()
-    return Door(host=topology.address, port=topology.port, secret=secret, job=place.job, served=place.served)
 
 
 def _check_node(asked: ParallelConfig, place: Place) -> None:

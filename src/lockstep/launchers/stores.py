@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import files
 from ..errors import AbsentError, RequestError
-from ..files import ours
 from ..monitor import bounded
 from ..monitor.keys import SECRET, Keys
 from ..monitor.notes import Notes
@@ -266,14 +265,10 @@ def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secr
     nonce, own = secrets.token_hex(_SECRET_BYTES), hosts.own_addresses(hosts.ANYWHERE)
     meeting = serve(host or (own[0] if own else "127.0.0.1"), 0, secret=secret + nonce.encode())
     meeting.keys.write("place", nonce)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    told = json.dumps({PREFIX: nonce, "host": meeting.host, "port": meeting.port})
     try:
-        with open(part, "xb", opener=ours) as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(json.dumps({PREFIX: nonce, "host": meeting.host, "port": meeting.port}).encode())
-        part.replace(path)
+        files.write_whole(path, told.encode(), private=True)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise _unusable(path, error) from error
     return dataclasses.replace(meeting, where=where, file=path)
 

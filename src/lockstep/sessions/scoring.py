@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,18 +36,16 @@ if TYPE_CHECKING:
 SCORES = "scores.json"
 _PROBED = 8  # samples by which a loss of the user's is judged
 _WANTED = 'it is called as loss(scores, labels, reduction="sum") and returns the sum over the samples, one number'
-Shares = Iterable[tuple[Tensor, Tensor]]
 
 
 class Classifier:
     """A job's task: a loss of scores and labels, and exact top-1 and top-5 (see `engine.Task`)."""
 
-    def __init__(self, job: Job, session: Session, step: Callable[[Job, int, Shares], None]) -> None:
-        """`step` is `engine.train_step`."""
+    def __init__(self, job: Job, session: Session) -> None:
         self.source: Source = job
         self.optimizer, self.lr, self.average = job.optimizer, job.lr, job.average
         self.result: RunResult | None = None  # once the run has ended
-        self._job, self._loop, self._step = job, session.loop, step
+        self._job, self._loop = job, session.loop
 
     def begin(self) -> None:
         """Begin the session's run, judge the user's loss, and rehearse a step (*collective*)."""
@@ -70,7 +67,7 @@ class Classifier:
 
     def _rehearse(self) -> None:
         first = self._first()
-        self._step(self._job, first.total, [first.batch])
+        self._job.train_step(first.total, [first.batch])
 
     def _check_loss(self) -> None:
         """Raise `RequestError` where the user's own loss is no sum over the first samples of the run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,6 +74,14 @@ class Job:
         with self.precision.autocast():
             logits = self.replica(x)
             return self.loss_fn(logits, y, reduction="sum"), logits
+
+    def train_step(self, count: int, shares: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Exchange the gradients of a batch of `count` samples; `shares` are this rank's (x, y) of each micro-batch."""
+        given = list(shares)
+        for number, (x, y) in enumerate(given, start=1):
+            with self.strategy.sync_on(self.replica, last=number == len(given)):
+                loss, _ = self.loss(x, y)
+            self.precision.backward(loss, self.strategy.averages_over / count)
 
     def prepared(self) -> Prepared:
         """Return the job's parts as a session takes them."""

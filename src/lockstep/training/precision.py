@@ -200,4 +200,4 @@ def resolve(name: str, device: torch.device) -> str:
         return name
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return "bf16" if hardware.has_bf16_units() else "fp32"
+    return "bf16" if hardware.bf16_units() else "fp32"

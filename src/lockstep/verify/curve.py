@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOOR = 1e-3
-"""Losses and tensors whose largest value is below this are compared as if it were this: what mathematics makes zero,
-such as the gradient of a bias before a BatchNorm, holds rounding noise alone, which differs freely."""
+"""Losses and tensors whose largest value is below this, and gradients below this share of the model's largest, are
+compared as if it were this: what mathematics makes zero, such as the gradient of a bias before a BatchNorm, holds
+rounding noise alone, which differs freely."""
 HOLDS, PARTS, REFERENCE, LEFT_OUT = "holds", "parts", "reference", "left out"
 TENSORS = {"curve": "weights", "gradients": "gradients"}
 """What is compared beside the losses, by the name of the check."""

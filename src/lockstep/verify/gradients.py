@@ -30,12 +30,12 @@ from ..checks.digest import compare, digest
 from ..config.options import override
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
-from ..engine import train_step
 from ..errors import RequestError
 from ..record.checks import Check
 from ..steps.job import Job, assemble
 from ..world.random_state import seed_all
 from ..world.world import World
+from .curve import FLOOR
 from .switches import NOTHING, Off, by_sample, switched
 
 if TYPE_CHECKING:
@@ -51,13 +51,10 @@ TOLERANCE = 1e-4
 """Of all other precisions: float32 has 7 digits, of which sums over layers and samples take some."""
 _OF_DTYPES = re.compile(r"dtype|scalar type|Float\b|Double\b|float64")
 """In the words of an error that a model which computes in float32 raises in float64."""
-_FLOOR = 1e-3
-"""Share of the model's largest gradient below which a tensor is measured against that one: what mathematics makes zero,
-such as the gradient of a bias before BatchNorm, holds rounding noise, which differs freely."""
 
 
 def gaps(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0) -> dict[str, float]:
-    """Return the largest difference of `theirs` ÷ `scale` by tensor, relative to its largest value (see `_FLOOR`).
+    """Return the largest difference of `theirs` ÷ `scale` by tensor, relative to its largest value (see `curve.FLOOR`).
 
     Infinite where only one side has it or a value is not finite.
     """
@@ -65,7 +62,7 @@ def gaps(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: f
     compared = difference.compare({name: each / scale for name, each in theirs.items()}, reference)
     # Two that are no numbers at the same places are no agreement.
     lost = {name: math.inf for name, each in reference.items() if not bool(each.isfinite().all())}
-    return compared.sizes(_FLOOR * largest or 1.0) | lost
+    return compared.sizes(FLOOR * largest or 1.0) | lost
 
 
 def worst(found: Mapping[str, float]) -> float:
@@ -351,7 +348,7 @@ class Workbench:
             if seed is not None:
                 seed_all(seed)
             if self.step is None:
-                train_step(dataclasses.replace(job, loss_fn=loss_fn), case.size, micros)
+                dataclasses.replace(job, loss_fn=loss_fn).train_step(case.size, micros)
             else:
                 for x, y in micros:
                     _stepped(self.step, job.replica, x, y)
