@@ -98,6 +98,11 @@ def not_finite(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> N
         ),
         (closure, RequestError, r"optimizer\.step\(closure\)"),
         (lambda ours, *_: ours.prepare(nn.Linear(1, 1)), RequestError, "after the loop had begun"),
+        (
+            lambda ours, *_: [ours.log(accuracy=1.0) for _ in ours.evaluating(DataLoader(images()))],
+            RequestError,
+            r"within session\.evaluating",
+        ),
         (not_finite, RunError, r"step 1 is not a finite number on rank 0\. Lower the learning rate"),
     ],
 )

@@ -78,6 +78,7 @@ class Session:
         self._evaluated: dict[DataLoader[Any], SharedLoader] = {}
         self._micro: Micro | None = None  # the share under way; None outside of a loader's loop
         self._is_apart = False  # a share is under way of a loader by which no steps are counted
+        self._is_evaluating = False
         self._in_epochs = self._has_stepped = self._has_gradients = self._has_compared = self._is_closed = False
         self._lr = 0.0
         self._norm: Tensor | None = None
@@ -360,7 +361,8 @@ class Session:
             while len(self._evaluated) >= _EVALUATED:
                 self._evaluated.pop(next(iter(self._evaluated))).close()
             self._evaluated[raw] = self._shared(raw, evaluates=True)
-        shared, before, was, evaluated = self._evaluated[raw], self._micro, SyncBatchNorm.stand_in, 0
+        shared, evaluated = self._evaluated[raw], 0
+        before = self._micro, self._is_evaluating, SyncBatchNorm.stand_in
         if loop.has_begun:
             loop.settle()
             loop.confirm()
@@ -372,12 +374,12 @@ class Session:
             modes.enter_context(torch.no_grad())
             try:
                 for micro in shared.shares():
-                    self._micro = micro
+                    self._micro, self._is_evaluating = micro, True
                     world.pulse.enter("eval")
                     evaluated += micro.size
                     yield micro.batch
             finally:
-                self._micro, SyncBatchNorm.stand_in = before, was
+                self._micro, self._is_evaluating, SyncBatchNorm.stand_in = before
         self._compare_data()
         found = int(world.sum(torch.tensor(evaluated, device=self.device)))
         if shared.samples not in (None, found) and world.pulse.listener is None:
@@ -429,6 +431,11 @@ class Session:
         if taken := [name for name in values if name in _TAKEN]:
             raise RequestError(
                 f"session.log was given {taken[0]!r}, which records have of their own; take another name."
+            )
+        if self._is_evaluating:
+            raise RequestError(
+                "session.log was called within session.evaluating, whose batches are of no step: sum "
+                "there, and log after the loop."
             )
         micro, loop = self._micro, self.loop
         if micro is None:
