@@ -15,6 +15,7 @@ ranks at the end of the last micro-batch's backward pass. Methods marked *collec
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -389,19 +390,17 @@ class Session:
 
     def sum(self, value: Any) -> Any:
         """Return the sum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
-        if not self._counts:
-            value = torch.zeros_like(value) if isinstance(value, Tensor) else value * 0
-        return self._reduced(value, self.world.sum)
+        return self._reduced(value, self.world.sum, lambda _: 0)
 
     def max(self, value: Any) -> Any:
         """Return the maximum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
-        return self._reduced(value, self.world.max)
+        return self._reduced(value, self.world.max, _least)
 
-    def _reduced(self, value: Any, reduce: Callable[[Tensor], Tensor]) -> Any:
-        if isinstance(value, Tensor):
-            return reduce(value.detach())
-        found = reduce(torch.tensor(value, dtype=torch.float64, device=self.device)).item()
-        return int(found) if isinstance(value, int) else found
+    def _reduced(self, value: Any, reduce: Callable[[Tensor], Tensor], neutral: Callable[[torch.dtype], float]) -> Any:
+        is_tensor = isinstance(value, Tensor)
+        own = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64, device=self.device)
+        found = reduce(own if self._counts else torch.full_like(own, neutral(own.dtype)))
+        return found if is_tensor else int(found.item()) if isinstance(value, int) else found.item()
 
     def mean(self, value: Any, *, weight: float | Tensor | None = None) -> Any:
         """Return the mean of ranks' means (*collective*), each over its share's samples or over `weight` things."""
@@ -476,3 +475,9 @@ class Session:
             self._held.__exit__(None if error is None else type(error), error, getattr(error, "__traceback__", None))
         if error is None:
             script.closed()
+
+
+def _least(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        return -math.inf
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
