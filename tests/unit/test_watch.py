@@ -125,10 +125,10 @@ def test_ranks_that_wait_for_each_other_are_told_long_before_the_limit(monkeypat
         time.sleep(1.5)
         assert len(told) == 2, "one that takes long is no hang"
         pulses[1].step = 4
-        pulses[1].enter("all-gather")
+        pulses[1].enter("broadcast")
         until(lambda: len(told) == 4, 20)
     sentence = told[2].sentence
-    assert sentence.startswith("Rank 0 waits in all-reduce (step 0) and rank 1 in all-gather (step 4), "), sentence
+    assert sentence.startswith("Rank 0 waits in all-reduce (step 0) and rank 1 in broadcast (step 4), "), sentence
     assert "each for the other: every rank has to call the same collectives" in sentence
 
 
