@@ -75,6 +75,7 @@ wd=weight-decay 16-mixed=fp16
 too far in spelling for the nearest name to be the right one."""
 _LIST_AT_MOST = 12
 """Names that a sentence can hold; where there are more, it says where the list is instead."""
+_NAMED_AT_MOST = 4  # ranks, one by one
 
 
 def unknown(kind: str, asked: str, known: Iterable[str], hint: str = "") -> RequestError:
@@ -103,9 +104,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{plural * (number != 1)}"
 
 
-def ranks_named(ranks: Iterable[int]) -> str:
-    """Return ranks for a sentence: `rank 0 and rank 2`."""
-    return " and ".join(f"rank {rank}" for rank in ranks)
+def ranks_named(ranks: Collection[int]) -> str:
+    """Return ranks for a sentence: `rank 0 and rank 2`; many in short."""
+    return " and ".join(f"rank {rank}" for rank in ranks) if len(ranks) <= _NAMED_AT_MOST else ranks_in_short(ranks)
 
 
 def ranks_in_short(ranks: Iterable[int]) -> str:

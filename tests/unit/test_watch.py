@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore, TCPStore
 
+from lockstep.errors import ranks_named
 from lockstep.monitor import bounded, watchdog
 from lockstep.monitor.failures import Failure
 from lockstep.monitor.heartbeat import Beat, Heartbeats
@@ -42,6 +43,11 @@ def test_the_sentence_names_who_is_waited_for() -> None:
     assert "rank 1 waits in barrier at step 3" in said
     said = told("aa", (7, 3, "all-reduce", "a.py:1", 60.0), (7, 4, "all-gather", "b.py:2", 60.0))
     assert "in all-reduce at a.py:1 (step 3) and rank 1 in all-gather at b.py:2 (step 4), each for the other" in said
+
+
+def test_a_few_ranks_are_named_and_many_are_a_span() -> None:
+    assert ranks_named([0, 2]) == "rank 0 and rank 2"
+    assert ranks_named(range(256)) == "ranks 0–255"
 
 
 def _store() -> Keys:
@@ -125,10 +131,10 @@ def test_ranks_that_wait_for_each_other_are_told_long_before_the_limit(monkeypat
         time.sleep(1.5)
         assert len(told) == 2, "one that takes long is no hang"
         pulses[1].step = 4
-        pulses[1].enter("all-gather")
+        pulses[1].enter("broadcast")
         until(lambda: len(told) == 4, 20)
     sentence = told[2].sentence
-    assert sentence.startswith("Rank 0 waits in all-reduce (step 0) and rank 1 in all-gather (step 4), "), sentence
+    assert sentence.startswith("Rank 0 waits in all-reduce (step 0) and rank 1 in broadcast (step 4), "), sentence
     assert "each for the other: every rank has to call the same collectives" in sentence
 
 

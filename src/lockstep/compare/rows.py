@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.options import IDENTITY
+from ..monitor.progress import EXCHANGES
 from ..verify import curve
 from . import numbers, records, rounds
 from .grid import Cell
@@ -20,9 +21,8 @@ PARTS = ("data", "compute", "communication", "optimizer", "rest")
 """Of a step: waiting for data, forward and backward, exchanges that nothing hides, the optimizer, and what is left."""
 _COMPARED = 5  # first steps whose losses are compared: rounding that grows from step to step is no other model
 _FEWEST = 20  # steps of which a 95th percentile is told
-_EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
 _PART_OF = {"data": "data", "forward": "compute", "backward": "compute", "step": "optimizer"}
-_PART_OF |= dict.fromkeys(_EXCHANGES, "communication")
+_PART_OF |= dict.fromkeys(EXCHANGES, "communication")
 _AS_TOLD = ("ranks", "bytes_a_step", "busy_processors", "busy_gpus", "joules_a_step")
 
 
@@ -140,7 +140,7 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
         # What a backward pass waits for inside, no phase tells. Steps that exchange no gradients are faster by that and
         # by what the phases do tell of gradients: their exchanges, but for those that such steps have too.
         hidden = step_s - sum(unsynchronised) / len(unsynchronised)
-        others = sum(seconds for phase, seconds in told["unsynchronised_phase_s"].items() if phase in _EXCHANGES)
+        others = sum(seconds for phase, seconds in told["unsynchronised_phase_s"].items() if phase in EXCHANGES)
         outside = min(max(hidden - (found["communication"] - others), 0.0), found["compute"])
         found["compute"] -= outside
         found["communication"] += outside

@@ -25,7 +25,7 @@ from ..printable import visible
 _KINDS: dict[str, type[LockstepError]] = {
     kind.__name__: kind for kind in (AbsentError, ProofError, RequestError, Stopped)
 }
-_RESUME = "continue with --resume auto"
+_RESUME = 'continue with --resume auto, or lockstep.session(…, resume="auto")'
 _ECHO_MARK = "(told by another rank first)"
 _LONGEST_REASON = 400
 _LOCKSTEP = Path(__file__).parents[1]

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 SETUP = "setup"
 """The phase of a rank that prepares (reads data, makes the model): it may last, and others wait for it."""
+EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
+"""The phases of the collectives of a `World`."""
 
 
 class Listener(Protocol):

@@ -25,15 +25,15 @@ from . import tracebacks
 from .failures import Failure, is_machinery
 from .heartbeat import Beat, Heartbeats
 from .keys import Keys
-from .progress import SETUP, Pulse
+from .progress import EXCHANGES, SETUP, Pulse
 
 MISSED_BEATS = 3
 """Beats of a living rank that may come late."""
 _COMPILATION, _DEBUGGER = "compilation", "the debugger"
 _MAY_LAST = (SETUP, _COMPILATION, _DEBUGGER)
 _COLLECTIVE = "a collective"  # of the user's, which no phase tells
-_COLLECTIVES = ("all-reduce", "all-gather", "barrier", _COLLECTIVE)
-_CROSSED_S = 30.0  # for which all ranks wait, in different collectives: longer than any takes, of 32 MB at most
+_COLLECTIVES = (*EXCHANGES, _COLLECTIVE)
+_CROSSED_S = 30.0  # for which all ranks wait, in different collectives: longer than any takes, of 32 MB or a tensor
 _WAITS_ALONE = ("data", "save")  # for data workers, or for a disk
 _COMPILERS = {"torch._dynamo.convert_frame", "torch._inductor.compile_fx"}
 """Modules with a frame on the stack while torch compiles, and none while it runs what it has compiled."""

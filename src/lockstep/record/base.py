@@ -7,8 +7,8 @@ Rank 0 calls `record(event, **fields)`. Fields are plain numbers, strings and li
                 number of steps and log is); of a classifier also shape (of a sample) and classes
     steps       rows: a dict for each step since the last `steps`: step, epoch, loss, lr, samples, the user's values,
                 and grad_norm (of each step where gradients are clipped, else of an interval's last)
-    log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s, eta_s,
-                top1 (of the step's last micro-batch), and the telemetry
+    log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s, eta_s
+                (None where the run's length is not known), top1 (of the step's last micro-batch), and the telemetry
     evaluate    step, epoch, samples: an evaluation begins; of as in test
     eval        step, epoch, top1, top5, loss, samples, on (validation set or test set)
     test        step, of (which weights: last or best), of_step, top1, top5, loss, samples

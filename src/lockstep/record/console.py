@@ -106,7 +106,7 @@ class Terminal(Notices):
                 expand=True,
                 redirect_stdout=self._out is self._err,
             )
-            begun = {"total": fields["total_steps"], "completed": fields["first_step"]}
+            begun = {"total": fields["total_steps"] or None, "completed": fields["first_step"]}
             self._bar.add_task("starting", **begun, numbers="first steps …")
             self._bar.start()
             self._bar.refresh()
@@ -126,13 +126,14 @@ class Terminal(Notices):
         if fields.get("top1") is not None:
             parts.append(f"train {fields['top1']:.1%}")
         parts.append(f"{fields['samples_per_s']:,.0f} {_unit(self._run)}s/s")
-        if fields.get("eta_s"):  # nothing at the last step
+        if fields.get("eta_s"):  # nothing at the last step, nor where that is not known
             parts.append(f"{duration(fields['eta_s'])} left")
         epoch = self._epoch(fields)
         if self._bar is None:
             self._out.say("  ".join([epoch, self._step(fields), *parts, f"lr {fields['lr']:.4g}"]))
         else:
-            count = f"{fields['step']:,}/{self._run['total_steps']:,}"
+            total = self._run["total_steps"]
+            count = f"{fields['step']:,}" + (f"/{total:,}" if total else "")
             self._numbers = _fit(count, parts, self._err.width - len(epoch) - _LEAST_BAR)
             self._draw(completed=fields["step"], description=epoch, numbers=self._numbers)
 

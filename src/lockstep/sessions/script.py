@@ -9,6 +9,7 @@ the rank that is the root cause.
 from __future__ import annotations
 
 import atexit
+import builtins
 import multiprocessing
 import runpy
 import sys
@@ -30,6 +31,8 @@ from ..printable import told, visible
 
 if TYPE_CHECKING:
     from ..world.world import World  # which imports torch; the command that starts a script does not
+
+_EXITS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
 
 
 class ScriptError(RunError):
@@ -222,7 +225,8 @@ class _OwnProcess:
         self._started: Started | None = None
         self._exit: SystemExit | None = None
         self._hook, sys.excepthook = sys.excepthook, self._fail
-        self._leave_by: Callable[..., NoReturn] = sys.exit
+        self._exits: dict[tuple[Any, str], Callable[..., NoReturn]]  # what they were
+        self._exits = {(owner, name): getattr(owner, name) for owner, name in _EXITS if hasattr(owner, name)}
 
     def join(self, config: RunConfig) -> Started:
         """Join the world, which is left when the process ends."""
@@ -234,20 +238,22 @@ class _OwnProcess:
         self._started = Started(*self._kept.enter_context(table.joined(config)))
         self._started.world.pulse.enter(SETUP)  # until the script's loop has begun
         atexit.register(self._end)
-        sys.exit = self._note  # Python tells nobody what a process is about to end with
+        for owner, name in self._exits:
+            setattr(owner, name, self._note)  # Python tells nobody what a process is about to end with
         return self._started
 
     def _note(self, code: Any = None) -> NoReturn:
         self._exit = SystemExit(code)
-        self._leave_by(code)
+        self._exits[sys, "exit"](code)
 
     def leave(self) -> None:
         """Leave the world before the process ends; what the process does from then on is told by Python."""
         atexit.unregister(self._end)
         if sys.excepthook == self._fail:
             sys.excepthook = self._hook
-        if sys.exit == self._note:
-            sys.exit = self._leave_by
+        for (owner, name), own in self._exits.items():
+            if getattr(owner, name, None) == self._note:
+                setattr(owner, name, own)
         self._kept.close()
 
     def _fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

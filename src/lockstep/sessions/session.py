@@ -15,6 +15,7 @@ ranks at the end of the last micro-batch's backward pass. Methods marked *collec
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -78,6 +79,7 @@ class Session:
         self._evaluated: dict[DataLoader[Any], SharedLoader] = {}
         self._micro: Micro | None = None  # the share under way; None outside of a loader's loop
         self._is_apart = False  # a share is under way of a loader by which no steps are counted
+        self._is_evaluating = False
         self._in_epochs = self._has_stepped = self._has_gradients = self._has_compared = self._is_closed = False
         self._lr = 0.0
         self._norm: Tensor | None = None
@@ -360,7 +362,8 @@ class Session:
             while len(self._evaluated) >= _EVALUATED:
                 self._evaluated.pop(next(iter(self._evaluated))).close()
             self._evaluated[raw] = self._shared(raw, evaluates=True)
-        shared, before, was, evaluated = self._evaluated[raw], self._micro, SyncBatchNorm.stand_in, 0
+        shared, evaluated = self._evaluated[raw], 0
+        before = self._micro, self._is_evaluating, SyncBatchNorm.stand_in
         if loop.has_begun:
             loop.settle()
             loop.confirm()
@@ -372,12 +375,12 @@ class Session:
             modes.enter_context(torch.no_grad())
             try:
                 for micro in shared.shares():
-                    self._micro = micro
+                    self._micro, self._is_evaluating = micro, True
                     world.pulse.enter("eval")
                     evaluated += micro.size
                     yield micro.batch
             finally:
-                self._micro, SyncBatchNorm.stand_in = before, was
+                self._micro, self._is_evaluating, SyncBatchNorm.stand_in = before
         self._compare_data()
         found = int(world.sum(torch.tensor(evaluated, device=self.device)))
         if shared.samples not in (None, found) and world.pulse.listener is None:
@@ -387,19 +390,17 @@ class Session:
 
     def sum(self, value: Any) -> Any:
         """Return the sum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
-        if not self._counts:
-            value = torch.zeros_like(value) if isinstance(value, Tensor) else value * 0
-        return self._reduced(value, self.world.sum)
+        return self._reduced(value, self.world.sum, lambda _: 0)
 
     def max(self, value: Any) -> Any:
         """Return the maximum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
-        return self._reduced(value, self.world.max)
+        return self._reduced(value, self.world.max, _least)
 
-    def _reduced(self, value: Any, reduce: Callable[[Tensor], Tensor]) -> Any:
-        if isinstance(value, Tensor):
-            return reduce(value.detach())
-        found = reduce(torch.tensor(value, dtype=torch.float64, device=self.device)).item()
-        return int(found) if isinstance(value, int) else found
+    def _reduced(self, value: Any, reduce: Callable[[Tensor], Tensor], neutral: Callable[[torch.dtype], float]) -> Any:
+        is_tensor = isinstance(value, Tensor)
+        own = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64, device=self.device)
+        found = reduce(own if self._counts else torch.full_like(own, neutral(own.dtype)))
+        return found if is_tensor else int(found.item()) if isinstance(value, int) else found.item()
 
     def mean(self, value: Any, *, weight: float | Tensor | None = None) -> Any:
         """Return the mean of ranks' means (*collective*), each over its share's samples or over `weight` things."""
@@ -429,6 +430,11 @@ class Session:
         if taken := [name for name in values if name in _TAKEN]:
             raise RequestError(
                 f"session.log was given {taken[0]!r}, which records have of their own; take another name."
+            )
+        if self._is_evaluating:
+            raise RequestError(
+                "session.log was called within session.evaluating, whose batches are of no step: sum "
+                "there, and log after the loop."
             )
         micro, loop = self._micro, self.loop
         if micro is None:
@@ -469,3 +475,9 @@ class Session:
             self._held.__exit__(None if error is None else type(error), error, getattr(error, "__traceback__", None))
         if error is None:
             script.closed()
+
+
+def _least(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        return -math.inf
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min

@@ -130,7 +130,7 @@ class Meter:
             samples_per_s=samples / elapsed_s,
             step_s=self.step_s,
             data_wait_s=pending.wait_s / steps,
-            eta_s=self.step_s * (total_steps - rows[-1]["step"]),
+            eta_s=self.step_s * (total_steps - rows[-1]["step"]) if total_steps else None,
             **self._sampled(),
             **last,
         )

@@ -84,8 +84,9 @@ class Prepared:
         return self.models if self.average is None else self.models | {"ema": self.average.module}
 
     def begin(self) -> None:
-        """Have what optimizers hold lie beside their parameters; refuse those of no prepared model."""
-        known = {parameter for model in self.models.values() for parameter in model.parameters()}
+        """Have what optimizers hold lie beside their parameters; refuse one of no model, or of two optimizers."""
+        known = {parameter: name for name, parameter in self._all.named_parameters()}
+        owners: dict[Tensor, int] = {}
         for number, optimizer in enumerate(self.optimizers, start=1):
             groups = optimizer.param_groups
             strange = [each for group in groups for each in group["params"] if each not in known]
@@ -95,6 +96,12 @@ class Prepared:
                     f"first: shape {tuple(strange[0].shape)}): give prepare the model that it was made from, and make "
                     "the optimizer after the last change of that model's layers."
                 )
+            for each in (each for group in groups for each in group["params"]):
+                if owners.setdefault(each, number) != number:
+                    raise RequestError(
+                        f"Optimizers {owners[each]} and {number} of session.prepare both have the parameter "
+                        f"{known[each]}, and a checkpoint has one state of it; give each parameter one optimizer."
+                    )
             self._made.append(
                 [{key: value for key, value in group.items() if isinstance(value, int | float)} for group in groups]
             )

@@ -184,8 +184,8 @@ class World:
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Overwrite `tensors` with rank 0's, in place (*collective*)."""
         if self.group is not None:
-            with self.pulse.during("broadcast"):
-                for tensor in tensors:
+            for tensor in tensors:
+                with self.pulse.during("broadcast"):  # each by itself: all of a large model may take long
                     dist.broadcast(tensor, src=0, group=self.group)
 
     def barrier(self) -> None:
