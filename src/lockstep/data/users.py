@@ -24,7 +24,7 @@ from ..errors import LockstepError, RequestError, RunError
 from ..world.random_state import kept
 from . import counter
 from .feed import GENERATORS, Batches, Feed, collated, seed
-from .images import Plain, Transform
+from .images import Plain, Transform, to_device
 from .ranks import Signature, check_alike, compare, digest, spread
 from .resident import resident
 from .source import SPLITS, Fetched, Indices, Request, Source, Splits
@@ -205,10 +205,12 @@ class Streamed(Source):
             for indices, size, batch in self._feed.answers(keys, tasks):
                 if isinstance(batch, LockstepError):
                     raise batch
-                x, y, share = *(part[:size] for part in batch), indices[:size]
-                _check_labels(self._what, y, share, self.classes)
-                x, y = (part.to(self._device, non_blocking=True) for part in (x, y.long()))
-                yield Fetched(self._transform(x, share, epoch), y, share)
+                if size < len(indices):
+                    batch, indices = [part[:size] for part in batch], indices[:size]
+                x, y = batch
+                _check_labels(self._what, y, indices, self.classes)
+                x, y = (to_device(part, self._device) for part in (x, y.long()))
+                yield Fetched(self._transform(x, indices, epoch), y, indices)
         except (OSError, EOFError) as error:
             hint = "if the host ran out of memory, use fewer --workers"
             raise RunError(f"A data worker died as it sent samples ({error}): {hint}.") from error
