@@ -1,4 +1,4 @@
-"""Seeds for a new model's weights, whatever library draws them."""
+"""Seeding of a new model's weights, for all libraries that draw."""
 
 from __future__ import annotations
 

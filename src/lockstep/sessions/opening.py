@@ -1,4 +1,4 @@
-"""`lockstep.session()`: this rank of the job that a script was started in."""
+"""`lockstep.session()`: one rank's session for a user script."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ OPTIONS = (
     *("accumulate", "micro-batch", "batchnorm", "precision", "deterministic"),
     *("timeout", "stall-timeout", "collectives"),
 )
-"""The options of `lockstep train` that a session takes; on all else the script decides."""
+"""Options of `lockstep train` that a session takes; the script decides the others."""
 _SECTIONS = ("parallel", "checkpoint", "record")
 _RECORDED = {"model", "data", *OPTIONS, *(leaf.key for leaf in leaves() if leaf.section in _SECTIONS)}
-"""The options that a script leaves to the command, and its name."""
+"""Options recorded in the run's folder: those of the command, and the script's name."""
 
 
 def session(**options: Any) -> Session:
-    """Return this rank of the job that the script was started in, or alone where nothing has started it.
+    """Return this rank's session. A process without a launcher is the only rank.
 
     `options` are those of `lockstep train` in `OPTIONS`, by their names (`output="runs/mnist"`, `resume="auto"`,
-    `accumulate=4`, `precision="bf16"`, `seed=1` …); flags of `lockstep run` beat them. Call it once, before the model
-    is made: the weights follow from the seed. Raises `RequestError` for options that cannot be honoured.
+    `accumulate=4`, `precision="bf16"`, `seed=1` …); flags of `lockstep run` beat them. Call once, before the model
+    is made: the weights follow from the seed. Raises `RequestError` for impossible options.
     """
     named = {name.replace("_", "-"): value for name, value in options.items()}
     if strange := [name for name in named if name not in OPTIONS]:
@@ -46,7 +46,7 @@ def session(**options: Any) -> Session:
         config = apply(config, flags, source="the flags")
     else:
         started = script.own_process(config)
-        config = dataclasses.replace(config, parallel=started.config.parallel)  # what started it, and how many
+        config = dataclasses.replace(config, parallel=started.config.parallel)  # the launcher, and the number of ranks
         how = "" if config.checkpoint.resume == "auto" else ' and lockstep.session(output=…, resume="auto")'
         again = f"continue with the same command{how}"
     world = started.world
