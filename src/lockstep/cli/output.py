@@ -1,4 +1,4 @@
-"""What the command prints, past a terminal that lacks a character, a full disk and a reader that has gone."""
+"""Print despite missing characters, a full disk or a closed reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import RunError
 
 
 def survive() -> None:
-    """Print a question mark for a character that the output cannot encode, such as × in plain ASCII."""
+    """Print question marks for characters that the output cannot encode. Such as × in plain ASCII."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -20,9 +20,9 @@ def survive() -> None:
 
 @contextlib.contextmanager
 def written() -> Iterator[None]:
-    """Flush what the block prints when it ends.
+    """Flush the block's output at its end.
 
-    Raises `RunError` where it cannot be written, such as on a full disk, BrokenPipeError where its reader has gone.
+    Raises `RunError` where that fails, such as on a full disk, BrokenPipeError where the reader is gone.
     """
     try:
         try:
@@ -37,7 +37,7 @@ def written() -> Iterator[None]:
 
 
 def helped(given: Sequence[str], usage: str) -> bool:
-    """Print `usage` where the words `given` to a verb begin with --help; return whether they do."""
+    """Print `usage` if the verb's words begin with --help. Returns whether they do."""
     asked = given[:1] in (["-h"], ["--help"])
     if asked:
         with written():
@@ -46,7 +46,7 @@ def helped(given: Sequence[str], usage: str) -> bool:
 
 
 def let_go() -> None:
-    """Drop what could not be written, which the interpreter would try again as it ends."""
+    """Drop unwritable output, which the interpreter would retry at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -1,4 +1,4 @@
-"""`lockstep verify run RUN`: a run judged by its records alone."""
+"""`lockstep verify run RUN`: judge a run by its records alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STYLES = {Check.HOLDS: "green", Check.FAILS: "bold red", Check.OPEN: "dim"}
 
 
 def main(given: list[str]) -> int:
-    """Judge the run, print and write what came out, and return the exit code."""
+    """Judge the run, print and write the checks. Returns the exit code."""
     if output.helped(given, _USAGE):
         return 0
     if flags := [word for word in given if word.startswith("-") and len(word) > 1]:
@@ -37,7 +37,7 @@ def main(given: list[str]) -> int:
         raise RequestError(
             f"lockstep verify run takes one run, found {len(given)}; as in lockstep verify run runs/digits-resnet8."
         )
-    # Imported late, as it takes seconds: what is asked for wrongly is refused at once.
+    # Imported late, as it takes seconds: an invalid request is refused at once.
     from ...verify import claims
 
     folder = claims.find(Path(given[0]))

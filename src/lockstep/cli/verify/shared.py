@@ -1,4 +1,4 @@
-"""What the proofs share: how many devices they compare with one, and where they write what came out."""
+"""Shared by the proofs: number of devices, and where results are written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gpus(config: RunConfig) -> int:
 
 
 def several(config: RunConfig) -> int:
-    """Return the number of devices asked for, else of all GPUs, else two processes.
+    """Return the number of devices: as asked, all GPUs, or two processes.
 
     Raises `RequestError` where that leaves nothing to compare with one.
     """
@@ -34,7 +34,7 @@ def several(config: RunConfig) -> int:
 
 
 def unwritten(folder: Path, checks: Iterable[Check]) -> str:
-    """Add the checks to the folder's files; return why that could not be done, "" where it was."""
+    """Add the checks to the folder's files. Returns why that failed, "" if written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         proof.add(folder, checks)
