@@ -1,9 +1,9 @@
-"""The training loop of `lockstep train`. Read this file first.
+"""Training loop of `lockstep train`. Read this file first.
 
-It is a loop over a `Session`, as a user's own is: a `Task` says what the loss of a batch is, as a sum over its samples,
-and how the weights are scored. A classifier's `Job`, which `assemble` makes of a config, has a `Strategy` that
-exchanges gradients while the backward pass runs; a training step of the user's own (`task`) has them summed by the
-session, which shares the global batch out, counts, records, saves and proves. Every rank calls what is *collective*.
+The loop is over a `Session`, as a user's own: a `Task` defines the loss of a batch, as a sum over its samples, and
+the scores of the weights. A classifier's `Job`, which `assemble` makes of a config, has a `Strategy` that exchanges
+gradients while the backward pass runs; a user's own training step (`task`) has them summed by the session, which shares
+the global batch out, counts, records, saves and checks. Every rank calls *collective* functions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .world.world import World
 
 
 class Task(Protocol):
-    """What is learnt."""
+    """Training task: data source, optimizer, loss and evaluation."""
 
     source: Source
     optimizer: Optimizers
@@ -38,26 +38,26 @@ class Task(Protocol):
     average: Average | None
 
     def begin(self) -> None:
-        """Begin the session's run, and make ready for the first step (*collective*)."""
+        """Begin the session's run, and prepare the first step (*collective*)."""
 
     def loss(self, batch: Any) -> tuple[Tensor, float | Tensor | None, tuple[Tensor, Tensor] | None]:
-        """Return the sum of the loss over this rank's share, over how many things (None: samples), (logits, labels)."""
+        """Return the summed loss, its weight, and (logits, labels) or None. Weight None: samples."""
 
     def evaluate(self) -> None:
-        """Score the weights, and tell the session (*collective*)."""
+        """Score the weights, and record the score (*collective*)."""
 
 
 def run(config: RunConfig, world: World) -> RunResult:
-    """Train in a folder of its own: claim it, record, and leave a summary (*collective*)."""
+    """Claim the run's folder, train, and record a summary (*collective*)."""
     with opened(config, world) as ours:
         return train(ours.config, world, ours.recorder, state=ours.state)
 
 
 def train(config: RunConfig, world: World, recorder: Recorder, *, state: State | None = None) -> RunResult:
-    """Train a classifier as `config` says and return what came of it (*collective*).
+    """Train a classifier as `config` says; return its result (*collective*).
 
     Checkpoints are written below `config.record.output` if that is set. The run continues from `state`, by default from
-    the checkpoint that `config.checkpoint.resume` names. Raises `RequestError` for what cannot be honoured, `RunError`
+    the checkpoint that `config.checkpoint.resume` names. Raises `RequestError` for impossible requests, `RunError`
     for a loss that is not finite or weights that could not be written, `ProofError` for replicas that differ or samples
     that were not trained on once, and `Stopped` after Ctrl-C or SIGTERM, once saved.
     """
@@ -68,7 +68,7 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
         with Session(config, world, run, prepared=parts, precision=job.precision) as session:
             task = Classifier(job, session)
             learn(task, session, config)
-        world.pulse.enter("")  # not after an error: where it came is told
+        world.pulse.enter("")  # not after an error, whose report names the phase
         assert task.result is not None
         return task.result
     finally:
@@ -86,7 +86,7 @@ def learn(task: Task, session: Session, config: RunConfig) -> None:
 
 
 def train_share(task: Task, session: Session, batch: Any, clip: float | None) -> None:
-    """Compute this rank's share of a global micro-batch; after a batch's last, step. The host waits for nothing."""
+    """Train on this rank's share of a micro-batch. Steps after a batch's last one; the host waits for nothing."""
     pulse = session.world.pulse
     pulse.enter("forward")
     loss, weight, last = task.loss(batch)

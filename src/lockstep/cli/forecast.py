@@ -1,4 +1,4 @@
-"""`lockstep forecast`: what more devices would bring."""
+"""`lockstep forecast`: speed-up and cost of more devices."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def main(given: list[str]) -> int:
     if job.is_weak and job.is_script:
         raise RequestError("--scaling weak: a script's loader says how large the global batch is; enlarge it there.")
     within = networks.links("--within", asked.get("--within", "PCIe4"))
-    # Of a run that is the network: how many ranks it had, and how long its steps took.
+    # If a run describes the network: its ranks and step times.
     ranks, step_s = _recorded(Path(network), job) if Path(network).is_dir() else (0, [])
     between = within if ranks else networks.links("--network", network)
     per_node = _per_node(asked.get("--per-node"), gpus(base))
@@ -109,7 +109,7 @@ def main(given: list[str]) -> int:
 
 
 def _recorded(folder: Path, job: Job) -> tuple[int, list[float]]:
-    """Return the ranks of a run of this job, and its logged step times; raises `RequestError` for another job."""
+    """Return a run's ranks and its logged step times. Raises `RequestError` for another job."""
     run, base = records.load(folder), job.config()
     with understanding(folder):
         ranks, step_s = int(run.record.plan.get("ranks", 1)), run.record.step_s[1:]
@@ -125,7 +125,7 @@ def _recorded(folder: Path, job: Job) -> tuple[int, list[float]]:
 
 
 def _devices(text: str) -> list[int]:
-    """Return the numbers of devices, one device among them."""
+    """Return the numbers of devices, always with one device."""
     found: set[int] = set()
     if match := re.fullmatch(r"(\d+):(\d+)", text):
         low, high = map(int, match.groups())

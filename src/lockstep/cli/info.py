@@ -1,4 +1,4 @@
-"""`lockstep info`: what this installation and this machine have. Imports no torch."""
+"""`lockstep info`: facts on this installation and machine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ strategies and launchers there are.
 
 
 def main(given: list[str]) -> int:
-    """Print what there is, and return the exit code."""
+    """Print the facts, and return the exit code."""
     if output.helped(given, _USAGE):
         return 0
     if given:

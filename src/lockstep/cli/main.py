@@ -1,4 +1,4 @@
-"""`lockstep VERB …`: finds the verb, prints an error as one sentence, and returns the exit code.
+"""`lockstep VERB …`: find the verb, print errors, return the exit code.
 
 Nothing here imports torch, so that help and refusals answer at once; a verb is a file beside this one.
 """
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _lost_another(stop: BaseException) -> bool:
-    """Whether this rank was about to end already, since it had lost another one."""
+    """Return whether this rank was already ending because another was lost."""
     from ..monitor.failures import is_echo  # late: it knows the options, and so takes time
 
     error = stop.__context__

@@ -12,9 +12,9 @@ from ..errors import RunError
 
 @contextlib.contextmanager
 def written() -> Iterator[None]:
-    """Flush what the block prints when it ends.
+    """Flush the block's output at its end.
 
-    Raises `RunError` where it cannot be written, such as on a full disk, BrokenPipeError where its reader has gone.
+    Raises `RunError` where that fails, such as on a full disk, BrokenPipeError where the reader is gone.
     """
     try:
         try:
@@ -29,7 +29,7 @@ def written() -> Iterator[None]:
 
 
 def helped(given: Sequence[str], usage: str) -> bool:
-    """Print `usage` where the words `given` to a verb begin with --help; return whether they do."""
+    """Print `usage` if the verb's words begin with --help. Returns whether they do."""
     asked = given[:1] in (["-h"], ["--help"])
     if asked:
         with written():
@@ -38,7 +38,7 @@ def helped(given: Sequence[str], usage: str) -> bool:
 
 
 def let_go() -> None:
-    """Drop what could not be written, which the interpreter would try again as it ends."""
+    """Drop unwritable output, which the interpreter would retry at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -1,4 +1,4 @@
-"""`lockstep run [flags] SCRIPT [its own flags]`: a script of the user's, on every rank."""
+"""`lockstep run [flags] SCRIPT [its own flags]`: a script on every rank."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def main(given: list[str]) -> int:
 
 
 def asked(given: list[str], *, prog: str) -> tuple[RunConfig, Script]:
-    """Return what flags, a script and its own flags ask for.
+    """Return the config and the script of a command line.
 
-    Raises `RequestError` for a script that is none, and for flags that the script decides on.
+    Raises `RequestError` for an invalid script, and for flags on which the script decides.
     """
     ours, rest = split(given)
     is_module = rest[:1] == ["-m"]
@@ -74,13 +74,13 @@ def asked(given: list[str], *, prog: str) -> tuple[RunConfig, Script]:
 
 
 def names_script(given: list[str], switches: Collection[str] = ()) -> bool:
-    """Return whether a script (NAME.py, or -m MODULE) comes after the flags, and no recipe does."""
+    """Return whether a script follows the flags. NAME.py, or -m MODULE; else a recipe."""
     after = next(iter(split(given, switches)[1]), "")
     return after == "-m" or after.endswith(".py")
 
 
 def split(given: list[str], switches: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """Return the flags before the script, and the words from the script, or from -m, on.
+    """Split the words into flags and script. The script, or -m, begins the second part.
 
     `switches` are flags without a value beside those of a run.
     """
@@ -98,7 +98,7 @@ def _known() -> set[str]:
 
 
 def _check_script(name: str) -> None:
-    """Raise `RequestError` where there is no such script, or Python cannot read it."""
+    """Raise `RequestError` for a missing script, or invalid Python."""
     if not name:
         raise RequestError("lockstep run lacks the script to run, as in lockstep run --devices 2 train.py.")
     try:

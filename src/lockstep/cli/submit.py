@@ -1,4 +1,4 @@
-"""`lockstep submit slurm [its flags] RECIPE [flags]`: a run as a job of Slurm."""
+"""`lockstep submit slurm [its flags] RECIPE [flags]`: run as a Slurm job."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main(given: list[str]) -> int:
         options["--ntasks-per-node"] = options.pop("--tasks-per-node")
     config = flags.parse(rest, prog="lockstep submit slurm")
     preflight(config)
-    # What is asked for is checked as far as it can be here: on the cluster it would be refused after a long wait.
+    # The request is checked here as far as possible: the cluster would refuse it after a long wait.
     job = submit.lay_out({"--job-name": folders.default_name(config), **options}, sbatch, config)
     micro, accumulate = config.batch.micro_batch, config.batch.accumulate
     BatchPlan.solve(config.batch.size, job.ranks, micro_size=micro, accumulation=accumulate, devices=job.devices)

@@ -44,7 +44,7 @@ def main(given: list[str]) -> int:
 
 
 def check(config: RunConfig) -> tuple[LaunchPlan, BatchPlan]:
-    """Return what will run; refuse what can be seen to be impossible, a batch that cannot be shared out included."""
+    """Return the launch plan and the batch plan. Refuses impossible requests, also a batch that cannot be split."""
     preflight(config)
     planned, batch = launchers.plan(config), config.batch
     parallel, ranks = planned.config.parallel, planned.least_ranks
@@ -54,7 +54,7 @@ def check(config: RunConfig) -> tuple[LaunchPlan, BatchPlan]:
 
 
 def preflight(config: RunConfig) -> None:
-    """Refuse what can be seen to be impossible before any process is started or torch is imported."""
+    """Refuse impossible requests early. No process is started, and torch is not imported."""
     choose("strategy", config.parallel.strategy, ["auto", *KINDS])
     models.preflight(config.model.name)
     sets.preflight(config.data)

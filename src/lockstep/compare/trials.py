@@ -33,7 +33,7 @@ class Trial:
 
 
 def done(folder: Path) -> Trial | None:
-    """Return the trial in a folder; None where it failed or is missing."""
+    """Return the trial in a folder. None where it failed or is missing."""
     found = json_of(folder / _RESULT)
     with understanding(folder / _RESULT):
         return Trial(**found) if found and not found["failed"] else None
@@ -51,10 +51,10 @@ def once(
 ) -> Trial:
     """Return the trial in `folder`, or run lockstep with `words` for it.
 
-    What fails is a trial too. `result` returns what was measured, by default what `measured` has left; as soon as
-    `is_enough` returns True the command is stopped, which is no failure. What was begun there is dropped, unless the
-    command `goes_on` with it. Raises KeyboardInterrupt, `Stopped` where somebody else stops the command, OSError where
-    the folder cannot be written, and `RequestError` where a command that was left behind still uses it.
+    A failure is a trial too. `result` returns the measurements, by default those of `measured`; as soon as `is_enough`
+    returns True the command is stopped, which is no failure. Files of an interrupted trial are dropped, unless the
+    command `goes_on` with them. Raises KeyboardInterrupt, `Stopped` where another process stops the command, OSError
+    where the folder cannot be written, and `RequestError` where a command that was left behind still uses it.
     """
     if before := done(folder):
         return before
@@ -82,7 +82,7 @@ def reason(name: str, error: LockstepError) -> str:
 
 
 def make_free(folder: Path, *, keeps: bool = False) -> None:
-    """Make a folder that no run uses, empty unless it `keeps` its files."""
+    """Make a folder that no run uses. Empty unless it `keeps` its files."""
     folders.check_free(folder / RUN)  # a comparison that was killed may have left a command that trains on
     if folder.exists() and not keeps:
         shutil.rmtree(folder)

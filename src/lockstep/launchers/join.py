@@ -1,11 +1,11 @@
-"""A rank that a person or another program has started joins the others.
+"""Ranks started by a person or another program join the others.
 
     --init-method tcp://HOST:PORT --world-size 2 --rank 0      rank 0 listens at HOST, an address of its machine
     --init-method file:///PATH --world-size 2 --rank 0         a file on a disk that all ranks share
-    --init-method env://                                       MASTER_ADDR and MASTER_PORT say the address
+    --init-method env://                                       MASTER_ADDR and MASTER_PORT are the address
 
-Of ranks that another program has started, the environment says it all (see `environments`). A process without others
-is a world of its own.
+Ranks of another program read all of this from the environment (see `environments`). A process without others is a
+world of its own.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _ECHO_WAITS_S = 5.0
 
 
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
-    """Run the entry as the rank that a resolved config makes of this process."""
+    """Run the entry as this process's rank under a resolved config."""
     with seat(config, env) as mine:
         return mine.run(entry)
 
 
 @contextlib.contextmanager
 def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
-    """Be the rank that a resolved config makes of this process (*collective*)."""
+    """Join as this process's rank under a resolved config (*collective*)."""
     parallel = config.parallel
     hosts.check_interface(parallel.interface, env)
     place = _place(parallel, env)
@@ -67,9 +67,9 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
 
 
 def _leave(failure: Failure, path: Path | None) -> None:
-    """Write the failure where torchrun looks for it, if it does, as torch's `record` would.
+    """Write the failure to torchrun's error file, as torch's `record` does.
 
-    Without its trace, which this process shows itself: torchrun would show it once more.
+    Without the trace, which this process prints itself: torchrun would print it once more.
     """
     if path is None:
         return
@@ -84,8 +84,8 @@ def _leave(failure: Failure, path: Path | None) -> None:
 def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
     """Return this rank's place by the environment, or by flags.
 
-    Within an array job, rank and world size are the job's place in its array, once --init-method says where to meet: by
-    itself an array may as well be so many runs.
+    Within an array job with an --init-method URL, rank and world size follow from the job's array index. Without the
+    URL, an array may as well be separate runs.
     """
     if parallel.launcher == "environment":
         return environments.read(env)

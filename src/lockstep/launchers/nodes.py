@@ -1,8 +1,8 @@
-"""Ranks of several nodes, started again when a node is lost or comes.
+"""Elastic ranks on several nodes; restart when a node leaves or joins.
 
     lockstep train digits --nodes 1:4 --devices 2 --max-restarts 3 --init-method tcp://HOST:PORT      the same on each
 
-There is one agent a node. The agents meet at a store that HOST's serves, and agree through torch's dynamic rendezvous;
+Each node has one agent. The agents meet at a store that HOST's serves, and agree through torch's dynamic rendezvous;
 each starts its node's ranks as on one host (see `supervisor`). After a loss they end the ranks that are left, agree
 anew, and start others, which find the run's folder in that store's notes and go on from its last checkpoint. For a node
 that comes later the ranks save, stop, and start again with it. A node without a heartbeat for six seconds is dropped.
@@ -54,7 +54,7 @@ _OTHERS_S = 30.0  # for other nodes to be done
 
 
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
-    """Keep this node's ranks running until they are done; return rank 0's value, if here.
+    """Run this node's ranks to completion; return rank 0's value, if local.
 
     Raises the error of the rank that failed first, once it is not to be started again.
     """
@@ -67,7 +67,7 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | Non
             say(f"{meeting.where}: nobody comes there from another host{meeting.caution}.")
     except RequestError:
         meeting = stores.connect(host, port, parallel.timeout, secret=secret)
-    # Who joins writes to the run's folder, which the first start has named: another one was meant for another run.
+    # A node that joins writes to the run's folder, which the first start has named: another folder is another run's.
     options = flatten_common(config) | {"output": str(config.record.output or "")}
     asked = hashlib.sha256(json.dumps(options).encode()).hexdigest()
     job, _, theirs = meeting.keys.put("job", f"{secrets.token_hex(4)}/{asked}").partition("/")
@@ -90,7 +90,7 @@ class _State(dynamic.RendezvousBackend):
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self.round, self.nodes, self.closed = -1, tuple[str, ...](), False
-        """How often nodes have agreed, those that take part, by address, and whether one has ended the job."""
+        """The rendezvous round, the participating nodes by address, and whether a node has ended the job."""
 
     @property
     def name(self) -> str:
@@ -102,7 +102,7 @@ class _State(dynamic.RendezvousBackend):
             return self._seen(self._keys.read("nodes"))
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Replace the state with this token; return (state, token, whether it was put)."""
+        """Replace the state with this token; return (state, token, success)."""
         with _connected():
             found = self._seen(self._keys.put("nodes", b64encode(state).decode(), token or ""))
         return None if found is None else (*found, found[0] == state)
@@ -124,7 +124,7 @@ class _State(dynamic.RendezvousBackend):
 
 @contextlib.contextmanager
 def _connected() -> Iterator[None]:
-    """Raise what torch's rendezvous takes for a store that does not answer."""
+    """Raise torch's `RendezvousConnectionError` for a store that does not answer."""
     try:
         yield
     except (RuntimeError, ValueError, TimeoutError) as error:
@@ -151,7 +151,7 @@ class _Agent:
         self._has_asked = False
 
     def run(self, payload: bytes) -> Any | None:
-        """Return rank 0's value, if here, once all ranks are done."""
+        """Return rank 0's value, if local, once all ranks are done."""
         cause: Failure | None = None
         is_stopped = False
         try:
@@ -185,12 +185,12 @@ class _Agent:
                     self._handler.shutdown()
 
     def _agree(self) -> tuple[list[Topology], Door, Keys]:
-        """Agree on the nodes that take part; return this node's ranks, and where they meet."""
+        """Agree on the participating nodes; return this node's ranks, door and keys."""
         for left in reversed(range(_AGREEING)):
             late: Exception = TimeoutError()
             try:
                 info = bounded.within(self._patience_s + _OTHERS_S, self._handler.next_rendezvous, "rendezvous")
-                # Now, since one that gives up waiting below, and comes again, would be taken for another one.
+                # Now: a node that gives up waiting below, and comes again, would count as another node.
                 self._first, self._has_asked = (self._state.round, self._state.nodes), False
                 # A wait occupies its connection: on the agent's own it would silence this node's heartbeats.
                 shared = Keys(info.store, PREFIX, self._secret).clone(limit_s=_COUNTED_OUT_S)
@@ -214,7 +214,7 @@ class _Agent:
         return places, Door(host=host, port=port, secret=self._secret, job=self._job, start=start, served=True), shared
 
     def _look(self, supervisor: Supervisor) -> Failure | None:
-        """Return the failure of a node that was lost; save where one waits to be taken in."""
+        """Return the failure of a lost node. Ask the ranks to save and stop if a new node waits."""
         if time.monotonic() < self._looked_s + _LOOK_S:
             return None
         self._looked_s = time.monotonic()

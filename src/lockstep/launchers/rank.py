@@ -1,4 +1,4 @@
-"""What every rank does: meet the others, take a device, run, leave.
+"""A rank's course: meet the others, take a device, run, leave.
 
 These functions run in the rank's own process, may read and set its environment, and import torch when they are called.
 """
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from ..world.world import World
 
 Tell = Callable[[Failure], None]
-"""Passes on why this process is about to end, where no error can be raised any more."""
-_PATIENCE_S = 30 * 24 * 3600.0  # of a collective: the watchdog, which knows who is at work, ends a wait in vain
+"""Reports why this process is about to end, where no error can be raised any more."""
+_PATIENCE_S = 30 * 24 * 3600.0  # of a collective: the watchdog, which knows the ranks' progress, ends a wait in vain
 _DIALS = 5  # gloo tries so often to reach a peer, each time for the whole time-out (seen: 50 s where 10 were given)
 _LEAST_BEAT_S, _BEAT_S, _BEAT_IN_MEMORY_S = 0.1, 1.0, 10.0  # each makes the memory fuller
 _ANSWER_S = (1.0, 10.0)  # for the store that takes heartbeats: a part of --stall-timeout
@@ -55,19 +55,19 @@ _FLUSH_S = 0.5
 
 @dataclass(frozen=True)
 class Seat:
-    """What a rank has before it forms the world."""
+    """A rank's config, place, device and store before it forms the world."""
 
     config: RunConfig
     topology: Topology
     device: torch.device
     store: Store
-    """One that all ranks share."""
+    """Shared by all ranks."""
     notes: Notes
     pulse: Pulse
 
     def run(self, entry: Entry) -> Any | None:
         """Run the entry; return its value on rank 0, else None (*collective*)."""
-        if forms_world := getattr(entry, "before_world", None):  # the doctor's, who says why there can be none
+        if forms_world := getattr(entry, "before_world", None):  # the doctor's, which reports why no world can form
             value = forms_world(self.config, self.topology, self.device, self.store)
         else:
             with self.world() as world:
@@ -76,7 +76,7 @@ class Seat:
 
     @contextlib.contextmanager
     def world(self) -> Iterator[World]:
-        """Form the world, and leave it at the end of the block (*collective*)."""
+        """Form the world; leave it at the block's end (*collective*)."""
         from ..world.world import World
 
         parallel, topology, pulse = self.config.parallel, self.topology, self.pulse
@@ -116,11 +116,10 @@ class Seat:
 def met(
     config: RunConfig, env: Mapping[str, str], meeting: Meeting, topology: Topology, *, knows_node: bool, tell: Tell
 ) -> Iterator[Seat]:
-    """Meet the other ranks, be one of them in the block, leave (*collective*).
+    """Meet the other ranks; yield this rank's seat; leave (*collective*).
 
-    Where whoever started this rank does not know its node, `topology` has only rank and size; nodes and local ranks
-    then follow from the ranks' hosts. Raises `RankLostError` for an error of the block that is an echo of a lost rank,
-    where that one is known.
+    Without `knows_node`, `topology` has only rank and size; nodes and local ranks then follow from the ranks' hosts.
+    Raises `RankLostError` for an error of the block that is an echo of a lost rank, where that rank is known.
     """
     parallel, index = config.parallel, topology.rank
     mine = Claim(
@@ -136,7 +135,7 @@ def met(
         if meeting.file is not None:
             kept.callback(meeting.file.unlink, missing_ok=True)
         claims = rollcall.take(meeting, mine, parallel.timeout)
-        # What tells these processes from any others at the store.
+        # Tells these processes from any others at the store.
         start = hashlib.sha256("".join(claim.nonce for claim in claims).encode()).hexdigest()[:16]
         topology, pulse = topology if knows_node else rollcall.place(claims, mine), Pulse()
         watch = start_watch(config, meeting, start, [claim.host for claim in claims], index, pulse, tell)
@@ -182,7 +181,7 @@ def start_watch(
 
 
 def _end(config: RunConfig, pulse: Pulse, tell: Tell, watch: Watch, failure: Failure) -> NoReturn:
-    """End this process, for which the watchdog knows why."""
+    """End this process with the watchdog's failure."""
     failure = dataclasses.replace(failure, sentence=f"{failure.sentence}; {failures.again(config)}.")
     workers = multiprocessing.active_children()
     try:
@@ -202,7 +201,7 @@ def _end(config: RunConfig, pulse: Pulse, tell: Tell, watch: Watch, failure: Fai
 
 
 def close_soon(world: World) -> None:
-    """Leave the world after a failure, which the others notice; not for long."""
+    """Leave the world after a failure, within 1 s. The other ranks notice."""
     with contextlib.suppress(Exception):
         bounded.within(_CLOSE_S, world.close, "leaving")
 
@@ -234,7 +233,7 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
 
 
 def variables(config: RunConfig) -> dict[str, str]:
-    """Return the environment variables that torch is to find in a rank."""
+    """Return the environment variables to set for torch in a rank."""
     # With torch 2.15's new backend for NCCL the backward pass waits for each of DDP's exchanges, by its code.
     wanted = unset({"TORCH_DIST_USE_NCCL2": "0"})
     if config.precision.deterministic:
@@ -267,7 +266,7 @@ def bound() -> str:
 
 
 def check_agrees(asked: ParallelConfig, found: Topology, names: Mapping[str, str]) -> None:
-    """Raise where flags, compared with what is in `names`, ask for another world."""
+    """Raise `RequestError` where the flags in `names` contradict the found world."""
     for flag, wanted, has in (
         ("--world-size", asked.world_size, found.size),
         ("--rank", asked.rank, found.rank),
@@ -283,7 +282,7 @@ def check_agrees(asked: ParallelConfig, found: Topology, names: Mapping[str, str
 
 @contextlib.contextmanager
 def teller() -> Iterator[Tell]:
-    """Give what tells a failure on today's stderr, later perhaps a file."""
+    """Yield a function that reports failures to the present stderr. Later, stderr may be a file."""
     with contextlib.ExitStack() as kept:
         console = -1
         with contextlib.suppress(OSError):  # the command was started with `2>&-`
@@ -293,7 +292,7 @@ def teller() -> Iterator[Tell]:
 
 
 def vanish(error: BaseException) -> NoReturn:
-    """End this process, which failed with `error` and has said so."""
+    """End this process, whose failure with `error` is already reported."""
     # The entry's variables go, and with them data workers, which end in order and remove their files.
     traceback.clear_frames(error.__traceback__)
     # Nothing that is left may hang: not a collective of a lost world, not a thread of the user's.

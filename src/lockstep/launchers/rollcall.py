@@ -1,9 +1,9 @@
-"""The roll call: each rank learns of all others, by a few requests.
+"""The roll call: each rank learns of all others in few requests.
 
 Rank 0 opens a *call*: its claim (host, process, world size, GPUs) with a nonce. Each other rank answers that call with
-its own claim, which can be made once. Rank 0 gives the *verdict*: all claims, or what is wrong with them; whoever finds
-a fault, such as a rank claimed twice or absent, gives it instead, so that all fail with one sentence. Where an agent
-keeps the store, an earlier start's call may lie there: its verdict is given, and another call will come.
+its own claim, which can be made once. Rank 0 gives the *verdict*: all claims, or their fault. Another rank that finds a
+fault, such as a rank claimed twice or absent, gives the verdict instead, so that all fail with one sentence. An agent's
+store may still hold an earlier start's call: that one has its verdict, and another call will come.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _HEAR_S = 1.0  # for the others to hear of a fault from a store that ends with t
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a process says of itself at the roll call."""
+    """A process's report of itself at the roll call."""
 
     rank: int
     size: int
     accelerator: str
     gpus: tuple[str, ...] = ()
-    """Identities of the GPUs that the process may take, by local rank; a single one is taken by whoever names it."""
+    """UUIDs of the GPUs that the process may use, by local rank; a single one is used whatever the local rank."""
     drives_all: bool = False
-    """Whether it takes all of these GPUs, whatever its local rank."""
+    """Whether the process uses all of these GPUs, whatever its local rank."""
     addresses: tuple[str, ...] = ()
     """Addresses of this host, the one that others most likely reach first."""
     interface: str = ""
     """The network interface that the process was told to use, whose addresses these are; "" for any."""
     processors: tuple[int, ...] = field(default_factory=hardware.processors)
-    """Those that the process may run on, by the host's numbers."""
+    """The processors that the process may run on, by the host's numbers."""
     host: str = field(default_factory=socket.gethostname)
     network: str = field(default_factory=hosts.network)
     boot: str = field(default_factory=hosts.boot)
@@ -64,12 +64,12 @@ class Claim:
 
     @property
     def node(self) -> tuple[str, str, str]:
-        """What ranks share that reach one another without leaving the host."""
+        """(host, boot, network): equal for ranks that share a host's network."""
         return self.host, self.boot, self.network
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Claim:
-        """Return the claim of a dict, perhaps by a version with other fields."""
+        """Return the claim from a dict. Ignores unknown fields, as of another version."""
         known = {each.name for each in fields(cls)}
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**{name: value for name, value in {**values, **lists}.items() if name in known})
@@ -162,7 +162,7 @@ class _Call:
         return self._keys.await_all(keys, min(most_s, max(_LOOK_S, self._deadline - time.monotonic())))
 
     def _claim(self, lead: Claim) -> RequestError | None:
-        """Answer rank 0's call; return what is wrong."""
+        """Answer rank 0's call; return the fault, if any."""
         mine, where = self._mine, self._meeting.where
         if lead.size != mine.size:
             return RequestError(
@@ -188,11 +188,11 @@ class _Call:
         )
 
     def _fault(self, error: RequestError) -> RequestError:
-        """Raise the verdict, this error unless one is given; return the error where that goes on without this rank."""
+        """Raise the verdict, by default `error`; return `error` where others went on."""
         if self._nonce:
             verdict = {"absent": isinstance(error, AbsentError), "fault": str(error)}
             self._read(self._keys.put(self._verdict, json.dumps(verdict)))
-        return error  # the others have gone on, and this rank was none of them
+        return error  # the others have gone on without this rank
 
     def _read(self, told: str) -> tuple[Claim, ...]:
         """Return a verdict's claims, () without this rank; raise its fault."""
@@ -218,7 +218,7 @@ def place(claims: Sequence[Claim], mine: Claim) -> Topology:
 
 
 def sharing(claims: Sequence[Claim], mine: Claim) -> int:
-    """Return how many ranks may run on processors of this one's."""
+    """Return how many ranks may run on this rank's processors."""
     here = [set(claim.processors) for claim in claims if claim.boot == mine.boot]
     return max(1, sum(not each.isdisjoint(mine.processors) for each in here))
 
@@ -226,8 +226,8 @@ def sharing(claims: Sequence[Claim], mine: Claim) -> int:
 def interface(claims: Sequence[Claim], mine: Claim) -> str | None:
     """Return the network interface for this rank's traffic; None for no route.
 
-    The one it was told, or loopback if all are on this host. Otherwise the one on the route to another host, since gloo
-    by itself takes what the host's name resolves to, often loopback; a host that was told an interface is followed.
+    The one given to this rank, or loopback if all are on this host. Otherwise the one on the route to another host,
+    since gloo by default takes the host name's address, often loopback; hosts with an interface given come first.
     """
     if mine.interface:
         return mine.interface

@@ -2,7 +2,7 @@
 
     memory     a file without a name, of the process that has started all ranks of its host: nobody else can open it
     tcp://     rank 0 serves the store at that address alone; or an agent does, and then it outlives the ranks
-    file://    holds rank 0's address, and a secret for whoever may read it; one that a dead run has left is harmless
+    file://    holds rank 0's address, and a secret for its readers; a file that a dead run has left is harmless
 
 torch's stores know no passwords, so each text in them bears a seal (see `monitor.keys`).
 """
@@ -43,7 +43,7 @@ WAIT = timedelta(seconds=60)
 _SECRET_BYTES = 32
 _RETRY_S = 0.2
 _PROBE_S = 5.0
-_SILENCE_S = 30  # for whoever connects to say something
+_SILENCE_S = 30  # for a new connection to send its first bytes
 _FILE_BYTES = 1 << 12
 _WHY_NOT = {
     errno.EADDRINUSE: "another process uses the port, such as a second rank 0; take another one on every rank",
@@ -54,7 +54,7 @@ _WHY_NOT = {
 
 @dataclass(frozen=True)
 class Meeting:
-    """An open store, and how to speak of it."""
+    """An open store, and its name in messages."""
 
     keys: Keys
     where: str
@@ -65,16 +65,16 @@ class Meeting:
     """The host that serves the store, as the user or rank 0 names it."""
     port: int = 0
     file: Path | None = None
-    """What rank 0 removes at its end."""
+    """The file that rank 0 removes at its end."""
     outlives: bool = False
     """Whether an agent, or the process that has started the ranks, keeps the store: no rank serves it."""
     notes: Notes = field(default_factory=Notes)
-    """What outlives this start of the ranks."""
+    """Notes that outlive this start of the ranks."""
     caution: str = ""
-    """What may keep other ranks from coming, to end a sentence with."""
+    """Why other ranks may fail to come: a clause to end a sentence."""
 
     def is_served(self) -> bool:
-        """Return whether the store still has a server; torch shows stacks where it has none."""
+        """Return whether the store still has a server. torch prints stacks without one."""
         try:
             if self.port and not self.hosted:
                 socket.create_connection((self.host, self.port), _PROBE_S).close()
@@ -92,8 +92,8 @@ def import_torch() -> None:
 def of_job(env: Mapping[str, str], *, on_one_host: bool) -> bytes:
     """Return the secret by which a job's ranks know one another.
 
-    LOCKSTEP_SECRET, or one of this user on this host; empty where nobody has given one and the ranks are on several
-    hosts, or have no home: they trust the network.
+    LOCKSTEP_SECRET, or one of this user on this host; empty where none is given and the ranks are on several hosts, or
+    have no home: they trust the network.
     """
     if given := env.get(SECRET, ""):
         return given.encode(errors="surrogateescape")
@@ -114,7 +114,7 @@ def of_job(env: Mapping[str, str], *, on_one_host: bool) -> bytes:
 
 @contextlib.contextmanager
 def memory() -> Iterator[Path]:
-    """Hold an empty file in memory; give the path for this user's processes."""
+    """Hold an empty file in memory; yield its path. For this user's processes."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("lockstep-meeting")
         try:
@@ -129,7 +129,7 @@ def memory() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Door:
-    """Where a rank meets the others: in their parent's memory, at a file or at an address; a lone rank has none."""
+    """The ranks' meeting place: a parent's memory, a file or an address. A lone rank has none."""
 
     memory: Path | None = None
     file: Path | None = None
@@ -142,7 +142,7 @@ class Door:
     """Whether an agent serves the store."""
 
     def open(self, rank: int, timeout_s: float, notes: Notes | None = None) -> Meeting:
-        """Open the store for a rank; what is in its parent's memory has its parent's `notes`."""
+        """Open the store for a rank. One in the parent's memory has the parent's `notes`."""
         if self.memory is not None:
             return _in_memory(self.memory, notes or Notes())
         if self.file is not None:
@@ -170,7 +170,7 @@ def _in_memory(path: Path, notes: Notes) -> Meeting:
 
 
 def serve(host: str, port: int, *, secret: bytes = b"") -> Meeting:
-    """Open the store that others connect to, on `host`'s address alone."""
+    """Serve the store to the other ranks, on `host`'s address alone."""
     where = hosts.url(host, port)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -181,7 +181,7 @@ def serve(host: str, port: int, *, secret: bytes = b"") -> Meeting:
     import_torch()
     from .._torch import TCPStore
 
-    if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux lets nobody in who says nothing, as those who scan ports
+    if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux then accepts no silent connection, such as a port scanner's
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENCE_S)
     address, port = listener.getsockname()[:2]
     taken = listener.detach()
@@ -193,10 +193,10 @@ def serve(host: str, port: int, *, secret: bytes = b"") -> Meeting:
 def connect(
     host: str, port: int, timeout_s: float, *, secret: bytes = b"", job: str = "", start: str = "", served: bool = False
 ) -> Meeting:
-    """Open the store that rank 0 serves at the address, or, if `served`, an agent.
+    """Open the store of rank 0, or of an agent if `served`.
 
-    `job` and `start` part the keys of these ranks from other jobs' at that agent's, and from those of earlier starts.
-    Raises `AbsentError` where nobody answers within `timeout_s`, or something else than such a store does.
+    `job` and `start` separate these ranks' keys from those of other jobs at the agent, and of earlier starts. Raises
+    `AbsentError` where no such store answers within `timeout_s`.
     """
     import_torch()
     from .._torch import TCPStore
@@ -242,7 +242,7 @@ def _await_listener(host: str, port: int, timeout_s: float) -> None:
 
 
 def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secret: bytes = b"") -> Meeting:
-    """Open the store whose address rank 0 writes to the file at `path`.
+    """Open rank 0's store by the address in the file at `path`.
 
     Rank 0 (`is_main`) serves it and listens at `host`, by default this host's first address. Raises `RequestError`
     where the file is another's, cannot be written, or is in use by a run.
@@ -274,7 +274,7 @@ def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secr
 
 
 def _opened(path: Path, secret: bytes, limit_s: float) -> Meeting | None:
-    """Return the store that the file names; None where it does not answer."""
+    """Return the store named in the file; None without an answer."""
     if (place := _read_place(path)) is None:
         return None
     with contextlib.suppress(RequestError, RuntimeError):
@@ -286,7 +286,7 @@ def _opened(path: Path, secret: bytes, limit_s: float) -> Meeting | None:
 
 
 def _read_place(path: Path) -> dict[str, Any] | None:
-    """Return what the file holds; None where it is not there."""
+    """Return the file's contents; None if the file does not exist."""
     try:
         if path.lstat().st_uid not in (os.geteuid(), path.parent.stat().st_uid):
             raise OSError(errno.EPERM, "the file is another user's")

@@ -50,7 +50,7 @@ def preflight(name: str) -> None:
 def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
     """Return the network `name`, which takes (N, *shape) to logits (N, classes).
 
-    It is float32 on the CPU, its weights from torch's global generator. Raises `RequestError` where there is none such.
+    The network is float32 on the CPU, its weights from torch's global generator. Raises `RequestError` for other names.
     """
     # What is no image has features where an image has channels.
     sides = {"in_channels": shape[0] if shape else 1, "image_size": shape[-1] if shape else 1}
@@ -71,9 +71,9 @@ def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
-    """Return the name of torchvision's weights of `name`, and the tensors by name.
+    """Return torchvision's weights of `name`: their label, and tensors by name.
 
-    Raises `RequestError` where there are none, or they can neither be found nor downloaded.
+    Raises `RequestError` where torchvision has none, or they can neither be found nor downloaded.
     """
     if ":" in name or _ours(name):
         raise RequestError(
@@ -84,7 +84,7 @@ def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
 
 
 def _ours(name: str) -> tuple[str, str, dict[str, int]] | None:
-    """Return what makes our network `name`: a file of this package, a callable in it, its options; None for others."""
+    """Return (module, callable, options) of our network `name`; None for other names."""
     options: dict[str, int] = {}
     if match := _PYRAMIDNET.fullmatch(name):
         depth, alpha, reference = int(match[1]), int(match[2]), bool(match[3])

@@ -1,7 +1,7 @@
 """A failure as one sentence: which rank, where, why.
 
 Its trace goes to a file. When one rank fails, the others fail a moment later because they have lost it. Such an *echo*
-is known by what torch raises for a lost peer: the first cause is told, and an echo's trace is kept in the file alone.
+is known by torch's error for a lost peer: the first cause is reported, and an echo's trace is kept in the file alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _WORKER_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in ', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ends."""
+    """The reason for a rank's end."""
 
     rank: int
     kind: str
@@ -65,7 +65,7 @@ class Failure:
     """Whether the rank ends only because another one failed."""
 
     def error(self) -> LockstepError:
-        """Return the error to raise for it before the user."""
+        """Return the error to raise for the user."""
         known = _KINDS.get(self.kind)
         # What lockstep raises on purpose is told by its sentence alone.
         is_told = self.is_echo or self.kind == RunError.__name__
@@ -77,7 +77,7 @@ class RankLostError(RunError):
 
 
 def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
-    """Return the failure that `error` is on `rank`.
+    """Return the failure for `error` on `rank`.
 
     lockstep's own errors keep their sentence; that of any other names the deepest frame of the user's code or ours.
     `again` says how to go on after an echo.
@@ -104,7 +104,7 @@ def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
 
 
 def again(config: RunConfig) -> str:
-    """Return how to go on after a loss."""
+    """Return the advice for continuing after a loss."""
     return "start the same command again" if config.checkpoint.resume else _RESUME
 
 
@@ -114,7 +114,7 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def account(error: BaseException, rank: int, config: RunConfig) -> Failure:
-    """Return the failure that `error` is; write it to the run's folder."""
+    """Return the failure for `error`; write that to the run's folder."""
     failure, output = describe(error, rank, again(config)), config.record.output
     if output is None or isinstance(error, Stopped | RequestError):
         return failure
@@ -134,7 +134,7 @@ def write(failure: Failure, folder: Path) -> None:
 
 
 def cause_in(folder: Path, *, since_s: float) -> str:
-    """Return the sentence of the first failure in `folder` that is no echo.
+    """Return the sentence of the first non-echo failure in `folder`.
 
     "" where none was written since `since_s` (seconds since the epoch). A rank writes its failure before it lets go of
     the others, so that they find it where they share a disk.
@@ -158,7 +158,7 @@ def is_echo(error: BaseException) -> bool:
 
 
 def place(error: BaseException) -> str:
-    """Return " at FILE:LINE" of the most telling frame of `error`, or ""."""
+    """Return " at FILE:LINE" of `error`'s most telling frame, or ""."""
     frames = [f"{frame.filename}:{frame.lineno or 0}" for frame in traceback.extract_tb(error.__traceback__)]
     # A DataLoader's worker sends its traceback as text within the message.
     frames += map(":".join, _WORKER_FRAME.findall(_words(error)))
@@ -185,7 +185,7 @@ def is_machinery(file: str) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the class and the words of `error` in one line."""
+    """Return the class and message of `error` in one line."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r}) before it was done"
     text = _words(error)

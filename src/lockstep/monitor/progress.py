@@ -14,7 +14,7 @@ EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
 
 
 class Listener(Protocol):
-    """Measures a job from within a rank; nothing is saved meanwhile."""
+    """Measurement of a job within a rank; nothing is saved meanwhile."""
 
     exchanges: bool
     """Whether gradients are exchanged, and replicas compared."""

@@ -1,13 +1,13 @@
-"""The watchdog: a thread in each rank that says which rank stopped where.
+"""The watchdog: each rank's thread that reports which rank stopped where.
 
     Rank 3 (node b) stopped 41 s ago in data loading at folder.py:88 (step 512); ranks 0–2 wait in all-reduce at step
     512.
 
 A rank that has entered no new phase for --stall-timeout leaves such a sentence in the store, with which all end. All
 ranks enter the same phases in the same order: the one that hangs has entered the fewest. A process that has died, was
-stopped or is cut off is known by heartbeats that no longer rise. Ranks that wait in collectives which are not the same
-wait for each other, which is told after half a minute. Nobody is judged while all live and one prepares, compiles or is
-debugged, nor is a rank alone that computes. The rank that serves the store ends last.
+stopped or is cut off is known by heartbeats that no longer rise. Ranks that wait in different collectives wait for each
+other, which is reported after half a minute. No rank is judged while all live and one prepares, compiles or is
+debugged, nor a lone rank that computes. The rank that serves the store ends last.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HURRY_S = 0.05
 
 
 class Watch:
-    """Watches this rank and, by their heartbeats, the others."""
+    """A watchdog over this rank and, by their heartbeats, the others."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Watch:
         """Start the thread.
 
         `opens` and `server` are those of `Heartbeats`; `nodes` names each rank's host. `ends` is called from the
-        thread with what is to be told, and has to end this process. `is_served()` says whether the store is there.
+        thread with the failure, and has to end this process. `is_served()` tells whether the store has a server.
         """
         self._pulse, self._rank, self._nodes, self._server = pulse, rank, tuple(nodes), server
         self._stall_s, self._beat_s, self._ends, self._is_served = stall_timeout_s, beat_s, ends, is_served
@@ -73,7 +73,7 @@ class Watch:
         self._crossed_s = min(stall_timeout_s, max(_CROSSED_S, 2 * self._late_s))
         self._idle_s = self._stalled_s = 0.0
         self._closed = threading.Event()
-        self._speaks = threading.Lock()  # taken once, by who says why this process ends
+        self._speaks = threading.Lock()  # taken once, by the thread that reports why this process ends
         self._heartbeats = Heartbeats(opens, rank=rank, size=len(nodes), server=server)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -89,7 +89,7 @@ class Watch:
         self._heartbeats.leave(self._own(), limit_s)
 
     def give_way(self) -> None:
-        """Close: the caller says why this process ends. Never return where that has been said."""
+        """Close: the caller reports why this process ends. Never return where that has been reported."""
         self._speaks.acquire()
         self.close()
 
@@ -113,7 +113,7 @@ class Watch:
         self.let_others_hear()
 
     def let_others_hear(self) -> None:
-        """Where this rank serves the store, wait until the others have read the sentence."""
+        """As the store's server, wait until the others have read the sentence."""
         if self._rank == self._server and len(self._nodes) > 1:
             time.sleep(2 * self._beat_s)
 
@@ -121,7 +121,7 @@ class Watch:
         looked_s, sent_s, count = time.monotonic(), 0.0, self._pulse.count
         while not self._closed.wait(min(self._beat_s / 2, _LOOK_S)):
             now_s = time.monotonic()
-            # Time for which this process was stopped, or its machine asleep, is none for which nothing moved.
+            # Time for which this process was stopped, or its machine asleep, does not count as a stall.
             passed_s, looked_s = min(now_s - looked_s, _LONGEST_PAUSE_S, self._stall_s / 2), now_s
             self._idle_s, self._stalled_s = self._idle_s + passed_s, self._stalled_s + passed_s
             if count != self._pulse.count:
@@ -140,7 +140,7 @@ class Watch:
                 return
 
     def _judged(self) -> str:
-        """Return the sentence where nothing has moved for too long."""
+        """Return the sentence about a stall, "" for none."""
         if self._may_last(seen := self._heartbeats.seen(self._own())):
             self._stalled_s = 0.0
         elif self._stalled_s > (self._crossed_s if _are_crossed(seen, self._crossed_s / 2) else self._stall_s):
@@ -175,7 +175,7 @@ class Watch:
 
 
 def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> str:
-    """Return the sentence that names the ranks that stopped, and those that wait.
+    """Return the sentence that names the stopped and the waiting ranks.
 
     A rank whose last beat is older than `silence_s` does not live or cannot be reached.
     """
@@ -209,7 +209,7 @@ def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> st
 
 
 def _are_crossed(seen: dict[int, Beat], least_s: float) -> bool:
-    """Whether all ranks have waited for `least_s`, in collectives that are not the same, so that none will end."""
+    """Return whether all ranks have waited `least_s` in different collectives. None of those will end."""
     wait = all(beat.phase in _COLLECTIVES and beat.idle_s > least_s for beat in seen.values())
     return wait and len(set(map(_call, seen.values()))) > 1
 

@@ -1,4 +1,4 @@
-"""`lockstep.session()`: this rank of the job that a script was started in."""
+"""`lockstep.session()`: one rank's session for a user script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .session import Session
 
 
 def session(**options: Any) -> Session:
-    """Return this rank of the job that the script was started in, or alone where nothing has started it.
+    """Return this rank's session. A process without a launcher is the only rank.
 
     `options` are those of `lockstep train` in `OF_A_SESSION`, by their names (`output="runs/mnist"`, `resume="auto"`,
     `accumulate=4`, `precision="bf16"`, `seed=1` …); flags of `lockstep run` beat them. Call it once, before the model
@@ -36,7 +36,7 @@ def session(**options: Any) -> Session:
         config = apply(config, flags, source="the flags")
     else:
         started = script.own_process(config)
-        config = dataclasses.replace(config, parallel=started.config.parallel)  # what started it, and how many
+        config = dataclasses.replace(config, parallel=started.config.parallel)  # the launcher, and the number of ranks
         how = "" if config.checkpoint.resume == "auto" else ' and lockstep.session(output=…, resume="auto")'
         again = f"continue with the same command{how}"
     world = started.world

@@ -1,4 +1,4 @@
-"""The scores of a job's model on one of its sets: while it trains, and for `lockstep eval`, by class and by sample."""
+"""Scores of a job's model, during training and for `lockstep eval`. The latter also by class and by sample."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from ..data.source import Source as Data
 
 SCORES = "scores.json"
-_PROBED = 8  # samples by which a loss of the user's is judged
+_PROBED = 8  # samples on which a user's loss is checked
 _WANTED = 'it is called as loss(scores, labels, reduction="sum") and returns the sum over the samples, one number'
 
 
 class Classifier:
-    """A job's task: a loss of scores and labels, and exact top-1 and top-5 (see `engine.Task`)."""
+    """Classification task of a job (see `engine.Task`). Its loss takes scores and labels; top-1 and top-5 are exact."""
 
     def __init__(self, job: Job, session: Session) -> None:
         self.source: Source = job
@@ -48,7 +48,7 @@ class Classifier:
         self._job, self._loop = job, session.loop
 
     def begin(self) -> None:
-        """Begin the session's run, judge the user's loss, and rehearse a step (*collective*)."""
+        """Begin the run, check the user's loss, rehearse a step (*collective*)."""
         job = self._job
         self._loop.begin(job.config.epochs, report.of_job(job), self._come_to)
         if ":" in job.config.optim.loss:
@@ -56,7 +56,7 @@ class Classifier:
         job.strategy.settle(job.model, self._rehearse)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
-        """Return the sum of the loss over the samples x (n, …), y (n,), and what it is of; n may be 0."""
+        """Return the summed loss, None, and (logits, labels). x is (n, …), y (n,); n may be 0."""
         x, y = batch
         loss, logits = self._job.loss(x, y)
         return loss, None, (logits.detach(), y)
@@ -70,7 +70,7 @@ class Classifier:
         self._job.train_step(first.total, [first.batch])
 
     def _check_loss(self) -> None:
-        """Raise `RequestError` where the user's own loss is no sum over the first samples of the run."""
+        """Raise `RequestError` unless the user's loss sums over samples. Probes the run's first samples."""
         job, name = self._job, f"--loss {self._job.config.optim.loss}"
         x, y = (part[:_PROBED] for part in self._first().batch)
         with evaluating(job.model), job.precision.autocast():
@@ -88,13 +88,13 @@ class Classifier:
         losses.check_sum(name, *told, of=f"{len(y)} samples (scores {tuple(logits.shape)}, labels {tuple(y.shape)})")
 
     def evaluate(self) -> None:
-        """Score the weights on the set that `best` is chosen by (*collective*)."""
+        """Score the weights on the set for choosing `best` (*collective*)."""
         data, progress = self._job.data, self._loop.progress
         scores = self._scored(data.judged, epoch=progress.epochs)
         self._loop.judge(scores.top1, scores, on=data.best_on)
 
     def _scored(self, source: Data, **told: Any) -> Scores:
-        """Return the scores on `source` (*collective*); raises `Stopped` where that was asked for meanwhile."""
+        """Return the scores on `source` (*collective*). Raises `Stopped` after a stop request."""
         loop, ledger = self._loop, self._loop.proofs.ledger
         loop.recorder.record("evaluate", step=loop.progress.step, samples=len(source), **told)
         how: dict[str, Any] = {} if ledger is None else {"note": ledger.add_evaluated}
@@ -104,7 +104,7 @@ class Classifier:
         return scores
 
     def _test(self, weights: str, of_step: int) -> dict[str, Any]:
-        """Return the scores on the test set of the `last` or the `best` weights, which the model has (*collective*)."""
+        """Return the current weights' scores on the test set (*collective*). `weights` is `last` or `best`."""
         loop, data = self._loop, self._job.data.test
         step = loop.progress.step
         epoch = (step - 1) // self._job.steps()
@@ -114,7 +114,7 @@ class Classifier:
         return {"step": of_step} | scores
 
     def _come_to(self) -> dict[str, Any]:
-        """Return what the run has come to, with the scores on the test set (*collective*). Raises `Stopped`."""
+        """Return the run's result with test scores (*collective*). Raises `Stopped`."""
         job, loop, meter, progress = self._job, self._loop, self._loop.meter, self._loop.progress
         assert progress.scores is not None
         scores = dataclasses.asdict(progress.scores)
@@ -151,7 +151,7 @@ class Classifier:
 
 
 def scored(job: Job, source: Data, **how: Any) -> Scores | None:
-    """Return what `evaluate` does of the job's model, or of its average (*collective*)."""
+    """Return `evaluate`'s scores of the job's model or average (*collective*)."""
     models = [job.model] if job.average is None else [job.model, job.average.module]
     for model in models:
         job.strategy.agree_on_buffers(model)
@@ -161,7 +161,7 @@ def scored(job: Job, source: Data, **how: Any) -> Scores | None:
 
 
 def restore_model(job: Job, loaded: State) -> None:
-    """Put a loaded state's weights into the job's model, and into the averaged one, for evaluation alone."""
+    """Load a state's weights into the model and average. For evaluation alone."""
     with understanding(loaded.origin or Path("the checkpoint")):
         load_model(job.model, loaded.part("model"))
         if job.average is not None:
@@ -169,7 +169,7 @@ def restore_model(job: Job, loaded: State) -> None:
 
 
 def best_of(config: RunConfig, world: World, progress: Progress) -> State | None:
-    """Return the best weights' checkpoint; None where not every rank has it (*collective*)."""
+    """Return the best checkpoint; None unless every rank has it (*collective*)."""
     folder = config.record.output
     if folder is None:
         return None
@@ -190,9 +190,9 @@ def evaluate_checkpoint(
     folder: Path | None = None,
     predictions: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the exact scores of the checkpoint that `config.checkpoint.resume` names (*collective*).
+    """Return the exact scores of the checkpoint in `config.checkpoint.resume` (*collective*).
 
-    They are written to `folder`/scores.json, and what the model says of each sample to the CSV file `predictions`.
+    Scores are written to `folder`/scores.json, and each sample's prediction to the CSV file `predictions`.
     """
     loaded = resume.load(config, world, keys=resume.EVALUATED)
     assert loaded is not None, "the command names a checkpoint"
@@ -231,7 +231,7 @@ def evaluate_checkpoint(
 
 
 def _by_class(rows: np.ndarray, classes: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the samples and the top1 of each class, None of one without samples, from (index, label, predicted, …)."""
+    """Return each class's samples and top1 (None without samples). Rows are (index, label, predicted, …)."""
     labels, is_hit = rows[:, 1].astype(np.int64), rows[:, 1] == rows[:, 2]
     samples, hits = (np.bincount(labels[chosen], minlength=classes).tolist() for chosen in (slice(None), is_hit))
     return [

@@ -1,4 +1,4 @@
-"""A loop of one's own, on any number of devices: what `lockstep.session()` returns.
+"""Session for a user-written training loop on any number of devices.
 
     model, optimizer, loader = session.prepare(model, optimizer, loader)
     for epoch in session.epochs(10):
@@ -7,8 +7,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-The loader's batch size is the global batch. What it yields is this rank's share of one global micro-batch; the
-gradients of all shares are weighed, so that they add up to those of the mean over the global batch, and summed over the
+The loader's batch size is the global batch. The loader yields this rank's share of one global micro-batch; the
+gradients of all shares are weighted to add up to those of the mean over the global batch, and summed over the
 ranks at the end of the last micro-batch's backward pass. Methods marked *collective* are called by every rank.
 """
 
@@ -47,12 +47,12 @@ _TAKEN = (
     *("event", "time", "step", "epoch", "loss", "lr", "samples", "grad_norm", "top1"),
     *("samples_per_s", "step_s", "data_wait_s", "eta_s", *SAMPLED),
 )
-"""What records have of their own."""
+"""Names that records have of their own."""
 _EVALUATED = 4  # loaders that are kept ready for further evaluations: a loop may make its loader anew each time
 
 
 class Session:
-    """One rank of a job, and what its loop needs: `world` says which ranks there are, `device` where this one is."""
+    """One rank's session. `world` describes the ranks, `device` is this rank's device."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Session:
         prepared: Prepared | None = None,
         precision: Precision | None = None,
     ) -> None:
-        """Join in (*collective*); `run` is held until the session is closed.
+        """Start the session (*collective*); `run` is held until `close`.
 
         `prepared` and its `precision` are a job's, whose gradients a strategy exchanges.
         """
@@ -93,17 +93,17 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0: the one that prints and writes. Never guard a collective with it."""
+        """Whether this is rank 0, which prints and writes. Never guard a collective with `is_main`."""
         return self.world.is_main
 
     @property
     def is_last(self) -> bool:
-        """Whether the global batch is whole with the share under way, so that optimizers and schedules act."""
+        """Whether the current share completes the global batch. Optimizers and schedules then step."""
         return self._micro is None or self._micro.last
 
     @property
     def samples(self) -> int:
-        """Samples of this rank's share under way; 0 where it is empty, and a sample that does not count stands in."""
+        """Number of samples in the current share. 0 for an empty share, whose stand-in sample does not count."""
         return 0 if self._micro is None else self._micro.size
 
     @property
@@ -116,12 +116,12 @@ class Session:
         return self.loop.progress.step
 
     def prepare(self, *given: Any) -> Any:
-        """Return each of the parts given made ready, in their order; a single one by itself (*collective*).
+        """Prepare parts for training; return them in order (*collective*). A single part is returned by itself.
 
         A model comes back as the same object, on this rank's device, with rank 0's weights and synchronised BatchNorm;
         an optimizer or a schedule as the same object, whose `step` acts at the end of a global batch; a DataLoader as
-        one that yields this rank's share of it. Whatever else has `state_dict` and `load_state_dict` is saved with the
-        rest. Raises `RequestError` for what cannot be prepared, and once the loop has begun.
+        one that yields this rank's share of each batch. Other objects with `state_dict` and `load_state_dict` are saved
+        with the rest. Raises `RequestError` for objects that cannot be prepared, and once the loop has begun.
         """
         if self.loop.has_begun:
             raise RequestError("session.prepare was called after the loop had begun; prepare everything before it.")
@@ -171,9 +171,9 @@ class Session:
         )
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs from 0 to `count` - 1, or those that a resumed run has left (*collective*).
+        """Yield the epochs from 0 to `count` - 1 (*collective*). A resumed run yields those that are left.
 
-        At the end of each one the session is saved; after the last, what was proved is written down.
+        The end of each epoch saves the session; the end of the last one also records the checks.
         """
         if self.loop.is_finished:
             raise RequestError(
@@ -189,7 +189,7 @@ class Session:
         self.loop.finish()
 
     def batches(self, source: Source) -> Generator[Any, None, None]:
-        """Yield this rank's shares of an epoch's batches; count a step after each whole batch of the first source."""
+        """Yield this rank's shares of an epoch. Counts a step after each whole batch of the first source."""
         loop, pulse, counts = self.loop, self.world.pulse, source is self.prepared.source
         progress, strategy, replica = loop.progress, self.prepared.strategy, self.prepared.replica
         # Others begin where the first one does only where a resumed run takes them up together, as in a zip.
@@ -214,7 +214,7 @@ class Session:
                 self._micro = micro
                 self._batch.number = 0
                 stands_in = micro.size == 0 and strategy is None
-                if SyncBatchNorm.stand_in != stands_in:  # a class that changes loses what Python remembers of it
+                if SyncBatchNorm.stand_in != stands_in:  # a changed class loses Python's caches
                     SyncBatchNorm.stand_in = stands_in
                 if loop.has_begun:
                     loop.note_samples(micro.indices)
@@ -234,7 +234,7 @@ class Session:
         finally:
             micros.close()  # with workers that read ahead
             if counts:
-                # The caller has left the loop within a batch's turn, by an error maybe: nobody is waited for.
+                # The caller has left the loop within a batch, maybe by an error: wait for no other rank.
                 if micro is not None and not micro.last:
                     self._batch.drop()
                 elif micro is not None and self._has_stepped:
@@ -244,9 +244,9 @@ class Session:
             self._is_apart = False
 
     def _count_step(self, samples: int) -> bool:
-        """End a batch, count its step if an optimizer made one, and return whether it did."""
+        """End a batch and count any optimizer step; return whether one happened."""
         self._batch.end(samples)
-        if not self._has_stepped:  # a loop may step but once in several batches: what they come to is the step's
+        if not self._has_stepped:  # a loop may step once in several batches: the step has their sum
             return False
         if self.precision.scaler is not None:
             self.precision.scaler.update()
@@ -264,13 +264,13 @@ class Session:
             raise RequestError("A batch is over, and session.prepare was given no optimizer to step; give it yours.")
 
     def _compare_data(self) -> None:
-        """Compare what the ranks have read of each loader so far (*collective*)."""
+        """Compare the ranks' samples of each loader (*collective*)."""
         for loader in (*self._loaders, *self._evaluated.values()):
             if not loader.is_compared and (doubt := loader.compare()):
                 self.loop.recorder.record("warning", text=doubt)
 
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, reduction: str = "mean") -> None:
-        """Add the gradients of `loss` (0-dim), this rank's, to those of the global batch (*collective*).
+        """Add gradients of this rank's `loss` (0-dim) to the global batch's (*collective*).
 
         A mean is taken as one over this rank's samples, or over `weight` things, such as tokens that count; a sum, by
         `reduction="sum"`, as one over the whole batch, divided by all ranks' `weight` where that is given. After a
@@ -308,7 +308,7 @@ class Session:
         pulse.enter("")
 
     def backward_sum(self, loss: Tensor, weight: float | Tensor | None) -> None:
-        """Do what `backward` does for the sum of a loss over this rank's samples, or over `weight` things."""
+        """Add the gradients of a loss summed over a rank's samples. With `weight`, the sum is over as many things."""
         strategy, micro, pulse = self.prepared.strategy, self._micro, self.world.pulse
         if weight is not None:
             self.backward(loss, weight=weight, reduction="sum")
@@ -325,7 +325,7 @@ class Session:
             self._batch.note(loss.detach())
 
     def _step(self, optimizer: Optimizer, step: Any, closure: Any) -> Any:
-        """Take the place of an optimizer's step, which is made where the global batch is whole."""
+        """Step the optimizer at the end of a global batch."""
         if closure is not None:
             raise RequestError("optimizer.step(closure) computes gradients that no rank could sum; give it none.")
         if not self.is_last:
@@ -348,11 +348,11 @@ class Session:
         return found
 
     def stepped(self, lr: float, norm: Tensor | None = None, last: tuple[Tensor, Tensor] | None = None) -> None:
-        """Note an optimizer step, its learning rate and norm, and the last micro-batch's (logits, labels)."""
+        """Note an optimizer step. `norm` is the gradients' norm, `last` the last micro-batch's (logits, labels)."""
         self._has_stepped, self._lr, self._norm, self.loop.meter.pending.last = True, lr, norm, last
 
     def evaluating(self, loader: DataLoader[Any] | parts.Loader) -> Iterator[Any]:
-        """Yield this rank's shares of each batch, each sample exactly once, in the data set's order (*collective*).
+        """Yield evaluation shares, each sample exactly once (*collective*). The order is the data set's.
 
         Within the loop the models are in evaluation mode, and no gradients are kept.
         """
@@ -403,7 +403,7 @@ class Session:
         return found if is_tensor else int(found.item()) if isinstance(value, int) else found.item()
 
     def mean(self, value: Any, *, weight: float | Tensor | None = None) -> Any:
-        """Return the mean of ranks' means (*collective*), each over its share's samples or over `weight` things."""
+        """Return the mean of ranks' means (*collective*). Each is over its share's samples or `weight` things."""
         count = 1 if self._micro is None else self._micro.size
         own = count if weight is None or not count else float(weight)
         total = self.sum(own)
@@ -413,7 +413,7 @@ class Session:
         return self.sum(part) / total
 
     def gather(self, value: Tensor) -> Tensor:
-        """Return all ranks' tensors, (n, …) each, one after the other in their order (*collective*); n may differ."""
+        """Concatenate all ranks' tensors in rank order (*collective*). Each is (n, …); n may differ."""
         return torch.cat(self.world.ragged(value if self._counts else value[:0]))
 
     def print(self, *words: Any, **how: Any) -> None:
@@ -424,8 +424,8 @@ class Session:
     def log(self, **values: Any) -> None:
         """Record values by name, in steps.jsonl and TensorBoard.
 
-        Within a training loop they are means over this rank's share, weighed and added up over the ranks for the step
-        under way: every rank gives the same names. Nothing is waited for. Elsewhere rank 0's are recorded as they are.
+        Within a training loop, values are means over this rank's share, weighted and summed over the ranks for the
+        current step: every rank gives the same names. The host waits for nothing. Elsewhere rank 0's are recorded.
         """
         if taken := [name for name in values if name in _TAKEN]:
             raise RequestError(
@@ -446,9 +446,9 @@ class Session:
             loop.meter.note(name, held * (micro.size / micro.total) if micro.size else torch.zeros_like(held))
 
     def score(self, value: float) -> None:
-        """Tell how good the weights are as they are now, the same on every rank: more is better.
+        """Record a score of the current weights; higher is better. Give the same on every rank.
 
-        The next checkpoint, at the end of the epoch as a rule, becomes `best` where none before had a higher score.
+        The next checkpoint, usually at the end of the epoch, becomes `best` if none before had as high a score.
         """
         self.loop.judge(float(value))
 
@@ -459,7 +459,7 @@ class Session:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the session, once (*collective*): wait for the last checkpoint, record how it ended, leave the folder."""
+        """End the session, once (*collective*). Waits for the last checkpoint, records the end, releases the folder."""
         if self._is_closed:
             return
         self._is_closed = True

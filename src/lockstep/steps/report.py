@@ -1,4 +1,4 @@
-"""The startup report: the batch plan, what each `auto` came to, and what the run goes on from."""
+"""Startup report: batch plan, resolved `auto` options, and resumed checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the `start` event; `facts` are added, their `chosen` and `lines` to the others."""
+    """Return the fields of the `start` event. `facts` are added, their `chosen` and `lines` to the others."""
     config, prepared, source, progress = loop.config, loop.prepared, loop.prepared.source, loop.progress
     world = prepared.world
     chosen: dict[str, Any] = {
@@ -65,7 +65,7 @@ def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_words(chosen: dict[str, Any]) -> str:
-    """Return what was chosen: `strategy ddp, launcher spawn, 2 × cpu, precision fp32, …`."""
+    """Return the choices in words. For example: `strategy ddp, launcher spawn, 2 × cpu, precision fp32, …`."""
     first = [f"{key} {chosen[key]}" for key in ("strategy", "launcher") if key in chosen]
     rest = {key: value for key, value in chosen.items() if value not in (False, "", "none")}
     for key in ("strategy", "launcher", "devices", "accelerator"):
@@ -75,7 +75,7 @@ def _in_words(chosen: dict[str, Any]) -> str:
 
 
 def _continued(loop: Loop) -> list[str]:
-    """Return lines that say whether the run goes on from a checkpoint, if that was asked for, and as what."""
+    """Return lines on the resumed checkpoint and changed settings."""
     config, step, state, total = loop.config, loop.progress.step, loop.state, loop.total_steps
     if state is None or state.origin is None:
         is_missed = config.checkpoint.resume and loop.prepared.strategy is not None
@@ -104,7 +104,7 @@ def _continued(loop: Loop) -> list[str]:
 
 
 def of_job(job: Job) -> dict[str, Any]:
-    """Return the facts of a job's start."""
+    """Return a job's facts for the `start` event."""
     data, taken, device = job.data, job.taken, job.world.device
     held, best = counted(len(data.judged), "sample"), data.best_on
     if data.validation is None:

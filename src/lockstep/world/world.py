@@ -121,7 +121,7 @@ class World:
         return self.sum_(tensor.clone(memory_format=torch.contiguous_format))
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """As `sum`, in place of `tensor` (contiguous), which is returned (*collective*)."""
+        """Sum `tensor` (contiguous) over all ranks in place; return it (*collective*)."""
         if self.group is not None:
             with self.pulse.during("all-reduce"):
                 if self.memory is not None and not tensor.is_cuda:
@@ -148,7 +148,7 @@ class World:
         return found.view(self.size, *tensor.shape)
 
     def ragged(self, tensor: Tensor) -> list[Tensor]:
-        """Return every rank's `tensor`, (n, …) of each, in rank order (*collective*); n may differ."""
+        """Return every rank's `tensor` in rank order (*collective*). Each is (n, …); n may differ."""
         lengths: list[int] = self.stack(torch.tensor(len(tensor))).tolist()
         padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
@@ -170,8 +170,8 @@ class World:
     def unlike(self, facts: dict[str, Any]) -> tuple[int, str] | None:
         """Return the first rank that has other `facts` than rank 0 (*collective*).
 
-        `facts` is {name: number or text}, compared by rank 0's names. With the rank comes how they differ, in words;
-        None where all are alike.
+        `facts` is {name: number or text}, compared by rank 0's names. The text has the differences; None where all are
+        alike.
         """
         first, *others = self.gather(facts)
         for rank, theirs in enumerate(others, start=1):
@@ -195,7 +195,7 @@ class World:
             self.sum_(torch.zeros(1))
 
     def together(self, attempt: Callable[[], T]) -> T:
-        """Return what `attempt`, which must not communicate, returns on this rank (*collective*).
+        """Return this rank's value of `attempt`, which must not communicate (*collective*).
 
         Where it raises `RequestError` on any rank, every rank raises one, with the sentence of the lowest such rank.
         Any other exception passes through at once: a bug is not a request, and ends the run by itself.
@@ -211,7 +211,7 @@ class World:
         return result
 
     def from_main(self, attempt: Callable[[], T]) -> T:
-        """Return what `attempt` returns on rank 0, JSON-able; raises as `together` does (*collective*)."""
+        """Return rank 0's value of `attempt` on all ranks (*collective*). JSON-able; raises as `together` does."""
         found: T = self.gather(self.together(lambda: attempt() if self.is_main else None))[0]
         return found
 

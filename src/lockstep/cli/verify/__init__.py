@@ -1,6 +1,6 @@
-"""`lockstep verify WHAT …`: proofs that N devices train the model which one device would have trained.
+"""`lockstep verify WHAT …`: proofs that N devices train one device's model.
 
-Each is a file beside this one.
+Each proof is a file beside this one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ lockstep verify WHAT --help shows how each is used. Exit code: 0 it holds, 3 it 
 
 
 def main(given: list[str]) -> int:
-    """Do the proof that is asked for, and return the exit code."""
+    """Run the named proof, and return the exit code."""
     what = given[0] if given else ""
     usage = _USAGE.format(proofs="\n".join(f"  {name:<10} {phrase}" for name, phrase in PROOFS.items()))
     if output.helped(["--help"] if what == "help" else given, usage):

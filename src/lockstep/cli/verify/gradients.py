@@ -1,4 +1,4 @@
-"""`lockstep verify gradients [RECIPE] [flags]`: N ranks' gradients against one process's, and why they differ."""
+"""`lockstep verify gradients [RECIPE] [flags]`: N ranks' gradients against one process's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _ROWS = 5
 
 
 def main(given: list[str]) -> int:
-    """Measure, print the answer, and return 0; raise `ProofError` where the gradients are not the same."""
+    """Measure, print the answer, and return 0. Raises `ProofError` where the gradients differ."""
     if output.helped(given, _USAGE):
         return 0
     ours, script = run.split(given, _SWITCHES) if run.names_script(given, _SWITCHES) else (given, [])
@@ -82,7 +82,7 @@ def main(given: list[str]) -> int:
     planned = _planned(config, names)
     report = launchers.start(functools.partial(_entry, names=names, tolerance=tolerance, step=step), planned)
     if report is None:
-        return 0  # this process is another rank than the one that tells
+        return 0  # this process is not the rank that reports
     folder = config.record.output or folders.fresh(f"{folders.default_name(config)}-gradients")
     trouble = variants.unwritten(folder, [report.check()])
     with output.written():
@@ -97,10 +97,10 @@ def main(given: list[str]) -> int:
 
 
 def _takes_batch(step: str) -> bool:
-    """Whether a step of the user's own is one of `lockstep train`: step(model, batch), and not step(model, x, y)."""
+    """Return whether a user's step is step(model, batch). As in `lockstep train`; else step(model, x, y)."""
     try:
         return len(inspect.signature(user_code.load("--step", step)).parameters) == 2
-    except ValueError:  # of what is not written in Python
+    except ValueError:  # not written in Python
         return False
 
 
@@ -143,7 +143,7 @@ def _print(screen: Screen, report: Report, config: RunConfig, *, most: int | Non
 
 
 def _explain(screen: Screen, answer: Answer, tolerance: float, most: int | None) -> None:
-    """Print what differs under a strategy, and why."""
+    """Print a strategy's differences and their causes."""
     gaps: dict[str, float] = {}
     for row in answer.rows:
         gaps |= {name: max(gap, gaps.get(name, 0.0)) for name, gap in row.tensors.items()}
@@ -163,7 +163,7 @@ def _explain(screen: Screen, answer: Answer, tolerance: float, most: int | None)
 
 
 def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
-    """Yield what is known of the reasons: the name of each, and what completes it to a sentence."""
+    """Yield each reason's name, and the rest of its sentence."""
     from ...checkpoint.state import few  # late: it imports torch
 
     for cause in answer.causes:

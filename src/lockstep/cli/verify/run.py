@@ -1,4 +1,4 @@
-"""`lockstep verify run RUN`: a run judged by its records alone."""
+"""`lockstep verify run RUN`: judge a run by its records alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STYLES = {Check.HOLDS: "green", Check.FAILS: "bold red", Check.OPEN: "dim"}
 
 
 def main(given: list[str]) -> int:
-    """Judge the run, print and write what came out, and return the exit code."""
+    """Judge the run, print and write the checks. Returns the exit code."""
     if output.helped(given, _USAGE):
         return 0
     if flags := [word for word in given if word.startswith("-") and len(word) > 1]:
