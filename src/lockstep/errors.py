@@ -105,7 +105,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def ranks_named(ranks: Collection[int]) -> str:
-    """Return ranks for a sentence: `rank 0 and rank 2`; many in short."""
+    """Name ranks in a sentence: `rank 0 and rank 2`; many as spans."""
     return " and ".join(f"rank {rank}" for rank in ranks) if len(ranks) <= _NAMED_AT_MOST else ranks_in_short(ranks)
 
 

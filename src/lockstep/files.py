@@ -177,7 +177,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
-    """Write `data` to `path` atomically; where the disk does not take it, raise OSError and keep the old file.
+    """Write `data` to `path` atomically. Raises OSError and keeps the old file where the disk fails.
 
     A `private` file is readable by this user alone.
     """

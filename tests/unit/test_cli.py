@@ -67,7 +67,8 @@ def test_refusals_and_help_import_no_torch() -> None:
     code = (
         "import sys; from lockstep.cli.main import main\n"
         "for words in ('--help', '--version', 'train digit', 'train digits --batch 2 --devices 3', 'info', 'eval x', "
-        "'eval --help', 'train digits --launcher spawn --nodes 2', 'train digits --dry-run', 'verify run x'): main(words.split())\n"
+        "'eval --help', 'train digits --launcher spawn --nodes 2', 'train digits --dry-run', 'verify run x'): "
+        "main(words.split())\n"
         "try: main(['train', '--help'])\n"
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"

@@ -154,6 +154,6 @@ def _sum_of(numbers: Tensor) -> Tensor:
 
 @functools.cache  # powers of two up to the words of two layers: some megabytes a device
 def _keys(count: int, device: torch.device) -> Tensor:
-    """Return (count,) odd int64 numbers without a pattern: with evenly spaced ones, moves to and fro would cancel."""
+    """Return (count,) odd int64 weights without a pattern. Evenly spaced ones would let swaps cancel."""
     found = counter.bits(np.zeros(1, np.uint64), np.arange(count))[0] | np.uint64(1)
     return torch.from_numpy(found.view(np.int64)).to(device)

@@ -181,7 +181,7 @@ def _run_script(script: Script, config: RunConfig, world: World) -> None:
 
 def _usual(job: Job, base: RunConfig) -> dict[str, list[str]]:
     """Return what is varied by default; raises `RequestError` for nothing."""
-    options, cpus, has_bf16 = flatten(base), hardware.cpus(), hardware.has_bf16_units()
+    options, cpus, has_bf16 = flatten(base), hardware.cpus(), bool(hardware.bf16_units())
     named = {word.partition("=")[0].removeprefix("--") for word in job.given}
     kept = {key: str(options[key]) for key in named & {"strategy", "devices", "precision"}}
     found = grid.usual(cpus, gpus(base), has_bf16=has_bf16, is_script=job.is_script, given=kept)

@@ -94,7 +94,7 @@ def _usable(config: RunConfig) -> RunConfig:
 
 
 def _tell(report: Report, *, as_json: bool, since_s: float) -> None:
-    """Print the report of a command given at `since_s`; raise `RunError` where no job can run."""
+    """Print the report of a command given at `since_s`. Raises `RunError` where no job can run."""
     took_s = time.time() - since_s
     with contextlib.suppress(BrokenPipeError), output.written():
         if as_json:

@@ -77,7 +77,7 @@ def main(given: list[str]) -> int:
 
 
 def _config_file(path: Path) -> Path:
-    """Return the config.toml of the run that `path` is, or is a checkpoint of."""
+    """Find config.toml of a run, given its folder or checkpoint."""
     run = folders.find(path, "config.toml")
     with contextlib.suppress(*DEFECTS):  # what else is wrong with the run is told by what reads it
         if parse_json(read(run / "manifest.json"))["chosen"].get("loop") == "own":

@@ -44,7 +44,7 @@ lockstep VERB --help shows a verb's flags. To start: lockstep train digits --str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 0 done, 1 failed, 2 refused, 3 a proof failed, 75 stopped."""
+    """Run the command; return its exit code. 0 done, 1 failed, 2 refused, 3 a proof failed, 75 stopped."""
     survive()
     try:
         with heeded(signal.default_int_handler):  # SIGTERM and SIGHUP end as Ctrl-C does: with a sentence

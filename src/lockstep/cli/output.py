@@ -1,4 +1,4 @@
-"""What the command prints, past a full disk and a reader that has gone."""
+"""Command output that survives a full disk or a closed pipe."""
 
 from __future__ import annotations
 

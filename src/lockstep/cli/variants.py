@@ -144,7 +144,7 @@ def gpus(config: RunConfig) -> int:
 
 
 def several(config: RunConfig) -> int:
-    """Return the number of devices asked for, else of all GPUs, else two processes.
+    """Return the devices asked for. Default: all GPUs, else two processes.
 
     Raises `RequestError` where that leaves nothing to compare with one.
     """
@@ -159,7 +159,7 @@ def several(config: RunConfig) -> int:
 
 
 def unwritten(folder: Path, found: Iterable[Check]) -> str:
-    """Add the checks to the folder's files; return why that could not be done, "" where it was."""
+    """Add the checks to the folder's files. Return why that failed, else ""."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         checks.add(folder, found)

@@ -51,7 +51,7 @@ def leaves() -> tuple[Leaf, ...]:
 
 
 def left_to_command() -> set[str]:
-    """Return the options that a script leaves to the command; it decides on all others itself."""
+    """List the options that a script leaves to the command."""
     return {leaf.key for leaf in leaves() if leaf.section in _COMMAND_SECTIONS or leaf.key in OF_A_SESSION}
 
 

@@ -66,7 +66,7 @@ def say(sentence: str, descriptor: int | None = None, *, begin: str = "") -> Non
 
 
 def survive() -> None:
-    """Print a question mark for a character that the output cannot encode, such as × in plain ASCII."""
+    """Print a question mark for characters that the output cannot encode."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

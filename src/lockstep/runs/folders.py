@@ -282,7 +282,7 @@ def run_of(path: Path) -> Path | None:
 
 
 def find(path: Path, *names: str) -> Path:
-    """Return the run's folder that `path` is, or that its checkpoint lies in.
+    """Find a run's folder, given that folder or one of its checkpoints.
 
     Raises `RequestError` where that has none of the files `names`.
     """

@@ -389,11 +389,11 @@ class Session:
             loop.start_clock()
 
     def sum(self, value: Any) -> Any:
-        """Return the sum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
+        """Sum a number, or each element of a tensor, over all ranks (*collective*)."""
         return self._reduced(value, self.world.sum, lambda _: 0)
 
     def max(self, value: Any) -> Any:
-        """Return the maximum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
+        """Return a number's maximum, or each element's, over all ranks (*collective*)."""
         return self._reduced(value, self.world.max, _least)
 
     def _reduced(self, value: Any, reduce: Callable[[Tensor], Tensor], neutral: Callable[[torch.dtype], float]) -> Any:

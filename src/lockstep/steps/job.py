@@ -76,7 +76,7 @@ class Job:
             return self.loss_fn(logits, y, reduction="sum"), logits
 
     def train_step(self, count: int, shares: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Exchange the gradients of a batch of `count` samples; `shares` are this rank's (x, y) of each micro-batch."""
+        """Exchange the gradients of a batch of `count` samples. `shares`: this rank's (x, y) by micro-batch."""
         given = list(shares)
         for number, (x, y) in enumerate(given, start=1):
             with self.strategy.sync_on(self.replica, last=number == len(given)):

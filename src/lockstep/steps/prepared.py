@@ -84,7 +84,10 @@ class Prepared:
         return self.models if self.average is None else self.models | {"ema": self.average.module}
 
     def begin(self) -> None:
-        """Have what optimizers hold lie beside their parameters; refuse one of no model, or of two optimizers."""
+        """Move optimizer states to their parameters.
+
+        Raises `RequestError` for a parameter of no model, or of two optimizers.
+        """
         known = {parameter: name for name, parameter in self._all.named_parameters()}
         owners: dict[Tensor, int] = {}
         for number, optimizer in enumerate(self.optimizers, start=1):

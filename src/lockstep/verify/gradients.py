@@ -54,7 +54,7 @@ _OF_DTYPES = re.compile(r"dtype|scalar type|Float\b|Double\b|float64")
 
 
 def gaps(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0) -> dict[str, float]:
-    """Return the largest difference of `theirs` ÷ `scale` by tensor, relative to its largest value (see `curve.FLOOR`).
+    """Return each tensor's largest relative difference from `theirs` ÷ `scale` (see `curve.FLOOR`).
 
     Infinite where only one side has it or a value is not finite.
     """

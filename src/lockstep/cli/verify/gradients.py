@@ -105,7 +105,7 @@ def _takes_batch(step: str) -> bool:
 
 
 def _planned(config: RunConfig, names: Sequence[str]) -> LaunchPlan:
-    """Return what to measure: the strategy that the ranks use, several devices, nothing for speed alone."""
+    """Return the config to measure. It has the ranks' strategy, several devices, nothing for speed alone."""
     precision = "fp64" if config.precision.name == "auto" else config.precision.name
     strategy = next((name for name in names if KINDS[name].has_ranks), names[0])
     config = override(config, precision=precision, compile=False, channels_last="off", ema=None, strategy=strategy)
