@@ -107,12 +107,12 @@ class Steps:
 
     def evaluate(self) -> None:
         """Score the weights by metric or loss; record the score (*collective*)."""
-        session, config, progress = self._session, self._config, self._session.loop.progress
+        session, config, position = self._session, self._config, self._session.loop.position
         self.scores = self._scored(self._judged, self._on)
         session.log(**self.scores)
         session.score(self.scores.get(f"{self._on}_metric", -self.scores[f"{self._on}_loss"]))
-        self._show(f"epoch {progress.epochs + 1}/{config.epochs}  step {session.step:,}", self.scores)
-        if (why := progress.stalled(config.patience)) and not session.loop.is_done:
+        self._show(f"epoch {position.epochs + 1}/{config.epochs}  step {session.step:,}", self.scores)
+        if (why := position.stalled(config.patience)) and not session.loop.is_done:
             self._show(f"stopped: {why}", {})
 
     def _come_to(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Steps:
         loop, found = self._session.loop, dict[str, float]()
         if self._tested is not None:
             found = self._scored(self._tested, "test")
-            if loop.progress.stale and (best := best_of(loop.config, self._session.world, loop.progress)) is not None:
+            if loop.position.stale and (best := best_of(loop.config, self._session.world, loop.position)) is not None:
                 load_model(self._model, best.part("model"))
                 found |= self._scored(self._tested, "test_best")
             self._session.log(**found)

@@ -25,7 +25,7 @@ from ..steps import report
 from ..steps.evaluation import evaluate
 from ..steps.job import Job, assemble
 from ..steps.prepared import Source
-from ..steps.progress import Progress
+from ..steps.position import Position
 from ..training import losses
 from ..world.world import World
 from .session import Session
@@ -89,14 +89,14 @@ class Classifier:
 
     def evaluate(self) -> None:
         """Score the weights on the set for choosing `best` (*collective*)."""
-        data, progress = self._job.data, self._loop.progress
-        scores = self._scored(data.judged, epoch=progress.epochs)
+        data, position = self._job.data, self._loop.position
+        scores = self._scored(data.judged, epoch=position.epochs)
         self._loop.judge(scores.top1, scores, on=data.best_on)
 
     def _scored(self, source: Data, **told: Any) -> Scores:
         """Return the scores on `source` (*collective*). Raises `Stopped` after a stop request."""
         loop, ledger = self._loop, self._loop.proofs.ledger
-        loop.recorder.record("evaluate", step=loop.progress.step, samples=len(source), **told)
+        loop.recorder.record("evaluate", step=loop.position.step, samples=len(source), **told)
         how: dict[str, Any] = {} if ledger is None else {"note": ledger.add_evaluated}
         scores = scored(self._job, source, stop=lambda: loop.stop.asked, **how)
         if scores is None:
@@ -106,7 +106,7 @@ class Classifier:
     def _test(self, weights: str, of_step: int) -> dict[str, Any]:
         """Return the current weights' scores on the test set (*collective*). `weights` is `last` or `best`."""
         loop, data = self._loop, self._job.data.test
-        step = loop.progress.step
+        step = loop.position.step
         epoch = (step - 1) // self._job.steps()
         scores = dataclasses.asdict(self._scored(data, epoch=epoch, of=weights))
         loop.proofs.end_evaluation(epoch, step, len(data))
@@ -115,14 +115,14 @@ class Classifier:
 
     def _come_to(self) -> dict[str, Any]:
         """Return the run's result with test scores (*collective*). Raises `Stopped`."""
-        job, loop, meter, progress = self._job, self._loop, self._loop.meter, self._loop.progress
-        assert progress.scores is not None
-        scores = dataclasses.asdict(progress.scores)
-        test, best = {"step": progress.step} | scores, dict[str, Any]()
+        job, loop, meter, position = self._job, self._loop, self._loop.meter, self._loop.position
+        assert position.scores is not None
+        scores = dataclasses.asdict(position.scores)
+        test, best = {"step": position.step} | scores, dict[str, Any]()
         if job.data.validation is not None:
-            test = best = self._test("last", progress.step)
-            if progress.stale:
-                state = best_of(job.config, job.world, progress)
+            test = best = self._test("last", position.step)
+            if position.stale:
+                state = best_of(job.config, job.world, position)
                 if state is not None:
                     restore_model(job, state)
                 best = {} if state is None else self._test("best", state.meta["step"])
@@ -137,13 +137,13 @@ class Classifier:
         self.result = RunResult(
             **scores,
             **measured,
-            best_top1=max(progress.best_top1, progress.scores.top1),
+            best_top1=max(position.best_top1, position.scores.top1),
             best_on=job.data.best_on,
             test=test,
             test_best=best or None,
-            stopped="" if loop.is_done else progress.stalled(job.config.patience),
-            steps=progress.step,
-            epoch_s=tuple(progress.epoch_s),
+            stopped="" if loop.is_done else position.stalled(job.config.patience),
+            steps=position.step,
+            epoch_s=tuple(position.epoch_s),
             proof=loop.proofs.checks(),
             output=shown(job.config.record.output),
         )
@@ -168,7 +168,7 @@ def restore_model(job: Job, loaded: State) -> None:
             load_model(job.average.module, loaded.part("ema"))
 
 
-def best_of(config: RunConfig, world: World, progress: Progress) -> State | None:
+def best_of(config: RunConfig, world: World, position: Position) -> State | None:
     """Return the best checkpoint; None unless every rank has it (*collective*)."""
     folder = config.record.output
     if folder is None:
@@ -177,7 +177,7 @@ def best_of(config: RunConfig, world: World, progress: Progress) -> State | None
     with contextlib.suppress(RequestError):
         state = resume.load(dataclasses.replace(config, checkpoint=asked), world)
         # A disk that was full may have left out the best.
-        if state is not None and (state.meta["scores"] or {}).get("top1") == progress.best_top1:
+        if state is not None and (state.meta["scores"] or {}).get("top1") == position.best_top1:
             return state
     return None
 

@@ -113,7 +113,7 @@ class Session:
     @property
     def step(self) -> int:
         """Optimizer steps made: global batches trained on."""
-        return self.loop.progress.step
+        return self.loop.position.step
 
     def prepare(self, *given: Any) -> Any:
         """Prepare parts for training; return them in order (*collective*). A single part is returned by itself.
@@ -183,7 +183,7 @@ class Session:
             self.loop.begin(count)
         self._in_epochs = True
         while self.loop.goes_on(count):
-            yield self.loop.progress.epochs
+            yield self.loop.position.epochs
             self.loop.end_epoch()
         self._in_epochs = False
         self.loop.finish()
@@ -191,9 +191,9 @@ class Session:
     def batches(self, source: Source) -> Generator[Any, None, None]:
         """Yield this rank's shares of an epoch. Counts a step after each whole batch of the first source."""
         loop, pulse, counts = self.loop, self.world.pulse, source is self.prepared.source
-        progress, strategy, replica = loop.progress, self.prepared.strategy, self.prepared.replica
+        position, strategy, replica = loop.position, self.prepared.strategy, self.prepared.replica
         # Others begin where the first one does only where a resumed run takes them up together, as in a zip.
-        micros = source.micros(progress.epochs, first=progress.within if counts else loop.resumed_at)
+        micros = source.micros(position.epochs, first=position.within if counts else loop.resumed_at)
         if counts and loop.has_begun:
             loop.start_clock()
         micro: Micro | None = None
@@ -439,7 +439,7 @@ class Session:
         micro, loop = self._micro, self.loop
         if micro is None:
             told = {name: float(value) for name, value in values.items()}
-            loop.recorder.record("values", step=self.step, epoch=loop.progress.epochs, **told)
+            loop.recorder.record("values", step=self.step, epoch=loop.position.epochs, **told)
             return
         for name, value in values.items() if loop.has_begun else ():
             held = on_device(value, self.device)

@@ -26,20 +26,20 @@ from ..training.precision import Precision
 from ..world.random_state import load_generators, save_generators, seed_all
 from .meter import Meter
 from .prepared import Prepared
-from .progress import Progress
+from .position import Position
 from .proofs import Proofs
 from .report import started
 from .saving import Saver
 
 
 class Loop:
-    """Progress and records of one run."""
+    """Position and records of one run."""
 
     def __init__(self, run: Opened, prepared: Prepared, precision: Precision) -> None:
         """Open the checkpoints of the run's folder, if any."""
         config, world = run.config, prepared.world
         self.config, self.recorder, self.state, self.folder = config, run.recorder, run.state, config.record.output
-        self.prepared, self.precision, self.progress = prepared, precision, Progress()
+        self.prepared, self.precision, self.position = prepared, precision, Position()
         sums = prepared.strategy is not None
         self.meter = Meter(world, run.recorder, prepared.devices, log_every=config.record.log_every, sums=sums)
         self.stop = StopRequest(quiet=not world.is_main)
@@ -75,9 +75,9 @@ class Loop:
             self._restore(self.state)
         else:  # from here on the generators serve the model's own randomness, which each rank draws for itself
             seed_all(config.seed, world.rank, devices=self.prepared.devices)
-        world.pulse.step = self.progress.step
+        world.pulse.step = self.position.step
         world.together(lambda: self._tell_start(facts or {}))
-        self.proofs = Proofs(self.prepared, self._remedy, step=self.progress.step)
+        self.proofs = Proofs(self.prepared, self._remedy, step=self.position.step)
         self.has_begun = True
         self.start_clock()
 
@@ -101,53 +101,53 @@ class Loop:
     @property
     def is_done(self) -> bool:
         """Whether all planned steps are made; False where the total is unknown."""
-        return 0 < self.total_steps <= self.progress.step and not self._is_endless
+        return 0 < self.total_steps <= self.position.step and not self._is_endless
 
     def goes_on(self, epochs: int) -> bool:
         """Return whether another epoch remains. An epoch has steps to make, or weights to score."""
-        progress = self.progress
+        position = self.position
         if self._is_endless:
             return True
-        if progress.stalled(self.config.patience):
+        if position.stalled(self.config.patience):
             return False
-        if progress.epochs < epochs and (not self.is_done or progress.within == self.steps):
+        if position.epochs < epochs and (not self.is_done or position.within == self.steps):
             return True
-        return self._result is not None and progress.evaluated != progress.step
+        return self._result is not None and position.evaluated != position.step
 
     def note_samples(self, indices: Indices) -> None:
         """Add this rank's samples (n,) of the current step to any ledger."""
         if self.proofs.ledger is not None:
-            self.proofs.ledger.add(self.progress.step + 1, indices)
+            self.proofs.ledger.add(self.position.step + 1, indices)
 
     def judge(self, score: float, scores: Scores | None = None, *, on: str = "") -> None:
         """Record the current weights' score; higher is better (*collective*). `scores` are all scores `on` a set."""
-        progress = self.progress
-        progress.judge(score)
+        position = self.position
+        position.judge(score)
         self._score = score
         if scores is not None:
-            progress.scores = scores
-            self.proofs.end_evaluation(progress.epochs, progress.step, scores.samples)
-            self._evaluation = {"step": progress.step, "epoch": progress.epochs, "on": on} | dataclasses.asdict(scores)
+            position.scores = scores
+            self.proofs.end_evaluation(position.epochs, position.step, scores.samples)
+            self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on} | dataclasses.asdict(scores)
 
     def count_batch(self) -> None:
         """Count a global batch of this epoch, with or without a step."""
-        self.progress.within += 1
+        self.position.within += 1
         self.resumed_at = 0
 
     def count_step(self, loss: Tensor, samples: int, lr: float, norm: Tensor | None) -> None:
         """Count a step of `samples`. `loss` is this rank's part; `norm` is the gradients' norm, if known."""
-        progress = self.progress
-        progress.step = step = progress.step + 1
+        position = self.position
+        position.step = step = position.step + 1
         self._world.pulse.step = step
-        self.meter.add(step, progress.epochs, lr, samples, loss, norm)
+        self.meter.add(step, position.epochs, lr, samples, loss, norm)
 
     def end_step(self) -> None:
         """Verify, record and save as due after a step (*collective*). Raises `Stopped`, `RunError` or `ProofError`."""
-        step, every = self.progress.step, self.config.checkpoint.checkpoint_every
+        step, every = self.position.step, self.config.checkpoint.checkpoint_every
         if self.exchanges and self.proofs.replicas.due(step):
             self.proofs.replicas.check(step, self.meter.step_s)
         # After an epoch's last step it is saved anyway, once the weights are evaluated.
-        save = every is not None and step % every == 0 and self.progress.within != self.steps and not self.is_done
+        save = every is not None and step % every == 0 and self.position.within != self.steps and not self.is_done
         if save or self.meter.due(self.stop.asked):
             stopping = self.settle()
             if self.prepared.source is None and self.epochs:  # such an epoch cannot be resumed in its midst
@@ -168,17 +168,17 @@ class Loop:
 
     def end_epoch(self) -> None:
         """Record an epoch and its evaluation, and save (*collective*)."""
-        progress, source = self.progress, self.prepared.source
+        position, source = self.position, self.prepared.source
         self.settle()
-        if not self.is_done or progress.within == self.steps:
+        if not self.is_done or position.within == self.steps:
             if source is not None:
-                seen = progress.within * source.plan.global_size
-                self.proofs.end_epoch(progress.epochs, min(seen, source.samples or 0))
-            progress.epoch_s.append(self.meter.train_s - self._train_s)
+                seen = position.within * source.plan.global_size
+                self.proofs.end_epoch(position.epochs, min(seen, source.samples or 0))
+            position.epoch_s.append(self.meter.train_s - self._train_s)
             self._train_s = self.meter.train_s
-            self.recorder.record("epoch", step=progress.step, epoch=progress.epochs, epoch_s=progress.epoch_s[-1])
-            progress.epochs += 1
-            progress.within = 0
+            self.recorder.record("epoch", step=position.step, epoch=position.epochs, epoch_s=position.epoch_s[-1])
+            position.epochs += 1
+            position.within = 0
         if self._evaluation:
             self.recorder.record("eval", **self._evaluation)
             self._evaluation = {}
@@ -196,12 +196,12 @@ class Loop:
         if self._saver is not None:
             self._saver.poll()
         if self.proofs.ledger is not None:
-            self.proofs.ledger.flush(self.progress.epochs)
+            self.proofs.ledger.flush(self.position.epochs)
         return stopping
 
     def _not_finite(self, step: int, ranks: list[int]) -> RunError:
         """Return the error for a non-finite loss (*collective*). Ranks with such a loss write their sample indices."""
-        doubt = self.proofs.replicas.explain_loss(self.progress.step, step)
+        doubt = self.proofs.replicas.explain_loss(self.position.step, step)
         where, indices = ranks_named(ranks), getattr(self.prepared.source, "indices", None)
         if self.folder is not None and indices is not None:
             rank, folder = self._world.rank, self.folder / "failures"
@@ -221,13 +221,13 @@ class Loop:
     def confirm(self) -> None:
         """Compare the replicas, unless already compared after this step (*collective*)."""
         if self.exchanges:
-            self.proofs.replicas.confirm(self.progress.step, self.meter.step_s)
+            self.proofs.replicas.confirm(self.position.step, self.meter.step_s)
 
     def save(self) -> None:
         """Compare the replicas, then save a checkpoint (*collective*)."""
         if self._listener is None:  # a thread would write, while another variant has its turn
             self.confirm()
-            step, score = self.progress.step, self._score
+            step, score = self.position.step, self._score
             self._score, self._saved_at = None, step
             if self._saver is not None:
                 self._saver.save(lambda: self._captured(score), step=step, score=score)
@@ -235,7 +235,7 @@ class Loop:
 
     def stopped(self) -> Stopped:
         """Save; return the error of a requested stop (*collective*)."""
-        step, ending = self.progress.step, "; nothing was saved, since no output folder was given."
+        step, ending = self.position.step, "; nothing was saved, since no output folder was given."
         if self._saved_at != step:
             self.save()
         if self._saver is not None:
@@ -250,25 +250,25 @@ class Loop:
             return
         self.is_finished = True
         self.settle()
-        progress = self.progress
-        if self._saved_at != progress.step:
-            if progress.scores is not None and progress.evaluated == progress.step:  # in the resumed folder
-                self._score = progress.scores.top1
+        position = self.position
+        if self._saved_at != position.step:
+            if position.scores is not None and position.evaluated == position.step:  # in the resumed folder
+                self._score = position.scores.top1
             self.save()
-        why, again = ("", "") if self._saver is None else self._saver.finish(progress.step)
+        why, again = ("", "") if self._saver is None else self._saver.finish(position.step)
         fields = self.summary() if self._result is None else self._result()
         self._tell_proof()
         self.recorder.record("finish", **fields | {"proof": self.proofs.checks()})
         if why:
-            raise RunError(f"The weights of the last step, {progress.step}, are not on the disk: {why}; {again}.")
+            raise RunError(f"The weights of the last step, {position.step}, are not on the disk: {why}; {again}.")
         self._heeding.close()
 
     def summary(self) -> dict[str, Any]:
         """Return the summary fields that every loop has."""
-        meter, progress = self.meter, self.progress
+        meter, position = self.meter, self.position
         return {
-            "steps": progress.step,
-            "epoch_s": list(progress.epoch_s),
+            "steps": position.step,
+            "epoch_s": list(position.epoch_s),
             "samples_per_s": meter.images / meter.train_s if meter.images else None,
             "data_wait_s": meter.wait_s,
             "output": shown(self.folder),
@@ -292,9 +292,9 @@ class Loop:
 
     def _captured(self, score: float | None) -> State:
         """Return the state for an exact continuation (*collective*)."""
-        self.progress.partial_s = self.meter.train_s - self._train_s
-        state = self.prepared.state(self.progress.step)
-        meta = self.progress.meta()
+        self.position.partial_s = self.meter.train_s - self._train_s
+        state = self.prepared.state(self.position.step)
+        meta = self.position.meta()
         if meta["scores"] is None and score is not None:
             meta["scores"] = {"top1": score}
         meta |= state.meta | {
@@ -318,8 +318,8 @@ class Loop:
         with understanding(state.origin or Path("the checkpoint")):
             self.prepared.load(state)
             self.precision.load_state(state.meta["scaler"])
-            self.progress = Progress.of(state.meta, self.steps)
-            self.resumed_at = self.progress.within
-            self._train_s = -self.progress.partial_s
+            self.position = Position.of(state.meta, self.steps)
+            self.resumed_at = self.position.within
+            self._train_s = -self.position.partial_s
             seed, devices = (self.config.seed, step), self.prepared.devices
             load_generators(self._world, state.meta["generators"], *seed, devices=devices)

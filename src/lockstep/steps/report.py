@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the `start` event. `facts` are added, their `chosen` and `lines` to the others."""
-    config, prepared, source, progress = loop.config, loop.prepared, loop.prepared.source, loop.progress
+    config, prepared, source, position = loop.config, loop.prepared, loop.prepared.source, loop.position
     world = prepared.world
     chosen: dict[str, Any] = {
         **facts.get("chosen", {}),
@@ -53,8 +53,8 @@ def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
     return facts | {
         "plan": {} if source is None else dataclasses.asdict(source.plan),
         "output": shown(loop.folder),
-        "first_step": progress.step,
-        "epoch_s": list(progress.epoch_s),
+        "first_step": position.step,
+        "epoch_s": list(position.epoch_s),
         "total_steps": loop.total_steps,
         "steps_per_epoch": loop.steps or 0,
         "epochs": loop.epochs or 0,
@@ -76,12 +76,12 @@ def _in_words(chosen: dict[str, Any]) -> str:
 
 def _continued(loop: Loop) -> list[str]:
     """Return lines on the resumed checkpoint and changed settings."""
-    config, step, state, total = loop.config, loop.progress.step, loop.state, loop.total_steps
+    config, step, state, total = loop.config, loop.position.step, loop.state, loop.total_steps
     if state is None or state.origin is None:
         is_missed = config.checkpoint.resume and loop.prepared.strategy is not None
         return [f"nothing to resume in {shown(loop.folder)}: a new run"] if is_missed else []
     path = shown(state.origin)
-    if stalled := loop.progress.stalled(config.patience):
+    if stalled := loop.position.stalled(config.patience):
         return [f"nothing is left to train: {path} is of step {step:,}, and {stalled}"]
     if 0 < total <= step:
         return [f"nothing is left to train: {path} is complete at step {step:,} of {total:,}"]

@@ -1,4 +1,4 @@
-"""Progress of a run, as checkpoints hold it: counters, times, scores."""
+"""Position of a run, as checkpoints hold it: counters, times, scores."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _NONE = -1.0  # in a checkpoint, the best score of a run that has none
 
 
 @dataclass
-class Progress:
-    """Progress of a run; fields are named as in checkpoints."""
+class Position:
+    """Position of a run; fields are named as in checkpoints."""
 
     step: int = 0  # optimizer steps made
     epochs: int = 0  # whole ones, trained and evaluated
@@ -28,7 +28,7 @@ class Progress:
     evaluated: int = 0  # the step of the last evaluation
 
     @classmethod
-    def of(cls, meta: dict[str, Any], steps_per_epoch: int | None) -> Progress:
+    def of(cls, meta: dict[str, Any], steps_per_epoch: int | None) -> Position:
         """Return a checkpoint's progress. Older checkpoints lack `stale`, then 0, and `within`, then derived."""
         within, scores = meta["step"] - meta["epochs"] * (steps_per_epoch or 0), meta["scores"]
         held = {"stale": 0, "within": within} | {key: meta[key] for key in _KEYS if key in meta}
@@ -54,4 +54,4 @@ class Progress:
         return f"the score has not improved in {counted(self.stale, 'evaluation')} (--patience {patience})"
 
 
-_KEYS = tuple(each.name for each in dataclasses.fields(Progress))
+_KEYS = tuple(each.name for each in dataclasses.fields(Position))
