@@ -94,7 +94,7 @@ def stepper(job: Job, batches: Iterator[Batch], *, steps: int) -> Callable[[], f
     These are the engine's own steps without its metrics; on a GPU its caller waits for the device.
     """
     size = job.plan.global_size
-    job.strategy.settle(job.model, lambda: job.train_step(size, next(batches)))
+    job.strategy.prepare(job.model, lambda: job.train_step(size, next(batches)))
 
     def run() -> float:
         begin_s = time.perf_counter()

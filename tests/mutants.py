@@ -383,7 +383,7 @@ a second signal is one more first one: monitor/signals.py
 + pass
 = unit/test_launchers.py::test_each_rank_takes_gpus_of_its_own
 two ranks share a GPU: launchers/rollcall.py
-- if other is not claim:
+- if other is not member:
 + if False:
 = unit/test_watch.py::test_a_store_that_answers_while_the_process_ends_does_not_change_the_exit_code
 a store that answers late changes the exit code: __main__.py
@@ -540,7 +540,7 @@ a mean over nothing is taken: training/gradients.py
 + return loss * factor
 = unit/test_engine.py::test_weights_that_nobody_has_scored_are_scored_where_no_step_is_left
 a finished run has the scores of another step: steps/loop.py
-- return self._result is not None and position.evaluated != progress.step
+- return self._result is not None and position.evaluated != position.step
 + return False
 = unit/test_engine.py::test_the_loss_and_its_scale_are_one_matter_in_half_precision
 a loss is scaled by another scale than its step: sessions/session.py

@@ -68,7 +68,7 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
         with Session(config, world, run, prepared=parts, precision=job.precision) as session:
             task = Classifier(job, session)
             learn(task, session, config)
-        world.pulse.enter("")  # not after an error, whose report names the phase
+        world.progress.enter("")  # not after an error, whose report names the phase
         assert task.result is not None
         return task.result
     finally:
@@ -87,15 +87,15 @@ def learn(task: Task, session: Session, config: RunConfig) -> None:
 
 def train_share(task: Task, session: Session, batch: Any, clip: float | None) -> None:
     """Train on this rank's share of a micro-batch. Steps after a batch's last one; the host waits for nothing."""
-    pulse = session.world.pulse
-    pulse.enter("forward")
+    progress = session.world.progress
+    progress.enter("forward")
     loss, weight, last = task.loss(batch)
     session.backward_sum(loss, weight)
     if not session.is_last:
         return
     lr = task.lr(session.step)
     task.optimizer.set_lr(lr)
-    pulse.enter("step")
+    progress.enter("step")
     measure = session.loop.meter.ends_interval  # a norm costs more than some tiny steps
     norm = session.precision.step(task.optimizer.each, clip=clip, measure=measure)
     task.optimizer.zero_grad()

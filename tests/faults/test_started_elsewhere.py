@@ -24,8 +24,8 @@ def test_torchrun_shows_the_root_cause(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_ranks_started_by_hand_meet_and_leave_nothing(scheme: str, tmp_path: Path) -> None:
-    meeting = tmp_path / "meeting"
-    url = f"file://{meeting}" if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+    rendezvous = tmp_path / "meeting"
+    url = f"file://{rendezvous}" if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
     for _ in range(2 if scheme == "file" else 1):  # a second run at the same place follows at once
         late, first = (start_rank("total", init_method=url, rank=rank, world_size=2) for rank in (1, 0))
         ended = [end(rank) for rank in (first, late)]
@@ -33,7 +33,7 @@ def test_ranks_started_by_hand_meet_and_leave_nothing(scheme: str, tmp_path: Pat
         told = json.loads(ended[0].out)
         assert (told["sum"], told["interface"]) == ([2, 1], "lo")
         assert [rank[:3] for rank in told["ranks"]] == [[0, 0, 2], [1, 1, 2]]
-        assert not meeting.exists()
+        assert not rendezvous.exists()
 
 
 @pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP"])

@@ -107,8 +107,15 @@ def test_a_rank_trains_without_the_compiler_and_has_it_when_it_is_asked_for(tmp_
         "assert 'torch._dynamo' in sys.modules and torch._dynamo.utils and optimizer.state_dict()\n"
         "assert torch.optim.Optimizer.state_dict.__wrapped__.__dynamo_disable.__module__.startswith('torch.')\n"
     )
-    meeting = ("--world-size", "1", "--rank", "0", "--init-method", f"file://{tmp_path / 'meet'}")  # gives it a group
-    how = ("--strategy", strategy, *(meeting if strategy == "ddp" else ()))
+    rendezvous = (
+        "--world-size",
+        "1",
+        "--rank",
+        "0",
+        "--init-method",
+        f"file://{tmp_path / 'meet'}",
+    )  # gives it a group
+    how = ("--strategy", strategy, *(rendezvous if strategy == "ddp" else ()))
     words = ("train", "digits", "--accelerator", "cpu", "--max-steps", "1", "--output", str(tmp_path / "run"), *how)
     subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True)
 

@@ -94,7 +94,7 @@ class Watcher:
     def ended_step(self, loop: Loop) -> None:
         """Mark the end of a step (*collective*)."""
         self.made += 1
-        self.clock.end_step(self.world.pulse.phase)
+        self.clock.end_step(self.world.progress.phase)
         self._course.send(loop)
 
     def resumed(self) -> None:
@@ -109,14 +109,14 @@ class _EnoughError(BaseException):
 def _watch(job: Job, config: RunConfig, watcher: Watcher) -> None:
     """Run the job until the watcher ends it. Raises `RunError` where the job ends first."""
     world = watcher.world
-    world.pulse.listener = watcher
+    world.progress.listener = watcher
     try:
         with _schedules_without_end():
             job(config, world)
     except _EnoughError:
         return
     finally:
-        world.pulse.listener = None
+        world.progress.listener = None
     raise RunError(
         f"The job has ended after {watcher.made} steps, before enough were measured: give it more epochs, and train "
         "through lockstep.session()."
@@ -163,7 +163,7 @@ def _probed(watcher: Watcher, steps: int, *, is_profiled: bool) -> Generator[Non
         found["profile"] = clock.profile()
     else:
         loop.confirm()
-        found["proof"] = loop.proofs.checks()
+        found["proof"] = loop.checks.outcomes()
         if world.size > 1:
             watcher.exchanges = False
             world.barrier()
@@ -230,7 +230,7 @@ def _raced(watcher: Watcher, connection: socket.socket) -> Generator[None, Loop,
     told = f"{world.rank} {world.size}"
     while True:
         _signal_workers(signal.SIGSTOP)
-        with world.pulse.during(""):  # others' turns are no stall
+        with world.progress.during(""):  # others' turns are no stall
             lines.write(f"{told}\n")
             lines.flush()
             steps = int(lines.readline() or 0)

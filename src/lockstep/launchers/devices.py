@@ -59,7 +59,7 @@ def processes(config: RunConfig, env: Mapping[str, str]) -> int:
 
 def known_ranks(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
     """Return the least world size that flags and environment imply, devices aside."""
-    array = of_array(env) if parallel.world_size is None and meets_by_url(parallel) else None
+    array = of_array(env) if parallel.world_size is None and has_rendezvous_url(parallel) else None
     return max(parallel.nodes, parallel.world_size or 1, started_ranks(env), array[1] if array else 1)
 
 
@@ -87,7 +87,7 @@ def drives_all(parallel: ParallelConfig) -> bool:
     return parallel.strategy != "auto" and kind(parallel.strategy).drives_all
 
 
-def meets_by_url(parallel: ParallelConfig) -> bool:
+def has_rendezvous_url(parallel: ParallelConfig) -> bool:
     """Return whether ranks meet at the --init-method URL, not by the environment."""
     return parallel.init_method not in ("", "env:", "env:/", "env://")
 

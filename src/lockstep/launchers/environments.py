@@ -120,7 +120,7 @@ def read(env: Env) -> Place:
     address = env.get("MASTER_ADDR", "")
     if is_slurm and not address:
         address = LOOPBACK if here.nodes == 1 else first_host(env.get("SLURM_STEP_NODELIST", ""))
-    file = _meeting(program) if known and not address and program in (_OPEN_MPI, _PMI) else None
+    file = _rendezvous_file(program) if known and not address and program in (_OPEN_MPI, _PMI) else None
     if not address and file is None:
         raise RequestError(
             f"{found}, but MASTER_ADDR is not set, the address at which rank 0 listens; give it and MASTER_PORT to "
@@ -206,7 +206,7 @@ def _tasks(text: str, node: int) -> int:
     return 0
 
 
-def _meeting(program: Program) -> Path:
+def _rendezvous_file(program: Program) -> Path:
     """Return a meeting path for this mpirun's ranks alone. Named by the nearest ancestor process that is no rank."""
     pid = 1
     for process in psutil.Process().parents():

@@ -25,7 +25,7 @@ from ..monitor import failures
 from ..monitor.failures import Failure
 from ..world.topology import Topology
 from . import environments, hosts, rank, stores
-from .devices import Entry, host_and_port, meets_by_url
+from .devices import Entry, has_rendezvous_url, host_and_port
 from .environments import LOOPBACK, Place
 from .stores import Door
 
@@ -55,8 +55,8 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
 
         try:
             _check_node(parallel, place)
-            meeting = (place.door or _door(parallel, env)).open(index, parallel.timeout)
-            with rank.met(config, env, meeting, place.topology, knows_node=place.knows_node, tell=tell) as seat:
+            rendezvous = (place.door or _door(parallel, env)).open(index, parallel.timeout)
+            with rank.met(config, env, rendezvous, place.topology, knows_node=place.knows_node, tell=tell) as seat:
                 yield seat
         except (Exception, SystemExit) as error:
             failure = failures.account(error, index, config)
@@ -91,7 +91,7 @@ def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
         return environments.read(env)
     if parallel.launcher == "inline":
         return Place(Topology(), Door())
-    by_url, index, size = meets_by_url(parallel), parallel.rank, parallel.world_size
+    by_url, index, size = has_rendezvous_url(parallel), parallel.rank, parallel.world_size
     if index is None or size is None:
         array = environments.of_array(env) if by_url else None
         found = array or [None if by_url else environments.whole(env.get(name, "")) for name in ("RANK", "WORLD_SIZE")]
@@ -109,7 +109,7 @@ def _door(parallel: ParallelConfig, env: Mapping[str, str]) -> Door:
     url, interface = parallel.init_method, parallel.interface
     if not url:
         raise RequestError(f"--rank and --world-size need --init-method, the place where ranks meet: {_EXAMPLES}.")
-    if not meets_by_url(parallel):
+    if not has_rendezvous_url(parallel):
         for variable in ("MASTER_ADDR", "MASTER_PORT"):
             if not env.get(variable):
                 raise RequestError(f"--init-method env:// needs {variable} in the environment; set it on every rank.")

@@ -25,13 +25,13 @@ from ..errors import RequestError, RunError, Stopped
 from ..monitor import bounded, failures, output, tracebacks
 from ..monitor.failures import Failure, RankLostError
 from ..monitor.notes import Notes
-from ..monitor.progress import Pulse
-from ..monitor.watchdog import Watch
+from ..monitor.progress import Progress
+from ..monitor.watchdog import Watchdog
 from ..world.topology import Topology
 from . import hosts, rollcall
 from .devices import Entry, drives_all, gpu_ids, gpu_index
-from .rollcall import Claim
-from .stores import Meeting
+from .rollcall import Member
+from .stores import Rendezvous
 from .variables import having, unset
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Seat:
     store: Store
     """Shared by all ranks."""
     notes: Notes
-    pulse: Pulse
+    progress: Progress
 
     def run(self, entry: Entry) -> Any | None:
         """Run the entry; return its value on rank 0, else None (*collective*)."""
@@ -79,19 +79,19 @@ class Seat:
         """Form the world; leave it at the block's end (*collective*)."""
         from ..world.world import World
 
-        parallel, topology, pulse = self.config.parallel, self.topology, self.pulse
+        parallel, topology, progress = self.config.parallel, self.topology, self.progress
         if topology.size == 1:
-            yield World(topology, self.device, pulse=pulse, notes=self.notes)
+            yield World(topology, self.device, progress=progress, notes=self.notes)
             return
         try:
-            with pulse.during("forming the process group"):  # where a store may be waited for that answers no more
+            with progress.during("forming the process group"):  # where a store may be waited for that answers no more
                 world = World.join(
                     topology,
                     self.device,
                     self.store,
                     timeout_s=_PATIENCE_S,
                     form_s=parallel.timeout / _DIALS,
-                    pulse=pulse,
+                    progress=progress,
                     notes=self.notes,
                     collectives=parallel.collectives,
                 )
@@ -114,7 +114,13 @@ class Seat:
 
 @contextlib.contextmanager
 def met(
-    config: RunConfig, env: Mapping[str, str], meeting: Meeting, topology: Topology, *, knows_node: bool, tell: Tell
+    config: RunConfig,
+    env: Mapping[str, str],
+    rendezvous: Rendezvous,
+    topology: Topology,
+    *,
+    knows_node: bool,
+    tell: Tell,
 ) -> Iterator[Seat]:
     """Meet the other ranks; yield this rank's seat; leave (*collective*).
 
@@ -122,76 +128,82 @@ def met(
     Raises `RankLostError` for an error of the block that is an echo of a lost rank, where that rank is known.
     """
     parallel, index = config.parallel, topology.rank
-    mine = Claim(
+    mine = Member(
         rank=index,
         size=topology.size,
         accelerator=parallel.accelerator,
         gpus=gpu_ids(parallel, env),
         drives_all=drives_all(parallel),
-        addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE, parallel.interface),
+        addresses=hosts.own_addresses(rendezvous.host or hosts.ANYWHERE, parallel.interface),
         interface=parallel.interface,
     )
     with contextlib.ExitStack() as kept:
-        if meeting.file is not None:
-            kept.callback(meeting.file.unlink, missing_ok=True)
-        claims = rollcall.take(meeting, mine, parallel.timeout)
+        if rendezvous.file is not None:
+            kept.callback(rendezvous.file.unlink, missing_ok=True)
+        members = rollcall.take(rendezvous, mine, parallel.timeout)
         # Tells these processes from any others at the store.
-        start = hashlib.sha256("".join(claim.nonce for claim in claims).encode()).hexdigest()[:16]
-        topology, pulse = topology if knows_node else rollcall.place(claims, mine), Pulse()
-        watch = start_watch(config, meeting, start, [claim.host for claim in claims], index, pulse, tell)
+        start = hashlib.sha256("".join(member.nonce for member in members).encode()).hexdigest()[:16]
+        topology, progress = topology if knows_node else rollcall.place(members, mine), Progress()
+        watchdog = start_watchdog(config, rendezvous, start, [member.host for member in members], index, progress, tell)
         try:
             if not knows_node:
                 check_agrees(parallel, topology, _CAME)
-            bound_to = _bound_to(rollcall.interface(claims, mine)) if topology.size > 1 else {}
+            bound_to = _bound_to(rollcall.interface(members, mine)) if topology.size > 1 else {}
             kept.enter_context(having(bound_to | variables(config)))
-            device = take_device(config, env, topology, sharing=rollcall.sharing(claims, mine))
+            device = take_device(config, env, topology, sharing=rollcall.sharing(members, mine))
             from .._torch import PrefixStore
 
-            store = PrefixStore(f"group/{start}", meeting.keys.store)
-            yield Seat(config, topology, device, store, meeting.notes, pulse)
+            store = PrefixStore(f"group/{start}", rendezvous.keys.store)
+            yield Seat(config, topology, device, store, rendezvous.notes, progress)
         except BaseException as error:
-            watch.give_way()
+            watchdog.give_way()
             if isinstance(error, Exception) and failures.is_echo(error):
-                if sentence := watch.lost():
-                    raise RankLostError(f"{sentence}; {failures.again(config)}.") from error
+                if sentence := watchdog.lost():
+                    raise RankLostError(f"{sentence}; {failures.resume_hint(config)}.") from error
             elif isinstance(error, Exception | SystemExit) and not isinstance(error, Stopped | RankLostError):
-                watch.tell(failures.describe(error, index).sentence.removesuffix("."))
+                watchdog.tell(failures.describe(error, index).sentence.removesuffix("."))
             raise
-        watch.leave(_LEAVE_S)
+        watchdog.leave(_LEAVE_S)
 
 
-def start_watch(
-    config: RunConfig, meeting: Meeting, start: str, nodes: Sequence[str], rank: int, pulse: Pulse, tell: Tell
-) -> Watch:
+def start_watchdog(
+    config: RunConfig,
+    rendezvous: Rendezvous,
+    start: str,
+    nodes: Sequence[str],
+    rank: int,
+    progress: Progress,
+    tell: Tell,
+) -> Watchdog:
     """Return a watchdog over ranks that have met."""
     stall_s = config.parallel.stall_timeout
     # An interactive session that is alone is the user's, who sees that nothing moves; so is one of other threads.
     is_ours = not hasattr(sys, "ps1") and threading.current_thread() is threading.main_thread()
-    return Watch(
-        pulse,
-        lambda: meeting.keys.clone(f"world/{start}/watch", min(max(stall_s / 4, _ANSWER_S[0]), _ANSWER_S[1])),
+    return Watchdog(
+        progress,
+        lambda: rendezvous.keys.clone(f"world/{start}/watch", min(max(stall_s / 4, _ANSWER_S[0]), _ANSWER_S[1])),
         rank=rank,
         nodes=nodes,
-        server=None if meeting.outlives else 0,
-        is_served=meeting.is_served,
+        server=None if rendezvous.outlives else 0,
+        is_served=rendezvous.is_served,
         stall_timeout_s=stall_s,
-        beat_s=min(max(stall_s / 10, _LEAST_BEAT_S), _BEAT_S if meeting.port else _BEAT_IN_MEMORY_S),
-        ends=functools.partial(_end, config, pulse, tell) if len(nodes) > 1 or is_ours else lambda *_: None,
+        beat_s=min(max(stall_s / 10, _LEAST_BEAT_S), _BEAT_S if rendezvous.port else _BEAT_IN_MEMORY_S),
+        ends=functools.partial(_end, config, progress, tell) if len(nodes) > 1 or is_ours else lambda *_: None,
     )
 
 
-def _end(config: RunConfig, pulse: Pulse, tell: Tell, watch: Watch, failure: Failure) -> NoReturn:
+def _end(config: RunConfig, progress: Progress, tell: Tell, watchdog: Watchdog, failure: Failure) -> NoReturn:
     """End this process with the watchdog's failure."""
-    failure = dataclasses.replace(failure, sentence=f"{failure.sentence}; {failures.again(config)}.")
+    failure = dataclasses.replace(failure, sentence=f"{failure.sentence}; {failures.resume_hint(config)}.")
     workers = multiprocessing.active_children()
     try:
         tracebacks.ask(worker.pid for worker in workers)
-        if pulse.folder is not None:
-            write = functools.partial(failures.write, failure, pulse.folder / "failures")
+        if progress.folder is not None:
+            write = functools.partial(failures.write, failure, progress.folder / "failures")
             with contextlib.suppress(OSError, bounded.Late):  # where it is the disk that hangs
                 bounded.within(_WRITE_S, write, "failures")
         tell(failure)
-        watch.let_others_hear()
+        watchdog.let_others_hear()
         with contextlib.suppress(bounded.Late):
             bounded.within(_FLUSH_S, output.flush, "last words")
         for worker in workers:  # which would look for this process for seconds

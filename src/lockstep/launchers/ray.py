@@ -161,7 +161,7 @@ class _Job:
         here = (parallel.devices or 1) if kind(parallel.strategy).process_per_device else 1
         door = Door(host=found[0][0], port=found[0][2], secret=secrets.token_bytes(32)) if nodes > 1 else None
         paths, folder = [str(Path(path).absolute()) for path in sys.path], str(Path.cwd())
-        self._actors, self._here, self._again = actors, here, failures.again(config)
+        self._actors, self._here, self._resume_hint = actors, here, failures.resume_hint(config)
         self._names = [f" on node {address} ({name})" for address, name, _ in found]
         self._ended: dict[int, bytes | Failure] = {}
         self._waiting: dict[Any, int] = {}
@@ -212,7 +212,7 @@ class _Job:
             ended: bytes | Failure = ray.get(result)
         except ray.exceptions.RayError as error:
             ranks = range(node * self._here, (node + 1) * self._here)
-            how = f"{self._names[node]} died ({failures.one_line(error)}); {self._again}."
+            how = f"{self._names[node]} died ({failures.one_line(error)}); {self._resume_hint}."
             ended = Failure(ranks[0], "", f"{ranks_in_short(ranks).capitalize()}{how}", "")
         return ended
 

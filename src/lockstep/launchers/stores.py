@@ -53,7 +53,7 @@ _WHY_NOT = {
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """An open store, and its name in messages."""
 
     keys: Keys
@@ -141,7 +141,7 @@ class Door:
     served: bool = False
     """Whether an agent serves the store."""
 
-    def open(self, rank: int, timeout_s: float, notes: Notes | None = None) -> Meeting:
+    def open(self, rank: int, timeout_s: float, notes: Notes | None = None) -> Rendezvous:
         """Open the store for a rank. One in the parent's memory has the parent's `notes`."""
         if self.memory is not None:
             return _in_memory(self.memory, notes or Notes())
@@ -156,20 +156,20 @@ class Door:
         )
 
 
-def _alone() -> Meeting:
+def _alone() -> Rendezvous:
     from .._torch import HashStore
 
-    return Meeting(Keys(HashStore(), PREFIX), "this process", outlives=True)
+    return Rendezvous(Keys(HashStore(), PREFIX), "this process", outlives=True)
 
 
-def _in_memory(path: Path, notes: Notes) -> Meeting:
+def _in_memory(path: Path, notes: Notes) -> Rendezvous:
     import_torch()
     from .._torch import FileStore
 
-    return Meeting(Keys(FileStore(str(path), -1), PREFIX), "this host's memory", outlives=True, notes=notes)
+    return Rendezvous(Keys(FileStore(str(path), -1), PREFIX), "this host's memory", outlives=True, notes=notes)
 
 
-def serve(host: str, port: int, *, secret: bytes = b"") -> Meeting:
+def serve(host: str, port: int, *, secret: bytes = b"") -> Rendezvous:
     """Serve the store to the other ranks, on `host`'s address alone."""
     where = hosts.url(host, port)
     try:
@@ -187,12 +187,12 @@ def serve(host: str, port: int, *, secret: bytes = b"") -> Meeting:
     taken = listener.detach()
     store = TCPStore(address, port, is_master=True, master_listen_fd=taken, wait_for_workers=False, timeout=WAIT)
     keys, caution = Keys(store, PREFIX, secret), hosts.caution(host)
-    return Meeting(keys, where, hosted=True, host=address, port=port, caution=caution)
+    return Rendezvous(keys, where, hosted=True, host=address, port=port, caution=caution)
 
 
 def connect(
     host: str, port: int, timeout_s: float, *, secret: bytes = b"", job: str = "", start: str = "", served: bool = False
-) -> Meeting:
+) -> Rendezvous:
     """Open the store of rank 0, or of an agent if `served`.
 
     `job` and `start` separate these ranks' keys from those of other jobs at the agent, and of earlier starts. Raises
@@ -221,7 +221,7 @@ def connect(
     lasting = Keys(store, f"{PREFIX}/{job}/lasting", secret)
     notes = Notes(lasting.read, lasting.write) if served else Notes()
     caution = hosts.caution(host)
-    return Meeting(keys, where, host=host, port=port, outlives=served, notes=notes, caution=caution)
+    return Rendezvous(keys, where, host=host, port=port, outlives=served, notes=notes, caution=caution)
 
 
 def _await_listener(host: str, port: int, timeout_s: float) -> None:
@@ -241,7 +241,7 @@ def _await_listener(host: str, port: int, timeout_s: float) -> None:
             return
 
 
-def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secret: bytes = b"") -> Meeting:
+def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secret: bytes = b"") -> Rendezvous:
     """Open rank 0's store by the address in the file at `path`.
 
     Rank 0 (`is_main`) serves it and listens at `host`, by default this host's first address. Raises `RequestError`
@@ -249,39 +249,39 @@ def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secr
     """
     where, deadline = f"file://{path}", time.monotonic() + timeout_s
     if not is_main:
-        while (meeting := _opened(path, secret, deadline - time.monotonic())) is None:
+        while (rendezvous := _opened(path, secret, deadline - time.monotonic())) is None:
             if time.monotonic() >= deadline:
                 raise AbsentError(
                     f"{where}: rank 0 did not come there within --timeout {timeout_s:g} s; start every rank, or raise "
                     "--timeout."
                 )
             time.sleep(_RETRY_S)
-        return dataclasses.replace(meeting, where=where)
+        return dataclasses.replace(rendezvous, where=where)
     if _opened(path, secret, _PROBE_S) is not None:
         raise RequestError(
             f"{where}: rank 0 is claimed twice, or another run meets there; give each process its own --rank, and each "
             "run its own meeting place."
         )
     nonce, own = secrets.token_hex(_SECRET_BYTES), hosts.own_addresses(hosts.ANYWHERE)
-    meeting = serve(host or (own[0] if own else "127.0.0.1"), 0, secret=secret + nonce.encode())
-    meeting.keys.write("place", nonce)
-    told = json.dumps({PREFIX: nonce, "host": meeting.host, "port": meeting.port})
+    rendezvous = serve(host or (own[0] if own else "127.0.0.1"), 0, secret=secret + nonce.encode())
+    rendezvous.keys.write("place", nonce)
+    told = json.dumps({PREFIX: nonce, "host": rendezvous.host, "port": rendezvous.port})
     try:
         files.write_whole(path, told.encode(), private=True)
     except OSError as error:
         raise _unusable(path, error) from error
-    return dataclasses.replace(meeting, where=where, file=path)
+    return dataclasses.replace(rendezvous, where=where, file=path)
 
 
-def _opened(path: Path, secret: bytes, limit_s: float) -> Meeting | None:
+def _opened(path: Path, secret: bytes, limit_s: float) -> Rendezvous | None:
     """Return the store named in the file; None without an answer."""
     if (place := _read_place(path)) is None:
         return None
     with contextlib.suppress(RequestError, RuntimeError):
         limit_s = min(max(limit_s, _RETRY_S), 5 * _RETRY_S)
-        meeting = connect(place["host"], place["port"], limit_s, secret=secret + place[PREFIX].encode())
-        if meeting.keys.read("place") == place[PREFIX]:
-            return meeting
+        rendezvous = connect(place["host"], place["port"], limit_s, secret=secret + place[PREFIX].encode())
+        if rendezvous.keys.read("place") == place[PREFIX]:
+            return rendezvous
     return None
 
 

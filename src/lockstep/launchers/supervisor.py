@@ -113,7 +113,7 @@ class Supervisor:
 
     def __init__(self, config: RunConfig, where: str = "") -> None:
         """`where` says where ranks die, such as " on node 10.0.0.2"."""
-        self._parallel, self._again, self._where = config.parallel, failures.again(config), where
+        self._parallel, self._resume_hint, self._where = config.parallel, failures.resume_hint(config), where
         self._restarts = 0
         self._interrupts = Interrupts()
         self._workers: list[_Worker] = []
@@ -164,7 +164,7 @@ class Supervisor:
             return False
         else:
             self._restarts += 1
-            what = cause.sentence.removesuffix(".").removesuffix(f"; {self._again}")
+            what = cause.sentence.removesuffix(".").removesuffix(f"; {self._resume_hint}")
             say(f"{what}; the ranks start again (restart {self._restarts} of {most_restarts}).")
         return True
 
@@ -240,7 +240,7 @@ class Supervisor:
             return None
         who = ranks_in_short(ranks := [worker.rank for worker in silent])
         how = f"stopped {for_s:.0f} s ago, by SIGSTOP" if are_stopped else "hang: the other ranks ended long ago"
-        return Failure(ranks[0], "", f"{who[0].upper()}{who[1:]} {how}; {self._again}.", "")
+        return Failure(ranks[0], "", f"{who[0].upper()}{who[1:]} {how}; {self._resume_hint}.", "")
 
     def _obituary(self, worker: _Worker) -> Failure:
         """Return the failure of a rank that ended without a report."""
@@ -257,7 +257,7 @@ class Supervisor:
         elif -code in _CRASHES:
             how += f" (if it trained, its stacks are in the run's output/rank_{number}.txt)"
         is_echo = self._parallel.accelerator == "cuda" and code == -signal.SIGABRT  # as NCCL ends a rank left alone
-        return Failure(number, "", f"Rank {number}{self._where} {how}; {self._again}.", "", is_echo=is_echo)
+        return Failure(number, "", f"Rank {number}{self._where} {how}; {self._resume_hint}.", "", is_echo=is_echo)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._interrupts.hear():
@@ -362,8 +362,8 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
     notes = Notes(lambda name: held.get(name, ""), write)
     try:
         entry, config = pickle.loads(payload)  # from our own parent, through a pipe that nobody else holds
-        meeting = door.open(place.rank, config.parallel.timeout, notes)
-        with rank.met(config, os.environ, meeting, place, knows_node=True, tell=pipe.send) as seat:
+        rendezvous = door.open(place.rank, config.parallel.timeout, notes)
+        with rank.met(config, os.environ, rendezvous, place, knows_node=True, tell=pipe.send) as seat:
             value = seat.run(entry)
         try:
             report = pickle.dumps(value)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config.schema import ParallelConfig, RunConfig
 from ..errors import RequestError, choose, counted
-from .devices import Entry, known_ranks, meets_by_url, processes, resolve
+from .devices import Entry, has_rendezvous_url, known_ranks, processes, resolve
 from .environments import check_started, started_ranks, starter, variables
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def visible_gpus() -> str | None:
 
 def _auto(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> str:
     by_hand = parallel.rank is not None or parallel.world_size is not None
-    if meets_by_url(parallel) and (by_hand or parallel.most_nodes == 1):
+    if has_rendezvous_url(parallel) and (by_hand or parallel.most_nodes == 1):
         return "manual"
     if starter(env):
         return "environment"
@@ -170,7 +170,7 @@ def _check(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> None:
     """Raise `RequestError` where flags or environment do not fit the launcher."""
     name, launcher = parallel.launcher, LAUNCHERS[parallel.launcher]
     flags = {
-        "--init-method": parallel.init_method if meets_by_url(parallel) else None,
+        "--init-method": parallel.init_method if has_rendezvous_url(parallel) else None,
         "--interface": parallel.interface or None,
         "--rank": parallel.rank,
         "--world-size": parallel.world_size,

@@ -76,11 +76,11 @@ class RankLostError(RunError):
     """This rank ends only because another one failed."""
 
 
-def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
+def describe(error: BaseException, rank: int, hint: str = _RESUME) -> Failure:
     """Return the failure for `error` on `rank`.
 
     lockstep's own errors keep their sentence; that of any other names the deepest frame of the user's code or ours.
-    `again` says how to go on after an echo.
+    `hint` says how to go on after an echo.
     """
     entered = below_runners(error.__traceback__)
     is_own = entered is not None and not is_library(entered.tb_frame.f_code.co_filename)
@@ -96,14 +96,14 @@ def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
         found, peer = _LOST.search(text), _ADDRESS.search(text)
         how = (found[0] if found else "") + (f" at {peer['host']}" if peer else "")
         told = f"lost another rank while it waited for it in a collective ({how}): see that rank's own message"
-        return Failure(rank, kind, f"Rank {rank} {told}; {again}.", trace, is_echo=True)
+        return Failure(rank, kind, f"Rank {rank} {told}; {hint}.", trace, is_echo=True)
     notes = "".join(f" ({_short(note)})" for note in getattr(error, "__notes__", ()))
     # torch raises for a dead data worker wherever the rank is at that moment.
     where = "" if "DataLoader worker (pid" in _words(error) else place(error)
     return Failure(rank, kind, f"Rank {rank} failed{where}: {one_line(error)}{notes}", trace)
 
 
-def again(config: RunConfig) -> str:
+def resume_hint(config: RunConfig) -> str:
     """Return the advice for continuing after a loss."""
     return "start the same command again" if config.checkpoint.resume else _RESUME
 
@@ -115,7 +115,7 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
 
 def account(error: BaseException, rank: int, config: RunConfig) -> Failure:
     """Return the failure for `error`; write that to the run's folder."""
-    failure, output = describe(error, rank, again(config)), config.record.output
+    failure, output = describe(error, rank, resume_hint(config)), config.record.output
     if output is None or isinstance(error, Stopped | RequestError):
         return failure
     if output.is_dir() or not failure.is_echo:  # an echo may follow a refusal, which has removed the folder

@@ -28,7 +28,7 @@ class Listener(Protocol):
     def resumed(self) -> None: ...
 
 
-class Pulse:
+class Progress:
     """A rank's phase, and how many it has entered.
 
     All ranks enter the same phases in the same order, so the others wait for the one that has entered the fewest.

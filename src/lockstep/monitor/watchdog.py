@@ -25,7 +25,7 @@ from . import tracebacks
 from .failures import Failure, is_machinery
 from .heartbeat import Beat, Heartbeats
 from .keys import Keys
-from .progress import EXCHANGES, SETUP, Pulse
+from .progress import EXCHANGES, SETUP, Progress
 
 MISSED_BEATS = 3
 """Beats of a living rank that may come late."""
@@ -46,12 +46,12 @@ _LOST_S = 5.0  # at most, for finding out which rank was lost
 _HURRY_S = 0.05
 
 
-class Watch:
+class Watchdog:
     """A watchdog over this rank and, by their heartbeats, the others."""
 
     def __init__(
         self,
-        pulse: Pulse,
+        progress: Progress,
         opens: Callable[[], Keys],
         *,
         rank: int,
@@ -59,7 +59,7 @@ class Watch:
         server: int | None,
         stall_timeout_s: float,
         beat_s: float,
-        ends: Callable[[Watch, Failure], None],
+        ends: Callable[[Watchdog, Failure], None],
         is_served: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start the thread.
@@ -67,7 +67,7 @@ class Watch:
         `opens` and `server` are those of `Heartbeats`; `nodes` names each rank's host. `ends` is called from the
         thread with the failure, and has to end this process. `is_served()` tells whether the store has a server.
         """
-        self._pulse, self._rank, self._nodes, self._server = pulse, rank, tuple(nodes), server
+        self._progress, self._rank, self._nodes, self._server = progress, rank, tuple(nodes), server
         self._stall_s, self._beat_s, self._ends, self._is_served = stall_timeout_s, beat_s, ends, is_served
         self._late_s = MISSED_BEATS * beat_s
         self._crossed_s = min(stall_timeout_s, max(_CROSSED_S, 2 * self._late_s))
@@ -118,15 +118,17 @@ class Watch:
             time.sleep(2 * self._beat_s)
 
     def _run(self) -> None:
-        looked_s, sent_s, count = time.monotonic(), 0.0, self._pulse.count
+        looked_s, sent_s, count = time.monotonic(), 0.0, self._progress.count
         while not self._closed.wait(min(self._beat_s / 2, _LOOK_S)):
             now_s = time.monotonic()
             # Time for which this process was stopped, or its machine asleep, does not count as a stall.
             passed_s, looked_s = min(now_s - looked_s, _LONGEST_PAUSE_S, self._stall_s / 2), now_s
             self._idle_s, self._stalled_s = self._idle_s + passed_s, self._stalled_s + passed_s
-            if count != self._pulse.count:
-                count, self._idle_s, self._stalled_s = self._pulse.count, 0.0, 0.0
-            may_be_stuck = self._idle_s > (self._crossed_s if self._pulse.phase in _COLLECTIVES else self._stall_s) / 4
+            if count != self._progress.count:
+                count, self._idle_s, self._stalled_s = self._progress.count, 0.0, 0.0
+            may_be_stuck = (
+                self._idle_s > (self._crossed_s if self._progress.phase in _COLLECTIVES else self._stall_s) / 4
+            )
             heard = ""
             if now_s - sent_s >= 0.9 * self._beat_s:
                 sent_s = now_s
@@ -158,9 +160,9 @@ class Watch:
         return all_live and any(beat.phase in _MAY_LAST for beat in seen.values())
 
     def _own(self) -> Beat:
-        pulse, frames = self._pulse, sys._current_frames()
+        progress, frames = self._progress, sys._current_frames()
         main = _frames(frames.get(threading.main_thread().ident or 0))
-        names, phase = _modules(main), pulse.phase
+        names, phase = _modules(main), progress.phase
         if "bdb" in names or "pydevd" in sys.modules:  # a person looks: pdb's prompt, or a debugger that may hold it
             phase = _DEBUGGER
         elif any(_COMPILERS & _modules(_frames(frame)) for frame in frames.values()):
@@ -171,7 +173,7 @@ class Watch:
             phase = "data"
         own = [frame for frame in main if not is_machinery(frame.f_code.co_filename)]
         place = f"{Path(own[0].f_code.co_filename).name}:{own[0].f_lineno}" if own else ""
-        return Beat(pulse.count, pulse.step, phase, place, round(self._idle_s, 1))
+        return Beat(progress.count, progress.step, phase, place, round(self._idle_s, 1))
 
 
 def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> str:

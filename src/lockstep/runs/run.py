@@ -40,7 +40,7 @@ class Opened:
     config: RunConfig
     recorder: Recorder
     state: State | None
-    again: str = ""  # how it can be continued once it was stopped, where that is not by a flag
+    resume_hint: str = ""  # how it can be continued once it was stopped, where that is not by a flag
 
 
 @contextlib.contextmanager
@@ -51,14 +51,14 @@ def opened(
     keys: Collection[str] = IDENTITY,
     console: Recorder | None = None,
     only: Collection[str] | None = None,
-    again: str = "",
+    resume_hint: str = "",
 ) -> Iterator[Opened]:
     """Hold the run's folder within the block; record its errors (*collective*).
 
     `keys` are the options that a continued run must share with the one before. `console` replaces the recorder for a
     person. The options in `only` are recorded, by default all. `again` is as in `Opened`.
     """
-    world.pulse.enter(SETUP)  # the others wait while rank 0 works with files
+    world.progress.enter(SETUP)  # the others wait while rank 0 works with files
     if found := world.unlike({f"--{key}": value for key, value in flatten_common(config).items()}):
         raise RequestError(
             f"Rank {found[0]} was started with {found[1]}: the replicas would drift apart; "
@@ -71,7 +71,7 @@ def opened(
         folder = _claimed(stack, config, world, before)
         stack.enter_context(output.kept(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main))
         config = replace(config, record=replace(config.record, output=folder))
-        world.pulse.folder = folder
+        world.progress.folder = folder
         state = state or resume.load(config, world, keys=keys)  # of the folder that --resume auto has found
         begun_s = time.time()
         recorder: Recorder = Nothing()
@@ -82,7 +82,7 @@ def opened(
             step = state.meta["step"] if state else 0
             recorder = Recorders(partial(_opened, _lasting(asked, folder), folder, world, keys, step, only, shown))
         try:
-            yield Opened(config, recorder, state, again)
+            yield Opened(config, recorder, state, resume_hint)
         except Exception as error:
             failure = failures.account(error, world.rank, config)
             cause = failures.cause_in(folder / "failures", since_s=begun_s) if failure.is_echo else ""

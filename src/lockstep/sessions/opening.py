@@ -45,7 +45,7 @@ def session(**options: Any) -> Session:
     )
     if has_folder:
         recorded = {"model", "data", *left_to_command()}
-        run = opened(config, world, keys=("seed",), console=Notices(), only=recorded, again=again)
+        run = opened(config, world, keys=("seed",), console=Notices(), only=recorded, resume_hint=again)
     made = Session(config, world, run)
     started.closing.append(made.close)
     return made

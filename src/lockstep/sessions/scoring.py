@@ -24,8 +24,8 @@ from ..runs.folders import unwritable
 from ..steps import report
 from ..steps.evaluation import evaluate
 from ..steps.job import Job, assemble
-from ..steps.prepared import Source
 from ..steps.position import Position
+from ..steps.prepared import Source
 from ..training import losses
 from ..world.world import World
 from .session import Session
@@ -48,12 +48,12 @@ class Classifier:
         self._job, self._loop = job, session.loop
 
     def begin(self) -> None:
-        """Begin the run, check the user's loss, rehearse a step (*collective*)."""
+        """Begin the run, check the user's loss, dry-run a step (*collective*)."""
         job = self._job
         self._loop.begin(job.config.epochs, report.of_job(job), self._come_to)
         if ":" in job.config.optim.loss:
             job.world.together(self._check_loss)
-        job.strategy.settle(job.model, self._rehearse)
+        job.strategy.prepare(job.model, self._dry_run)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
         """Return the summed loss, None, and (logits, labels). x is (n, …), y (n,); n may be 0."""
@@ -65,7 +65,7 @@ class Classifier:
         with contextlib.closing(self._job.micros(0)) as micros:
             return next(micros)
 
-    def _rehearse(self) -> None:
+    def _dry_run(self) -> None:
         first = self._first()
         self._job.train_step(first.total, [first.batch])
 
@@ -95,7 +95,7 @@ class Classifier:
 
     def _scored(self, source: Data, **told: Any) -> Scores:
         """Return the scores on `source` (*collective*). Raises `Stopped` after a stop request."""
-        loop, ledger = self._loop, self._loop.proofs.ledger
+        loop, ledger = self._loop, self._loop.checks.ledger
         loop.recorder.record("evaluate", step=loop.position.step, samples=len(source), **told)
         how: dict[str, Any] = {} if ledger is None else {"note": ledger.add_evaluated}
         scores = scored(self._job, source, stop=lambda: loop.stop.asked, **how)
@@ -109,7 +109,7 @@ class Classifier:
         step = loop.position.step
         epoch = (step - 1) // self._job.steps()
         scores = dataclasses.asdict(self._scored(data, epoch=epoch, of=weights))
-        loop.proofs.end_evaluation(epoch, step, len(data))
+        loop.checks.end_evaluation(epoch, step, len(data))
         loop.recorder.record("test", of=weights, step=step, of_step=of_step, **scores)
         return {"step": of_step} | scores
 
@@ -144,7 +144,7 @@ class Classifier:
             stopped="" if loop.is_done else position.stalled(job.config.patience),
             steps=position.step,
             epoch_s=tuple(position.epoch_s),
-            proof=loop.proofs.checks(),
+            proof=loop.checks.outcomes(),
             output=shown(job.config.record.output),
         )
         return self.result.as_json()

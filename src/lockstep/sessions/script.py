@@ -171,7 +171,7 @@ def _ranked(name: str, run: Callable[[], Any], started: Started) -> Any:
     """Run the script as a rank; return its result. Raises the error to report, and SystemExit of a lone rank."""
     global _started, _taken
     before, (_started, _taken) = (_started, _taken), (started, False)
-    started.world.pulse.enter(SETUP)  # until the script's loop has begun
+    started.world.progress.enter(SETUP)  # until the script's loop has begun
     error: BaseException | None = None
     found = None
     try:
@@ -236,7 +236,7 @@ class _OwnProcess:
                 'anew; put what the script does under `if __name__ == "__main__":`.'
             )
         self._started = Started(*self._kept.enter_context(table.joined(config)))
-        self._started.world.pulse.enter(SETUP)  # until the script's loop has begun
+        self._started.world.progress.enter(SETUP)  # until the script's loop has begun
         atexit.register(self._end)
         for owner, name in self._exits:
             setattr(owner, name, self._note)  # Python tells nobody what a process is about to end with

@@ -190,7 +190,7 @@ class Session:
 
     def batches(self, source: Source) -> Generator[Any, None, None]:
         """Yield this rank's shares of an epoch. Counts a step after each whole batch of the first source."""
-        loop, pulse, counts = self.loop, self.world.pulse, source is self.prepared.source
+        loop, progress, counts = self.loop, self.world.progress, source is self.prepared.source
         position, strategy, replica = loop.position, self.prepared.strategy, self.prepared.replica
         # Others begin where the first one does only where a resumed run takes them up together, as in a zip.
         micros = source.micros(position.epochs, first=position.within if counts else loop.resumed_at)
@@ -199,11 +199,11 @@ class Session:
         micro: Micro | None = None
         try:
             while not (counts and loop.is_done):  # --max-steps
-                pulse.enter("data")
+                progress.enter("data")
                 begun_s = time.perf_counter()
                 micro = next(micros, None)
                 loop.meter.pending.wait_s += time.perf_counter() - begun_s
-                pulse.enter("")  # what follows is the caller's own code
+                progress.enter("")  # what follows is the caller's own code
                 if micro is None:
                     break
                 if not counts:
@@ -281,7 +281,7 @@ class Session:
             check_loss(loss)
         if reduction not in ("mean", "sum"):
             raise RequestError(f"session.backward takes reduction='mean' or 'sum', found {reduction!r}.")
-        micro, pulse = self._micro, self.world.pulse
+        micro, progress = self._micro, self.world.progress
         if self._is_apart and micro is None:
             raise RequestError(
                 "session.backward was called in a loop over a loader that session.prepare was not given first, and "
@@ -303,25 +303,25 @@ class Session:
             factor = 1 / self.world.size if reduction == "mean" else 1.0
         elif reduction == "mean" or not micro.size:
             factor = micro.size / micro.total
-        pulse.enter("backward")
+        progress.enter("backward")
         self._batch.backward(loss, factor, weight, last=self.is_last, exchanges=self.loop.exchanges)
-        pulse.enter("")
+        progress.enter("")
 
     def backward_sum(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """Add the gradients of a loss summed over a rank's samples. With `weight`, the sum is over as many things."""
-        strategy, micro, pulse = self.prepared.strategy, self._micro, self.world.pulse
+        strategy, micro, progress = self.prepared.strategy, self._micro, self.world.progress
         if weight is not None:
             self.backward(loss, weight=weight, reduction="sum")
         elif strategy is None or micro is None:
             self.backward(loss / max(1, self.samples))
         else:
-            pulse.enter("backward")
+            progress.enter("backward")
             # Normalised once, by the global count: the sum over micro-batches and ranks is then the mean's gradient.
             self.precision.backward(loss, strategy.averages_over / micro.total)
             if micro.last and self.precision.scaler is not None:
                 groups = (group for optimizer in self.prepared.optimizers for group in optimizer.param_groups)
                 self.precision.unscale(each for group in groups for each in group["params"])
-            pulse.enter("")
+            progress.enter("")
             self._batch.note(loss.detach())
 
     def _step(self, optimizer: Optimizer, step: Any, closure: Any) -> Any:
@@ -335,14 +335,14 @@ class Session:
                 "optimizer.step() without session.backward(loss) before it: gradients of loss.backward() are not "
                 "weighed, nor summed over the ranks; call session.backward(loss) in its place."
             )
-        self.world.pulse.enter("step")
+        self.world.progress.enter("step")
         found = None
         if self.precision.scaler is None:
             found = step()
         else:
             self.precision.scaler.step(optimizer, step)
         self.stepped(float(optimizer.param_groups[0]["lr"]))
-        self.world.pulse.enter("")
+        self.world.progress.enter("")
         if self.prepared.source is None and optimizer is self.prepared.optimizers[-1]:
             self._end_step(0)
         return found
@@ -365,9 +365,9 @@ class Session:
         shared, evaluated = self._evaluated[raw], 0
         before = self._micro, self._is_evaluating, SyncBatchNorm.stand_in
         if loop.has_begun:
-            loop.settle()
+            loop.record_steps()
             loop.confirm()
-        with contextlib.ExitStack() as modes, world.pulse.during("eval"):
+        with contextlib.ExitStack() as modes, world.progress.during("eval"):
             for model in self.prepared.models.values():
                 modes.enter_context(evaluating(model))
                 if self.prepared.batchnorm == "local":
@@ -376,14 +376,14 @@ class Session:
             try:
                 for micro in shared.shares():
                     self._micro, self._is_evaluating = micro, True
-                    world.pulse.enter("eval")
+                    world.progress.enter("eval")
                     evaluated += micro.size
                     yield micro.batch
             finally:
                 self._micro, self._is_evaluating, SyncBatchNorm.stand_in = before
         self._compare_data()
         found = int(world.sum(torch.tensor(evaluated, device=self.device)))
-        if shared.samples not in (None, found) and world.pulse.listener is None:
+        if shared.samples not in (None, found) and world.progress.listener is None:
             raise ProofError(f"An evaluation took {found:,} samples, and the data set has {shared.samples:,}.")
         if loop.has_begun:
             loop.start_clock()

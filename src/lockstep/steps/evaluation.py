@@ -44,12 +44,12 @@ def evaluate(
     samples = len(source)
     first, end = (samples * part // world.size for part in (world.rank, world.rank + 1))
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # top1, top5, loss, samples
-    with world.pulse.during("eval"), evaluating(model), torch.inference_mode():
+    with world.progress.during("eval"), evaluating(model), torch.inference_mode():
         shares = (np.arange(start, min(start + batch, end)) for start in range(first, end, batch))
         stream = source.stream(shares, epoch=0)
         left = math.ceil(math.ceil(samples / world.size) / batch)  # of the rank that has the most
         while left > 0:
-            world.pulse.enter("eval")  # a single rank has no collective that shows progress
+            world.progress.enter("eval")  # a single rank has no collective that shows progress
             for x, y, indices in islice(stream, _BATCHES):
                 with autocast():
                     logits = model(x)

@@ -139,7 +139,7 @@ def assemble(
     A `continued` run keeps its accumulation, unless --micro-batch forbids shares so large. For an evaluation, the model
     is built only where the `evaluated` weights fit. `data` may be another job's, already built.
     """
-    world.pulse.enter(SETUP)
+    world.progress.enter(SETUP)
     asked = config.batch
     strategy = strategies.build(config.parallel, world)
     precision = Precision.of(config.precision, world.device)

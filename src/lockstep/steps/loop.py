@@ -25,10 +25,10 @@ from ..runs.run import Opened
 from ..training.precision import Precision
 from ..world.random_state import load_generators, save_generators, seed_all
 from .meter import Meter
-from .prepared import Prepared
 from .position import Position
-from .proofs import Proofs
+from .prepared import Prepared
 from .report import started
+from .run_checks import RunChecks
 from .saving import Saver
 
 
@@ -43,19 +43,19 @@ class Loop:
         sums = prepared.strategy is not None
         self.meter = Meter(world, run.recorder, prepared.devices, log_every=config.record.log_every, sums=sums)
         self.stop = StopRequest(quiet=not world.is_main)
-        self.proofs: Proofs  # once the loop has begun
+        self.checks: RunChecks  # once the loop has begun
         self.has_begun = self.is_finished = False
         self.epochs: int | None = None
         self.steps: int | None = None  # of an epoch, where it is known
         self.total_steps = 0  # 0 where it is not known
         self.resumed_at = 0  # batches of the current epoch before the resume; 0 after the first batch
-        self._world, self._listener = world, world.pulse.listener
+        self._world, self._listener = world, world.progress.listener
         self._is_endless = self._listener is not None and self._listener.is_endless
         self._saver = None if self.folder is None else Saver(self.folder, run, world)
         self._saved_at = None if self._saver is None else self._saver.resumed_at
         self._heeding = contextlib.ExitStack()  # stop requests, from the loop's beginning to its end
         self._result: Callable[[], dict[str, Any]] | None = None
-        self._is_stopping = self._is_proof_told = False
+        self._is_stopping = self._are_checks_told = False
         self._train_s = 0.0  # at the beginning of the epoch
         self._score: float | None = None  # of the current weights, if scored since the last save
         self._evaluation: dict[str, Any] = {}
@@ -75,9 +75,9 @@ class Loop:
             self._restore(self.state)
         else:  # from here on the generators serve the model's own randomness, which each rank draws for itself
             seed_all(config.seed, world.rank, devices=self.prepared.devices)
-        world.pulse.step = self.position.step
+        world.progress.step = self.position.step
         world.together(lambda: self._tell_start(facts or {}))
-        self.proofs = Proofs(self.prepared, self._remedy, step=self.position.step)
+        self.checks = RunChecks(self.prepared, self._remedy, step=self.position.step)
         self.has_begun = True
         self.start_clock()
 
@@ -116,8 +116,8 @@ class Loop:
 
     def note_samples(self, indices: Indices) -> None:
         """Add this rank's samples (n,) of the current step to any ledger."""
-        if self.proofs.ledger is not None:
-            self.proofs.ledger.add(self.position.step + 1, indices)
+        if self.checks.ledger is not None:
+            self.checks.ledger.add(self.position.step + 1, indices)
 
     def judge(self, score: float, scores: Scores | None = None, *, on: str = "") -> None:
         """Record the current weights' score; higher is better (*collective*). `scores` are all scores `on` a set."""
@@ -126,7 +126,7 @@ class Loop:
         self._score = score
         if scores is not None:
             position.scores = scores
-            self.proofs.end_evaluation(position.epochs, position.step, scores.samples)
+            self.checks.end_evaluation(position.epochs, position.step, scores.samples)
             self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on} | dataclasses.asdict(scores)
 
     def count_batch(self) -> None:
@@ -138,18 +138,18 @@ class Loop:
         """Count a step of `samples`. `loss` is this rank's part; `norm` is the gradients' norm, if known."""
         position = self.position
         position.step = step = position.step + 1
-        self._world.pulse.step = step
+        self._world.progress.step = step
         self.meter.add(step, position.epochs, lr, samples, loss, norm)
 
     def end_step(self) -> None:
         """Verify, record and save as due after a step (*collective*). Raises `Stopped`, `RunError` or `ProofError`."""
         step, every = self.position.step, self.config.checkpoint.checkpoint_every
-        if self.exchanges and self.proofs.replicas.due(step):
-            self.proofs.replicas.check(step, self.meter.step_s)
+        if self.exchanges and self.checks.replicas.due(step):
+            self.checks.replicas.check(step, self.meter.step_s)
         # After an epoch's last step it is saved anyway, once the weights are evaluated.
         save = every is not None and step % every == 0 and self.position.within != self.steps and not self.is_done
         if save or self.meter.due(self.stop.asked):
-            stopping = self.settle()
+            stopping = self.record_steps()
             if self.prepared.source is None and self.epochs:  # such an epoch cannot be resumed in its midst
                 self._is_stopping = self._is_stopping or stopping
             elif stopping:
@@ -162,18 +162,18 @@ class Loop:
     def end_data(self) -> None:
         """Record and verify after an epoch's or run's last step (*collective*). Raises as `end_step` does."""
         self.resumed_at = 0
-        if self.settle():
+        if self.record_steps():
             raise self.stopped()
         self.confirm()
 
     def end_epoch(self) -> None:
         """Record an epoch and its evaluation, and save (*collective*)."""
         position, source = self.position, self.prepared.source
-        self.settle()
+        self.record_steps()
         if not self.is_done or position.within == self.steps:
             if source is not None:
                 seen = position.within * source.plan.global_size
-                self.proofs.end_epoch(position.epochs, min(seen, source.samples or 0))
+                self.checks.end_epoch(position.epochs, min(seen, source.samples or 0))
             position.epoch_s.append(self.meter.train_s - self._train_s)
             self._train_s = self.meter.train_s
             self.recorder.record("epoch", step=position.step, epoch=position.epochs, epoch_s=position.epoch_s[-1])
@@ -186,7 +186,7 @@ class Loop:
         if self._is_stopping:
             raise self.stopped()
 
-    def settle(self) -> bool:
+    def record_steps(self) -> bool:
         """Record pending steps (*collective*). Returns whether any rank was asked to stop."""
         if not self.meter.pending.rows:
             return False
@@ -195,13 +195,13 @@ class Loop:
             raise self._not_finite(*wrong)
         if self._saver is not None:
             self._saver.poll()
-        if self.proofs.ledger is not None:
-            self.proofs.ledger.flush(self.position.epochs)
+        if self.checks.ledger is not None:
+            self.checks.ledger.flush(self.position.epochs)
         return stopping
 
     def _not_finite(self, step: int, ranks: list[int]) -> RunError:
         """Return the error for a non-finite loss (*collective*). Ranks with such a loss write their sample indices."""
-        doubt = self.proofs.replicas.explain_loss(self.position.step, step)
+        doubt = self.checks.replicas.explain_loss(self.position.step, step)
         where, indices = ranks_named(ranks), getattr(self.prepared.source, "indices", None)
         if self.folder is not None and indices is not None:
             rank, folder = self._world.rank, self.folder / "failures"
@@ -215,13 +215,13 @@ class Loop:
         return RunError(f"The loss at step {step} is not a finite number on {where}. {advice}")
 
     def _remedy(self) -> str:
-        self.settle()  # raises for a loss that is not finite, the better explanation
+        self.record_steps()  # raises for a loss that is not finite, the better explanation
         return self.prepared.remedy()
 
     def confirm(self) -> None:
         """Compare the replicas, unless already compared after this step (*collective*)."""
         if self.exchanges:
-            self.proofs.replicas.confirm(self.position.step, self.meter.step_s)
+            self.checks.replicas.confirm(self.position.step, self.meter.step_s)
 
     def save(self) -> None:
         """Compare the replicas, then save a checkpoint (*collective*)."""
@@ -239,8 +239,8 @@ class Loop:
         if self._saved_at != step:
             self.save()
         if self._saver is not None:
-            why, again = self._saver.finish(step)
-            ending = f", but its checkpoint could not be written; {why}: {again}." if why else f" and saved; {again}."
+            why, hint = self._saver.finish(step)
+            ending = f", but its checkpoint could not be written; {why}: {hint}." if why else f" and saved; {hint}."
         of = f" of {self.total_steps}" if self.total_steps else ""
         return Stopped(f"Stopped on request at step {step}{of}{ending}")
 
@@ -249,18 +249,18 @@ class Loop:
         if not self.has_begun or self.is_finished:
             return
         self.is_finished = True
-        self.settle()
+        self.record_steps()
         position = self.position
         if self._saved_at != position.step:
             if position.scores is not None and position.evaluated == position.step:  # in the resumed folder
                 self._score = position.scores.top1
             self.save()
-        why, again = ("", "") if self._saver is None else self._saver.finish(position.step)
+        why, hint = ("", "") if self._saver is None else self._saver.finish(position.step)
         fields = self.summary() if self._result is None else self._result()
-        self._tell_proof()
-        self.recorder.record("finish", **fields | {"proof": self.proofs.checks()})
+        self._tell_checks()
+        self.recorder.record("finish", **fields | {"proof": self.checks.outcomes()})
         if why:
-            raise RunError(f"The weights of the last step, {position.step}, are not on the disk: {why}; {again}.")
+            raise RunError(f"The weights of the last step, {position.step}, are not on the disk: {why}; {hint}.")
         self._heeding.close()
 
     def summary(self) -> dict[str, Any]:
@@ -281,14 +281,14 @@ class Loop:
             if self._saver is not None:
                 self._saver.close()
             if self.has_begun:
-                if self.proofs.ledger is not None:
-                    self.proofs.ledger.close()
-                self._tell_proof()
+                if self.checks.ledger is not None:
+                    self.checks.ledger.close()
+                self._tell_checks()
 
-    def _tell_proof(self) -> None:
-        if not self._is_proof_told:
-            self._is_proof_told = True
-            self.recorder.record("proof", checks=self.proofs.checks())
+    def _tell_checks(self) -> None:
+        if not self._are_checks_told:
+            self._are_checks_told = True
+            self.recorder.record("proof", checks=self.checks.outcomes())
 
     def _captured(self, score: float | None) -> State:
         """Return the state for an exact continuation (*collective*)."""

@@ -20,7 +20,7 @@ class Saver:
 
     def __init__(self, folder: Path, run: Opened, world: World) -> None:
         """Open the folder's checkpoints (*collective*)."""
-        self._again = run.again or f"continue with the same command and --resume {shown(folder)}"
+        self._resume_hint = run.resume_hint or f"continue with the same command and --resume {shown(folder)}"
         self._run, self._world = run, world
         self._on_disk: int | None = None
         self._checkpoints = world.together(lambda: self._open(folder / "checkpoints") if world.is_main else None)
@@ -51,7 +51,7 @@ class Saver:
         Weights that score more than the folder's best checkpoint become the best. The run's own best may be missing
         there, after a failed save or a resume from another folder.
         """
-        with self._world.pulse.during("save"):
+        with self._world.progress.during("save"):
             state = make()
             if self._checkpoints is not None:
                 self._checkpoints.wait()  # until then `best` may change
@@ -73,15 +73,15 @@ class Saver:
 
     def finish(self, step: int) -> tuple[str, str]:
         """Return why `step` is not saved, and advice (*collective*). The reason is "" where `step` is on the disk."""
-        with self._world.pulse.during("save"):
+        with self._world.progress.during("save"):
             self.close()
         on_disk = self._world.gather(self._on_disk)[0]
         if on_disk == step:
-            return "", self._again
-        why, again = "there is no checkpoint", "start the same command again"
+            return "", self._resume_hint
+        why, hint = "there is no checkpoint", "start the same command again"
         if on_disk is not None:
-            why, again = f"the last one is of step {on_disk}", self._again
-        return why, f"mend what the warnings tell of and {again}"
+            why, hint = f"the last one is of step {on_disk}", self._resume_hint
+        return why, f"mend what the warnings tell of and {hint}"
 
     def close(self) -> None:
         """Wait for the save in the background."""

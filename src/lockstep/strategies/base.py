@@ -42,8 +42,8 @@ class Strategy:
         """Return the replica: the module to call in place of `model`. It holds the same parameters."""
         return model
 
-    def settle(self, model: nn.Module, rehearse: Callable[[], None]) -> None:
-        """Prepare the first step (*collective*). `rehearse()` runs one forward and backward pass.
+    def prepare(self, model: nn.Module, dry_run: Callable[[], None]) -> None:
+        """Prepare the first step (*collective*). `dry_run()` runs one forward and backward pass.
 
         Gradients, buffers and the global random states are as before when it returns.
         """

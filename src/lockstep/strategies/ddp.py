@@ -2,7 +2,7 @@
 
 torch's DDP all-reduces buckets of parameters, which it forms anew after the first backward pass. The sum of three or
 more ranks depends in its last bits on an element's place in its bucket, so that a resumed run would differ from one
-that was never stopped. `settle` therefore rehearses one pass before the first step: the buckets are then static.
+that was never stopped. `prepare` therefore dry-runs one pass before the first step: the buckets are then static.
 Through memory that the ranks of a host share, backward waits for each exchange, and no place matters.
 """
 
@@ -79,13 +79,13 @@ class DDP(Strategy):
             replica.register_comm_hook(world, lambda world, bucket: _average(world, bucket.buffer()))
         return replica
 
-    def settle(self, model: nn.Module, rehearse: Callable[[], None]) -> None:
+    def prepare(self, model: nn.Module, dry_run: Callable[[], None]) -> None:
         """Rehearse one pass. Refuses parameters that the loss does not reach, unless find_unused is set."""
         if self._world.group is None or self._find_unused:
             return
         buffers = {name: held.clone() for name, held in model.named_buffers()}
         with kept(self.devices):
-            rehearse()
+            dry_run()
         unused = [name for name, item in model.named_parameters() if item.requires_grad and item.grad is None]
         if unused:
             raise RequestError(

@@ -18,7 +18,7 @@ from ..runs import folders
 from .prepared import Prepared
 
 
-class Proofs:
+class RunChecks:
     """Checks of one run: `replicas`, and the `ledger` if any."""
 
     def __init__(self, prepared: Prepared, remedy: Callable[[], str], *, step: int) -> None:
@@ -59,7 +59,7 @@ class Proofs:
                 "lockstep verify run tells where."
             )
 
-    def checks(self) -> dict[str, dict[str, Any]]:
+    def outcomes(self) -> dict[str, dict[str, Any]]:
         """Return the checks' outcomes so far, as "proof" in summary.json."""
         checks, ledger = [self.replicas.proof()], self.ledger
         if ledger is not None:
