@@ -183,8 +183,8 @@ class _Call:
         count = f"{sum(came)} of {self._mine.size} ranks came" if self._nonce else "rank 0 did not come"
         missing = ranks_in_short(absent) if absent else "an answer of rank 0"
         return AbsentError(
-            f"{self._rendezvous.where}: {count} within --timeout {self._timeout_s:g} s; missing: {missing}; start every "
-            f"rank, or raise --timeout{self._rendezvous.caution}."
+            f"{self._rendezvous.where}: {count} within --timeout {self._timeout_s:g} s; missing: {missing}; start "
+            f"every rank, or raise --timeout{self._rendezvous.caution}."
         )
 
     def _fault(self, error: RequestError) -> RequestError:
